@@ -28,7 +28,6 @@ from checkmate.memory import CPU
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler, Roofline
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import solve
 from checkmate.training import TrainingStep
 
 
@@ -81,9 +80,9 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
-    def keep_all(problem: Problem) -> Solution:
+    def taken(problem: Problem) -> Solution:
         problems.append(problem)
-        return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
+        raise _Captured
 
     try:
         with (
@@ -92,13 +91,15 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             as_captured(),
             _planned_on(find_costs, fakes) if fakes else nullcontext(),
         ):
-            backend = Backend(keep_all, _stop, find_costs, block_bytes)
+            backend = Backend(taken, _stop, find_costs, block_bytes)
             backend.updates, backend.elsewhere = updates, options.elsewhere
             backend.rounding, backend.overlap = options.rounding, options.overlap
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
+        if problems:  # then it is `_Captured`, explained by Dynamo
+            return problems[0]
         reason = explained(error, fn)
         if reason is error:
             raise
@@ -162,7 +163,7 @@ def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) ->
 
 
 class _Captured(Exception):
-    """Raised in place of running a captured graph."""
+    """Raised in place of planning a captured graph, or of running one without gradients."""
 
 
 def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, takewhile
 from math import inf
@@ -85,6 +85,7 @@ class _Step:
     pose: Callable[[Joint], Problem]
     tried: bool
     rounding: bool  # where no split has the bits of the whole, sums over parts are taken
+    names: dict[LossSplit | None, set[str]] = field(default_factory=dict)  # of the nodes, by how the loss is split
 
     def splits(
         self, problem: Problem, module: fx.GraphModule, losses: int = 0, *, anew: bool = True
@@ -141,7 +142,7 @@ class _Step:
             return
         for after, how in enumerate(hows[place:], place + 1):
             if not self.tried or all(equal_bits.loss_keeps_bits(loss, how) for loss in found):
-                module = in_parts(self.whole, how)
+                module = self._with_loss(how)
                 split = self._posed(module)
                 if split is None:
                     return
@@ -153,12 +154,18 @@ class _Step:
         """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
         if place and hows[place - 1].kept:
             return True
-        split = in_parts(self.whole, hows[place - 1])  # the last is the smallest
-        graphs = (split.graph, self.whole.graph) if place else (self.whole.graph, split.graph)
-        here, other = ({n.name for n in graph.nodes} for graph in graphs)
+        if hows[place - 1] not in self.names:  # the last is the smallest
+            self._with_loss(hows[place - 1])
+        here, other = (self.names[how] for how in ((hows[place - 1], None) if place else (None, hows[-1])))
         bytes_at = problem.unavoidable_bytes
         high = {problem.graph.ops[k].name for k in (bytes_at >= (1 - near) * bytes_at.max()).nonzero()[0]}
         return not high.isdisjoint(here - other)
+
+    def _with_loss(self, how: LossSplit) -> fx.GraphModule:
+        """The step whose loss is split."""
+        module = in_parts(self.whole, how)
+        self.names[None], self.names[how] = ({n.name for n in one.graph.nodes} for one in (self.whole, module))
+        return module
 
     def _regions(
         self, problem: Problem, begin: Problem, unsplit: fx.GraphModule, early: tuple[str, ...], *, sums: bool

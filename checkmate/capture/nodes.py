@@ -70,6 +70,8 @@ def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:
 
 def tensors(val: Any) -> list[torch.Tensor]:
     """The tensors in a fake result, however nested."""
+    if isinstance(val, torch.Tensor):  # as most are
+        return [val]
     return [leaf for leaf in tree_leaves(val) if isinstance(leaf, torch.Tensor)]
 
 

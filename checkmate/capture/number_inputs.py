@@ -135,11 +135,11 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                     f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
                     "Use dense ones: nn.Embedding(..., sparse=False)."
                 )
-            sizes = *tensor.shape, *tensor.stride()
+            open_sizes = [size for size in (*tensor.shape, *tensor.stride()) if type(size) is not int]
             fitted = not numbers and type(tensor.untyped_storage().nbytes()) is not int  # to what it is computed with
-            if fitted or any(map(free_unbacked_symbols, sizes)):
+            if fitted or any(map(free_unbacked_symbols, open_sizes)):
                 raise Unsupported(_size_of_data(node))
-            if numbers and not all(type(size) is int for size in sizes):
+            if numbers and open_sizes:
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
     if numbers:
         _check_types(graph)

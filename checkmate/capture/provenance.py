@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,19 @@ def where(node: fx.Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
-    frames = [f for f in FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
-    facts += [f"{source_name(file)}:{line}" for file, line in frames[-1:]]
+    facts += filter(None, [_users_line(node.meta.get("stack_trace") or "")])
     name = module_path(path)
     if name and facts:
         return f"{name} ({', '.join(facts)})"
     return name or ", ".join(facts) or "generated code"
+
+
+@lru_cache(maxsize=1024)  # the blocks of a network have all but the same stacks
+def _users_line(stack: str) -> str:
+    """The innermost line of the user's code in the text of a stack, with its file."""
+    frames = [f for f in FRAME.findall(stack) if is_users(f[0])]
+    return "".join(f"{source_name(file)}:{line}" for file, line in frames[-1:])
 
 
 def source_name(file: str) -> str:
@@ -47,6 +54,7 @@ def source_name(file: str) -> str:
     return known[1] if known else Path(file).name
 
 
+@lru_cache(maxsize=4096)
 def module_path(path: str) -> str:
     """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
     path = re.sub(r"\._(?:modules|parameters|buffers|orig_mod|compiled_mod)\b", "", path)

@@ -77,6 +77,8 @@ def largest_sizes(
     size: int,
     room: int,
     *,
+    other: Problem,
+    trace_seconds: float,
     plain_peak: Callable[[Problem], int],
     deadline: float,
 ) -> LargestSizes:
@@ -84,17 +86,17 @@ def largest_sizes(
 
     Args:
         problems: of the step at any size.
+        other: the problem of `other_size`.
+        trace_seconds: that a trace takes.
         plain_peak: bytes of plain PyTorch, of the problem of a size.
         deadline: of `time.perf_counter`; what is estimated is looked at as far as there is time.
 
     Raises:
         Unsupported: if the step's ops change with the size, so that nothing can be estimated.
     """
-    began = time.perf_counter()
-    given, other = without_parts(problems.at(size)), without_parts(problems.at(other_size(size)))
-    trace_seconds = time.perf_counter() - began
+    given = without_parts(problems.at(size))
     pair = SizedProblems(problems.at)
-    pair.traced = {size: given, other_size(size): in_order_of(given, other)}
+    pair.traced = {size: given, other_size(size): in_order_of(given, without_parts(other))}
 
     def estimated(n: int) -> Problem:
         problem = pair.estimate(n)
@@ -126,7 +128,9 @@ def largest_sizes(
     if found is None and low:
         found = METHODS[KEEP_ALL].solve(estimated(low), room)
     seconds, overhead = (None, None) if found is None else (found.cost, max(0.0, found.overhead))
-    return LargestSizes(size, plain, keep_all, low, tuple(sorted(problems.traced)), checked, seconds, overhead)
+    return LargestSizes(
+        size, plain, keep_all, low, tuple(sorted({*problems.traced, *pair.traced})), checked, seconds, overhead
+    )
 
 
 def _looked_at(search: SizeSearch, guess: int) -> SizeSearch:

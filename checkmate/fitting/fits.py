@@ -1,7 +1,7 @@
 """`fits`: whether a training step fits a device, before it runs, and what would make it fit.
 
-    stand-ins without data -> one trace of the whole step -> where its bytes are -> smallest budgets and plans of each
-    way to take less -> a second trace at another size, and the largest batch -> a verdict
+    stand-ins without data -> a trace of the whole step, and beside it one at another size -> where its bytes are ->
+    smallest budgets and plans of each way to take less -> the largest batch -> a verdict
 
 Nothing runs, and nothing is allocated on the device: bytes are those of the captured step, seconds a roofline's.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import optim
 
+from checkmate.backends.captures import collecting_seldom
 from checkmate.backends.planner import Bytes
 from checkmate.backends.static_memory import lives_on
 from checkmate.backends.tensor_state import tensors_within
@@ -34,7 +35,8 @@ from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, CheckmateError
 from checkmate.fitting import TIME_LIMIT
 from checkmate.fitting.answer import Fits, LargestSizes, Way
-from checkmate.fitting.batch_sizes import Batch, largest_sizes, scaled, size_of
+from checkmate.fitting.batch_sizes import Batch, largest_sizes, other_size, scaled, size_of
+from checkmate.fitting.beside import Beside
 from checkmate.fitting.memory_parts import (
     Resident,
     kept_parts,
@@ -58,8 +60,10 @@ from checkmate.units import check_positive, format_bytes, format_seconds, parse_
 
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
 PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
+LEAST_SIZE = 2  # of a batch to estimate others from: a dimension of 1 is broadcast, by other ops
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
+FOR_WANT_OF_TIME = "not looked at, for want of time"
 HOST_BYTES = 64 * 10**9  # of a second memory beside a GPU that nobody has described
 HOST_SHARE = 0.8  # of the rate of its link that copies reach
 
@@ -121,7 +125,7 @@ def fits(
     if isinstance(fn, TrainingStep):
         raise TypeError("checkmate.fits takes what gives the loss, and the optimizer, not a training step of both.")
     place = _Place.of(device, budget, (fn, batch, named))
-    with ExitStack() as stack, showing("looking whether it fits"):
+    with ExitStack() as stack, showing("looking whether it fits"), collecting_seldom():
         stand_ins = StandIns()
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, optim.Optimizer) else [*optimizer]
         if place.device is not None:
@@ -130,6 +134,8 @@ def fits(
             given = [stand_ins.optimizer(one) if isinstance(one, optim.Optimizer) else one for one in given]
         given = given or [optim.AdamW(trained((fn, batch, named)))]
         step = _Step(fn, given, place)
+        sizes = _Sizes(step, (batch, named), make_batch)
+        stack.enter_context(sizes.looking_beside())
         problem = step.problem(batch, named)
         traced = time.perf_counter()
         resident = step.resident(batch, named, problem)
@@ -142,8 +148,7 @@ def fits(
         def plain_peak(one: Problem) -> int:
             return plain_parts(one, resident, of_update).peak
 
-        sized = _Sizes(step, (batch, named), problem, make_batch)
-        sizes, why_none = sized.largest(place.budget, plain_peak, began + time_limit)
+        largest, why_none = sizes.largest(problem, traced - began, place.budget, plain_peak, began + time_limit)
     plainly = plain.peak <= place.room
     best = None if plainly else next((way for way in ways if way.fits), None)
     code = _code(fn, best, plainly=plainly, room=place.room)
@@ -152,7 +157,7 @@ def fits(
         room=place.room,
         memory_bytes=place.memory_bytes,
         fits_plainly=plainly,
-        verdict=_verdict(place, plain.peak, problem.keep_all_cost, ways, best, sizes),
+        verdict=_verdict(place, plain.peak, problem.keep_all_cost, ways, best, largest),
         code=code,
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
@@ -160,7 +165,7 @@ def fits(
         plain_seconds=problem.keep_all_cost,
         plain_reserved=place.reserved(problem.resident, plain_lives(problem, of_update)),
         ways=ways,
-        largest=sizes,
+        largest=largest,
         why_no_largest=why_none,
         notes=tuple(_notes(place, problem, host, make_batch)),
         problem=without_rounding(problem),
@@ -251,67 +256,92 @@ class _Step:
         return Resident(min(parameters, problem.resident), max(0, min(states, problem.resident - parameters)))
 
 
-@dataclass(frozen=True)
 class _Sizes:
     """The step at other sizes of its batch."""
 
-    step: _Step
-    batch: Batch
-    problem: Problem
-    make_batch: Callable[[int], Any] | None
+    def __init__(self, step: _Step, batch: Batch, make_batch: Callable[[int], Any] | None) -> None:
+        self._step, self._batch, self._make_batch = step, batch, make_batch
+        self._other = Beside(self._at_other_size)
+
+    @contextmanager
+    def looking_beside(self) -> Iterator[None]:
+        """Within the block a second size is looked at beside what goes on, unless ops are measured."""
+        with self._other if self._step.place.device is not None else nullcontext():
+            yield
 
     def largest(
-        self, room: int, plain_peak: Callable[[Problem], int], deadline: float
+        self, problem: Problem, trace_seconds: float, room: int, plain_peak: Callable[[Problem], int], deadline: float
     ) -> tuple[LargestSizes | None, str]:
-        """The largest sizes within a room, or why they are not known."""
+        """The largest sizes within a room, or why they are not known.
+
+        ``problem``: of the batch that is given, which took so many seconds to trace.
+        """
         try:
-            size = size_of(self.batch)
+            size = size_of(self._batch)
             problems = SizedProblems(self._at)
-            problems.traced[size] = without_rounding(self.problem)
-            return largest_sizes(problems, size, room, plain_peak=plain_peak, deadline=deadline), ""
+            problems.traced[size] = without_rounding(problem)
+            other = self._other.result(PATIENCE + trace_seconds)
+            about: dict[str, Any] = {"trace_seconds": trace_seconds, "plain_peak": plain_peak, "deadline": deadline}
+            found = largest_sizes(problems, max(LEAST_SIZE, size), room, other=other, **about)
+            return replace(found, given=size), ""
         except CheckmateError as error:
             return None, str(error)
 
     def _at(self, size: int) -> Problem:
-        if self.make_batch is None:
-            batch, named = scaled(self.batch, size)
+        if self._make_batch is None:
+            batch, named = scaled(self._batch, size)
         else:
-            batch, named = arguments_of(self.make_batch(size))
-            if self.step.place.device is not None:
+            batch, named = arguments_of(self._make_batch(size))
+            if self._step.place.device is not None:
                 batch, named = StandIns().within((batch, named))
-        return without_rounding(self.step.problem(batch, named))
+        return without_rounding(self._step.problem(batch, named))
+
+    def _at_other_size(self) -> Problem:
+        """Its figures: to estimate from."""
+        size = max(LEAST_SIZE, size_of(self._batch))
+        return replace(self._at(other_size(size)), emit=None, smaller=None)
 
 
 def _ways(problem: Problem, place: _Place, host: Host | None, seconds: float, deadline: float) -> Iterator[Way]:
     """Each way to have the step take less, with its smallest budget, and a plan for the room or for that budget.
 
-    What changes numbers is looked at after the deadline only where nothing else fits.
+    Where one fits, no other is looked at after the deadline.
     """
     exact = without_rounding(problem)
     plain = _way("recomputation", without_parts(problem), place, seconds)
     yield plain
-    has_parts = exact.smaller is not None and exact.smaller() is not None
+
+    def late() -> bool:
+        return in_parts.fits and time.perf_counter() > deadline
+
     in_parts = plain
-    if has_parts:
+    if late():
+        yield _left_out("with ops in parts", FOR_WANT_OF_TIME)
+    elif exact.smaller is not None and exact.smaller() is not None:
         in_parts = _way("with ops in parts", exact, place, seconds, known=plain)
         yield in_parts
     else:
-        yield Way("with ops in parts", {}, None, None, fits=False, why_not="no op that would help")
+        yield _left_out("with ops in parts", "no op that would help")
     there = _host_of(place, host)
     if there is None:
-        yield Way("with a second memory", {}, None, None, fits=False, why_not="give host=checkmate.Host(...)")
+        yield _left_out("with a second memory", "give host=checkmate.Host(...)")
+    elif late():
+        yield _left_out("with a second memory", FOR_WANT_OF_TIME)
     else:
         options = {"host_budget": f'"{_written(there.budget)}"'}
         yield _way(
             "with a second memory", exact.with_host(there), place, seconds, options=options, no_more_than=in_parts
         )
-    late = in_parts.fits and time.perf_counter() > deadline
-    if late:
-        yield Way("with rounding", {}, None, None, fits=False, why_not="not looked at, for want of time")
+    if late():
+        yield _left_out("with rounding", FOR_WANT_OF_TIME)
     elif not any(one.rounding for one in problem.and_smaller()):
-        yield Way("with rounding", {}, None, None, fits=False, why_not="no sum that would help")
+        yield _left_out("with rounding", "no sum that would help")
     else:
         yield _way("with rounding", problem, place, seconds, options={"numerics": '"rounding"'}, known=in_parts)
+
+
+def _left_out(name: str, why: str) -> Way:
+    return Way(name, {}, None, None, fits=False, why_not=why)
 
 
 def _way(

@@ -82,14 +82,11 @@ class _Stages:
 
     def worths(self) -> tuple[Worth, ...]:
         """What is needed soon and takes long to make for each byte; or what is needed soon."""
-        tables = self.tables
-
-        def dear(v: int) -> float:
-            return (tables.seconds[tables.producer[v]] + 1e-12) / max(1, tables.size[v])
-
+        makers = zip(self.tables.producer, self.tables.size, strict=True)
+        dear = [(self.tables.seconds[k] + 1e-12) / max(1, size) for k, size in makers]
         return (
-            lambda v, t: dear(v) / (self.next_use[v] - t + 1),
-            lambda v, t: dear(v) / (self.next_use[v] - t + 1) ** 0.5,
+            lambda v, t: dear[v] / (self.next_use[v] - t + 1),
+            lambda v, t: dear[v] / (self.next_use[v] - t + 1) ** 0.5,
             lambda v, t: 1.0 / (self.next_use[v] - t + 1),
         )
 
@@ -181,6 +178,7 @@ class _Stages:
     ) -> set[int]:
         """What is at hand for the next stage: what the plan needs, and what else there is room for."""
         slack = self.room[t] - level
+        least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
         kept = set(self.needed[t + 1])
         going = self.tables.gone if t + 1 == self.tables.boundary else ()
         useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
@@ -188,12 +186,15 @@ class _Stages:
             begin, size = idle[v], self.tables.size[v]
             written = next((saving for saving in over.get(begin - 1, ()) if saving[0] == v), None)
             less = 0 if written is None else _without(over[begin - 1], written)
-            if size <= slack[begin:].min(initial=self.room[t + 1]) and (not less or less <= slack[begin - 1]):
+            fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
+            if fits and (not less or less <= slack[begin - 1]):
                 slack[begin:] -= size
+                least -= size
                 kept.add(v)
                 if written is not None:
                     over[begin - 1].remove(written)
                     slack[begin - 1] -= less
+                    least -= less
         return kept
 
 

@@ -263,6 +263,13 @@ def test_without_a_device_ops_are_measured_here() -> None:
     assert 0 < found.room < found.memory_bytes
 
 
+def test_with_no_time_left_only_what_is_needed_is_looked_at() -> None:
+    found = _on_meta(time_limit=0.1)
+    recomputed, *others = found.ways
+    assert recomputed.fits
+    assert {way.why_not for way in others} == {"not looked at, for want of time"}
+
+
 def test_outputs_that_are_no_numbers() -> None:
     """Logits stand with their sum, a model's output with its loss, several results with the first."""
     with torch.device("meta"):
@@ -278,6 +285,24 @@ def test_outputs_that_are_no_numbers() -> None:
     peaks = [fits(fn, x, **asked).kept.peak for fn in results]
     assert len({*peaks}) == 1
     assert fits(lambda inputs: model(inputs), inputs=x, **asked).kept.peak == peaks[0]
+
+
+def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
+    """At size 1 the step has other ops: what is broadcast there, is added as it is elsewhere."""
+    with torch.device("meta"):
+        model = nn.Linear(WIDTH, WIDTH)
+        one, two = torch.ones(1, WIDTH), torch.ones(2, WIDTH)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        scale = x.new_ones(len(x), 1)
+        return (model(x) * (scale if len(x) == 1 else scale + x[:, :1])).square().mean()
+
+    small, other = (fits(loss_fn, x, device="rtx4090", budget=ROOMY, time_limit=0.1).largest for x in (one, two))
+    assert small is not None
+    assert other is not None
+    assert (small.given, other.given) == (1, 2)
+    assert small.planned == other.planned > 2
+    assert small.traced == (1, 2, 4)
 
 
 def test_a_batch_without_one_first_dimension_has_no_largest_size() -> None:

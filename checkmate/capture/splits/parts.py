@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.nodes import storage, target_name, tensors
+from checkmate.capture.nodes import has_effect, storage, target_name, tensors
 from checkmate.capture.splits.table import SUMMED, OpSplit
 from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
@@ -313,6 +313,24 @@ def copy_of(module: fx.GraphModule) -> fx.Graph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
         return deepcopy(module.graph)
+
+
+class Unwritten(fx.GraphModule):
+    """A module whose code is not written: few of the splits that are looked at become a plan, and that is written."""
+
+    def recompile(self) -> Any:
+        """Nothing."""
+
+    def forward(self, *args: Any) -> Any:
+        """Run it node by node."""
+        return fx.Interpreter(self).run(*args)
+
+
+def split_step(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A joint graph that was made of another by splitting, without the ops that nothing reads."""
+    graph.eliminate_dead_code(has_effect)
+    graph.lint()
+    return Unwritten(module, graph)
 
 
 def held_bytes(graph: fx.Graph) -> int:

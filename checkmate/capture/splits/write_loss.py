@@ -10,7 +10,6 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import call
-from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_loss import SLICES, Loss, is_of_rows, losses
 from checkmate.capture.splits.loss import (
     Form,
@@ -22,7 +21,7 @@ from checkmate.capture.splits.loss import (
     row_sums,
     weighted_loss,
 )
-from checkmate.capture.splits.parts import copy_of
+from checkmate.capture.splits.parts import copy_of, split_step
 
 aten = torch.ops.aten
 
@@ -54,7 +53,7 @@ def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
     graph = copy_of(module)
     for loss in losses(graph):
         _Writer(graph, loss, split).write()
-    return without_dead_code(module, graph)
+    return split_step(module, graph)
 
 
 class _Writer:
