@@ -17,8 +17,8 @@ import checkmate
 from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget
 from checkmate.cli.app import main
 from checkmate.core import simulator
-from checkmate.fitting.fits import _planned
 from checkmate.fitting.memory_parts import without_parts
+from checkmate.fitting.ways import planned
 from checkmate.profiling.data_sheets import DEVICES
 from tests.support import sampling
 from tests.support.bits import assert_same_bits
@@ -384,6 +384,6 @@ def test_the_command_answers_as_text_and_as_json(
 
 def test_a_plan_that_is_found_stays_where_there_is_no_time_for_a_better_one(tight: Fits) -> None:
     problem = without_parts(tight.problem)
-    found = _planned(problem, tight.room, 20.0, improve=1e-9)
+    found = planned(problem, tight.room, 20.0, improve=1e-9)
     assert found.peak is not None
     assert found.peak <= tight.room
