@@ -124,6 +124,7 @@ def test_twenty_lengths() -> None:
     assert all(a is b for a, b in zip(step.plans, plans, strict=True))
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_is_dropped_and_freed(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 4)
     step = checkmate.compile(lambda x: model(x).sum(), budget="1 MB", time_limit=1, max_plans=4)

@@ -70,6 +70,7 @@ def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor])
     assert caught.value.min_budget == smallest + 1000
 
 
+@pytest.mark.slow
 def test_after_an_error_the_model_trains_as_before(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     import copy
 

@@ -98,6 +98,7 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
     assert compiled.plans[0].problem.splits == ()
 
 
+@pytest.mark.slow
 def test_a_split_with_other_bits_is_not_offered(model: _Model, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checkmate.trace(model, TOKENS)  # what others split is known
     monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda loss, split: split == (8, False))

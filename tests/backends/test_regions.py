@@ -188,6 +188,7 @@ def test_where_a_plan_fits_nothing_is_split_nor_tried(monkeypatch: pytest.Monkey
     assert checkmate.solve(problem, problem.keep_all_peak, time_limit=1).problem.splits == ()
 
 
+@pytest.mark.slow
 def test_a_region_with_other_bits_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checkmate.trace(*_attention(0.1))
     monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)
@@ -263,6 +264,7 @@ def _random_step(seed: int) -> tuple[Step, tuple[Tensor, ...]]:
 SEEDS = [0, *few(3, [(seed,) for seed in range(1, MANY)])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorch(seed: int) -> None:
     step, batch = _random_step(seed)
@@ -291,6 +293,7 @@ def _wide_images() -> tuple[Step, Tensor]:
     return (lambda x: last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()), torch.randn(8, 3, 24, 24)
 
 
+@pytest.mark.slow
 def test_sums_over_parts_fit_where_nothing_with_equal_bits_does() -> None:
     """The forward keeps its bits, gradients are off by no more than the certificate says, the peak is the plan's."""
     splits = _fits_with_rounding_only(_wide_images)
@@ -340,6 +343,7 @@ def test_a_batch_norm_in_halves_fits_where_its_whole_does_not() -> None:
     assert last.rounding > max(in_parts.equal_bits.off_in_parts(parts) for _, parts, _ in regions)  # halves add up
 
 
+@pytest.mark.slow
 def test_a_batch_norm_that_is_made_with_other_bits_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor that rounds product and sum each for itself."""
     really = normalized

@@ -285,6 +285,7 @@ def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "size 1 traced" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("terminal", "words", "says"),
     [

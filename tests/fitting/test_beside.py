@@ -105,6 +105,7 @@ sys.stdout.write(f"{found[0] == found[1]} {min(found[0]) > 8}")
 """
 
 
+@pytest.mark.slow
 @TWO_PROCESSORS
 def test_the_largest_batch_is_the_same_with_a_trace_made_there() -> None:
     assert run_python("-c", _BOTH).stdout == "True False True True"

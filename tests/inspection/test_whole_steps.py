@@ -27,6 +27,7 @@ def _made(size: int = 32, blocks: int = 3) -> tuple[TrainingStep, tuple[Any, ...
     return step, batch, model, optimizer
 
 
+@pytest.mark.slow
 def test_a_whole_step_is_traced_as_it_is_trained() -> None:
     """The same ops and bytes, state included that there is none of yet; nothing is trained."""
     step, batch, model, optimizer = _made()
@@ -54,6 +55,7 @@ def test_updates_are_named() -> None:
     assert "0.0 (Linear" in row.where
 
 
+@pytest.mark.slow
 def test_without_memory_for_model_and_state() -> None:
     """All on the meta device: 4.3 GB of parameters, twice that of state, none of it allocated."""
     with torch.device("meta"):

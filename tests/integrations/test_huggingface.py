@@ -119,6 +119,7 @@ def test_a_plan_that_was_made_below_adapters_is_refused(tmp_path: Path) -> None:
         _trainer(tmp_path, compiled, [WithinBudget("2 MB")])
 
 
+@pytest.mark.slow
 def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"no option 'time_limits'\. Did you mean 'time_limit'"):
         WithinBudget("1 MB", time_limits=1)  # type: ignore[call-arg]

@@ -75,6 +75,7 @@ def _compiled(module: nn.Module, found: list[Any]) -> Any:
     return torch.compile(module, backend=backend, dynamic=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.4])
 def test_what_runs_again_is_what_the_plan_says(share: float) -> None:
     """And no more; gradients are those of plain PyTorch, bit by bit, with the dropout of the forward."""
@@ -90,6 +91,7 @@ def test_what_runs_again_is_what_the_plan_says(share: float) -> None:
     assert not any(DRAWS in n or "bernoulli" in n or "dropout" in n for n in both)
 
 
+@pytest.mark.slow
 def test_less_of_the_budget_takes_less_memory() -> None:
     """Measured peaks fall with the share, where saving the fewest bytes would make all again at once."""
     module, found = _module(6, dropout=0.0), list[Any]()

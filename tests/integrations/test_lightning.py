@@ -130,6 +130,7 @@ def test_training_within_a_budget(case: str, tmp_path: Path) -> None:
     assert {*files[0]["state_dict"]} == {*files[1]["state_dict"]}
 
 
+@pytest.mark.slow
 def test_without_a_budget_it_is_what_there_is(tmp_path: Path) -> None:
     _, plain = _trained(Automatic, default_root_dir=tmp_path)
     within = WithinBudget(time_limit=1)

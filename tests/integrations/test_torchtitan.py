@@ -92,6 +92,7 @@ def test_what_is_read_is_what_runs() -> None:
     assert any("draws random numbers" in (op.pinned or "") for op in problem.graph.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [-0.05, 0.5])
 def test_the_pass_keeps_the_bits_and_the_budget(share: float) -> None:
     """From below the least that tags can do; what is measured is what the new graph says of itself."""
@@ -106,6 +107,7 @@ def test_the_pass_keeps_the_bits_and_the_budget(share: float) -> None:
     assert len(found.graph.nodes) > len(gm.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_the_tags_keep_the_bits_and_the_budget(share: float) -> None:
     """With a pass that makes again what is tagged, as torchtitan's does."""
@@ -133,6 +135,7 @@ def test_nothing_runs_again_that_must_not() -> None:
     assert KeptOps(read_graph(gm, by_tags=True).problem).free == ()
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_is_refused_with_the_smallest_that_works() -> None:
     gm = _traced()
     for attempt in (memory_policy("1 kB"), planned("1 kB", time_limit=1.0)):

@@ -132,6 +132,7 @@ def run_step(
     return [block for block in (*made, *others) if block is not None]
 
 
+@pytest.mark.slow
 @in_turn(plan=[place_soon, nowhere, mixed], seed=range(6))
 def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> None:
     """Two arenas that take turns, steps that differ from those noted, blocks that stay for some steps."""

@@ -43,6 +43,7 @@ def test_without_a_compiler_that_works_a_step_runs_as_it_did(
         assert build.ARENA.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(folder: Path) -> None:
     path = build.ARENA.path()
     path.parent.mkdir(mode=0o700)

@@ -1004,6 +1004,7 @@ def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
     assert wide <= room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 390, 768, 1400])
 def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: int) -> None:
     """The budget's once ran into the mark of the peak, on a phone."""

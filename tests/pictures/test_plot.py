@@ -373,6 +373,7 @@ def _along(arrow: Any) -> np.ndarray:
     return arrow.get_transform().transform(np.concatenate(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
 def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
     """Those of the bytes once stood on the arrows."""

@@ -42,6 +42,7 @@ def _last_bit(*args: Any, out: Tensor) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_what_leaves_other_bits_here_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = _Net(), torch.randn(4, 3, 8, 8)
     estimate = "roofline:laptop"

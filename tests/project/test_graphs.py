@@ -77,6 +77,7 @@ def _without_places(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(replace(op, where=None) for op in graph.ops))
 
 
+@pytest.mark.slow
 @needs("2.12", "Dynamo has the inputs of a graph in another order")
 @pytest.mark.parametrize("name", ["vgg16", "resnet18"])
 def test_a_file_is_what_is_traced_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import checkmate
 from tests.support.processes import run_python
 
@@ -34,6 +36,8 @@ def test_every_solver_imports_without_torch() -> None:
 
 def test_a_problem_is_solved_without_torch() -> None:
     code = """
+import pytest
+
 import checkmate
 problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
 print(checkmate.solve(problem, budget=3, method="milp").cost, checkmate.min_budget(problem).peak)
@@ -43,6 +47,8 @@ print(checkmate.solve(problem, budget=3, method="milp").cost, checkmate.min_budg
 
 def test_what_needs_torch_says_so() -> None:
     code = """
+import pytest
+
 import checkmate
 for name in ("compile", "trace"):
     try:
@@ -71,8 +77,11 @@ def test_every_public_name_is_there() -> None:
     assert set(checkmate.__all__) <= set(dir(checkmate))
 
 
+@pytest.mark.slow
 def test_after_a_plain_import_the_meter_of_memory_is_there_and_an_unknown_name_is_an_attribute_error() -> None:
     code = """
+import pytest
+
 import checkmate
 print(checkmate.memory.measure_peak(lambda: bytes(9)).peak)
 print(hasattr(checkmate, "compil"), hasattr(checkmate, "compile"))

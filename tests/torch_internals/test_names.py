@@ -173,6 +173,7 @@ def test_without_any_one_of_them_a_step_works_or_is_refused_by_its_name(row: Nam
     assert said in (("refused", "works") if row.without == names.NOTHING else ("works",)), said
 
 
+@pytest.mark.slow
 def test_a_refusal_names_what_is_left_out() -> None:
     code = HIDDEN.format(name="ContextVarVariable.call_method")
     code = code.replace("torch.manual_seed(0)", "import contextvars; var = contextvars.ContextVar('var')")
@@ -181,6 +182,7 @@ def test_a_refusal_names_what_is_left_out() -> None:
     assert "On this PyTorch it leaves out: ContextVarVariable.call_method (checkmate doctor)." in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["_is_primal", "TensorVariable.nb_bool_impl", "register_op_impl"])
 def test_without_one_of_them_a_step_works_or_is_refused_by_its_name(name: str) -> None:
     said = run_python("-c", HIDDEN.format(name=name)).stdout.strip()

@@ -54,6 +54,7 @@ def _in_parts(
     return [loss, dh, dw, *(bias.view(-1) for bias in db)]
 
 
+@pytest.mark.slow
 @in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=range(6))
 def test_random_losses_have_the_bits_of_plain_pytorch(
     dtype: torch.dtype, upcast: bool, seed: int, threads: int

@@ -84,6 +84,7 @@ def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal_bits, "_tried", {})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_order")
 @pytest.mark.parametrize(
     ("kind", "threads", "dtype"),

@@ -179,6 +179,7 @@ def _over_and_plain(joint: Joint, position: int) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", [0, *map(long, range(1, 12))])
 def test_random_programs_that_write_over_all_they_may_have_the_bits_of_plain_ones(first_seed: int) -> None:
     counts: list[int] = []

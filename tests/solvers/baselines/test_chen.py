@@ -76,6 +76,7 @@ def test_chains_against_the_optimum(seed: int) -> None:
                 check(solution)
 
 
+@pytest.mark.slow
 @in_turn(seed=range(30))
 def test_greedy_is_the_best_choice_of_all_thresholds_by_brute_force(seed: int) -> None:
     """Every b from 0 to all bytes, one by one."""

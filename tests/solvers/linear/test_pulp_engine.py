@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @in_turn(formulation=FORMULATIONS, seed=range(8))
 def test_cbc_equals_brute_force(seed: int, formulation: str) -> None:
     problem = random_problem(seed)

@@ -66,6 +66,7 @@ def test_a_schedule_lowered_by_its_runs_is_the_same_plan(make: Callable[..., Pro
             assert plan.is_a_schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dags.vgg, dags.resnet, dags.unet, dags.mobilenet])
 def test_on_training_steps_it_fits_where_a_schedule_does_and_proves_as_much(make: Callable[[], Problem]) -> None:
     problem = make()

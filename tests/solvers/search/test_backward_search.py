@@ -35,6 +35,7 @@ def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, bl
         assert search.least <= truth
 
 
+@pytest.mark.slow
 @in_turn(make=[random_problem, random_problem_with_ways], width=[1, 3, 1000], block=range(4))
 def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int, width: int) -> None:
     refuted = 0

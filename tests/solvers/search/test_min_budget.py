@@ -34,6 +34,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @in_turn(make=[random_problem, random_problem_with_ways], block=range(10))
 def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
