@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, takewhile
 from math import inf
 from typing import Any
@@ -87,6 +87,16 @@ class _Step:
     rounding: bool  # where no split has the bits of the whole, sums over parts are taken
     names: dict[LossSplit | None, set[str]] = field(default_factory=dict)  # of the nodes, by how the loss is split
 
+    @cached_property
+    def losses(self) -> list[Loss]:
+        """That can be split."""
+        return losses(self.whole.graph)
+
+    @cached_property
+    def hows(self) -> tuple[LossSplit, ...]:
+        """In which they can be split, from cheap to small."""
+        return loss_splits_of(self.losses)
+
     def splits(
         self, problem: Problem, module: fx.GraphModule, losses: int = 0, *, anew: bool = True
     ) -> Iterator[Problem]:
@@ -126,6 +136,8 @@ class _Step:
             if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
                 # kept logits are beside other ops too: no op alone shows that
                 return split, module, below if how.kept else least, after
+            if not self._is_at_loss(split, after):
+                break
         return None
 
     def _with_loss_split(
@@ -136,9 +148,8 @@ class _Step:
         Of each the place behind it, how the loss is split, the module, and the problem. ``near``: by this share of the
         most less is also enough.
         """
-        found = losses(self.whole.graph)
-        hows = loss_splits_of(found)
-        if not found or not self._is_at_loss(problem, hows, place, near=near):
+        found, hows = self.losses, self.hows
+        if not found or not self._is_at_loss(problem, place, near=near):
             return
         for after, how in enumerate(hows[place:], place + 1):
             if not self.tried or all(equal_bits.loss_keeps_bits(loss, how) for loss in found):
@@ -150,8 +161,9 @@ class _Step:
             else:
                 log.info("%s: not the bits of the whole", how)
 
-    def _is_at_loss(self, problem: Problem, hows: Sequence[LossSplit], place: int, *, near: float = 0.0) -> bool:
+    def _is_at_loss(self, problem: Problem, place: int, *, near: float = 0.0) -> bool:
         """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
+        hows = self.hows
         if place and hows[place - 1].kept:
             return True
         if hows[place - 1] not in self.names:  # the last is the smallest
