@@ -149,10 +149,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given:
-                    self._alive.add(storage)
-        self.most = max(self.most, sum(storage.nbytes() for storage in self._alive))
+        made = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta]
+        if new := [storage for storage in made if storage._cdata not in given]:
+            self._alive.update(new)
+            self.most = max(self.most, sum(storage.nbytes() for storage in self._alive))
         return result
