@@ -157,6 +157,20 @@ def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
     assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
 
 
+def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
+    said = " ".join((DOCS / "ecosystem.md").read_text().partition("Measured at a share of 0.1")[2].split())
+    rows = [row for row in read(ROOT / "benchmarks/results/knapsack.jsonl") if row["share"] == 0.1]
+    rows = [row for row in rows if row["backend"] == "inductor"]
+    for network, name in (("gpt2", "GPT-2"), ("vit", "ViT"), ("resnet50", "ResNet-50")):
+        peaks = {row["solver"]: row["measured_peak"] / 1e6 for row in rows if row["network"] == network}
+        theirs = min(peaks[solver] for solver in ("dp", "greedy", "ilp"))
+        assert re.search(
+            rf"{name} (peaks )?at {peaks['checkmate']:.1f} MB, with the best of theirs at {theirs:.1f} MB", said
+        )
+    (row,) = (row for row in rows if row["network"] == "resnet50" and row["solver"] == "checkmate")
+    assert f"peak is {(row['measured_peak'] - row['simulated']) / 1e6:.1f} MB above what we say" in said
+
+
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
     rows = read(ROOT / "benchmarks" / "results" / "start.jsonl")
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
