@@ -149,6 +149,7 @@ def test_the_least_recently_used_is_dropped_and_freed(caplog: pytest.LogCaptureF
     assert not _no_dynamo()
 
 
+@pytest.mark.slow
 def test_what_is_dropped_between_forward_and_backward_still_runs_backward() -> None:
     model = nn.Linear(4, 4)
     step = checkmate.compile(lambda x: F.gelu(model(x)).sum(), budget="1 MB", time_limit=1, max_plans=1)
@@ -160,6 +161,7 @@ def test_what_is_dropped_between_forward_and_backward_still_runs_backward() -> N
     assert all(map(same_bits, found, torch.autograd.grad(F.gelu(model(x)).sum(), [*model.parameters()])))
 
 
+@pytest.mark.slow
 def test_modes_within_one_length() -> None:
     """More states of one kind of input than Dynamo compiles one function for: each has its capture, and keeps it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 1))
@@ -281,6 +283,7 @@ def test_a_counter_beside_the_computation_costs_one_capture_more() -> None:
     assert _no_dynamo()
 
 
+@pytest.mark.slow
 def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> None:
     """Branches, sizes, a switch of dropout, the types of integer tensors."""
     model = nn.Linear(8, 8)

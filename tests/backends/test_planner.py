@@ -82,6 +82,7 @@ def test_what_is_no_budget_is_refused_at_once(there: There) -> None:
     assert there.asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [{}, {"budget": "fit"}, {"budget": "70%"}])
 def test_a_step_takes_what_there_is_when_it_first_plans(
     asked: dict[str, Any], there: There, caplog: pytest.LogCaptureFixture

@@ -164,6 +164,7 @@ def _assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert all(map(same_bits, found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_are_those_of_plain_pytorch(program: Callable[[], tuple[nn.Module, Train]]) -> None:
     torch.manual_seed(0)

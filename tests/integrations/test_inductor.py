@@ -102,6 +102,7 @@ def test_less_of_the_budget_takes_less_memory() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
+@pytest.mark.slow
 def test_a_budget_of_bytes_is_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     module, found = _module(4), list[Any]()
     with peak_budget("1 GB") as solver:

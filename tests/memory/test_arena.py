@@ -23,6 +23,7 @@ from checkmate.memory import build, measure_peak
 from checkmate.memory.arena import Arena, Counts
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
+from tests.support.sampling import slow
 
 Wrap = Callable[[Callable[..., Any]], Any]
 WIDTH, ROWS = 96, 64  # so that activations and gradients of weights are above what is left to malloc
@@ -261,7 +262,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [*SCENARIOS[:4], *map(slow, SCENARIOS[4:])])
 def test_bits_are_those_of_plain_pytorch(scenario: Callable[[Wrap], Any]) -> None:
     made: list[Any] = []
 

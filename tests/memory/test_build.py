@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compiler", "why"), [("nowhere++", "no C++ compiler was found"), ("false", "false fails")])
 def test_without_a_compiler_that_works_a_step_runs_as_it_did(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str, why: str
@@ -74,6 +75,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that takes the library's place after it was looked at is not run."""
     build.start()

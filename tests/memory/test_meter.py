@@ -108,6 +108,7 @@ def test_spans() -> None:
     assert before.sum() == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age", [0, 1, 2])
 def test_garbage_hides_nothing_though_the_call_collects_it(age: int) -> None:
     """Whatever its generation."""

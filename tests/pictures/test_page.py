@@ -610,6 +610,7 @@ def test_all_pictures_are_drawn(opened: Open) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_legend_has_the_bytes_of_each_role_at_the_op_shown(opened: Open) -> None:
     solution = _resnet()
     line = timeline(solution.plan, solution.problem)
@@ -918,6 +919,7 @@ def test_the_pointer_finds_each_plan_of_the_frontier(opened: Open, tmp_path: Pat
     assert _plans_pointed_at(driver, tmp_path / "plan.html") == [*auto.values(), auto[10], auto[4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -> None:

@@ -147,6 +147,7 @@ def test_passes_know_what_the_backward_will_make_again() -> None:
     assert run_pass(Tables.of(problem), 9, Weights()) == [[0], [1], [2], [3], [4], [2, 5], [1, 6]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [2, "recompute"])
 def test_no_stage_fails_on_what_another_may_do(asks: str | int) -> None:
     chain = network(2)

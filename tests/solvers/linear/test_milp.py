@@ -125,6 +125,7 @@ def test_golden_chain_of_8_paper(budget: int, cost: float) -> None:
     assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "cost"), [slow(*item) if item[0] < 10 else item for item in GOLDEN_16.items()])
 def test_golden_chain_of_16(budget: int, cost: float) -> None:
     solution = milp(dags.unit_chain(16), budget)

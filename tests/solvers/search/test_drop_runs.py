@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
@@ -21,6 +22,7 @@ from tests.support.sampling import in_turn
 Make = Callable[..., Problem]
 
 
+@pytest.mark.slow
 @in_turn(make=[random_problem, random_problem_with_ways], seed=range(40))
 def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
