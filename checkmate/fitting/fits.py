@@ -75,6 +75,9 @@ def fits(
     leaves 8 % of a device's memory, 2 GB at least, to what nobody can know before it runs: CUDA's context, workspaces
     of cuDNN and cuBLAS, gaps between blocks.
 
+    With a ``device``, on Linux and with two processors, the step is traced at a second size at the same time, in a copy
+    of this process (`os.fork`) that ends with the call.
+
     Args:
         fn: gives the loss of a batch: a module or a function. Of an output with a ``loss``, as Hugging Face's models
             give it, that is taken; of several results the first; of a tensor that is no number its sum.
