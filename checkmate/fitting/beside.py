@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,8 +48,10 @@ class Beside(Generic[T]):
             context = multiprocessing.get_context("fork")
             self._pipe, end = context.Pipe(duplex=False)
             self._copy = context.Process(target=_work, args=(self._call, end), daemon=True)
-            with contextlib.suppress(OSError):  # no memory, or too many processes: then there is none
-                self._copy.start()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that threads are not copied: see above
+                with contextlib.suppress(OSError, AssertionError):  # no memory, or this is such a copy: there is none
+                    self._copy.start()
             end.close()
         return self
 

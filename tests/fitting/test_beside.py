@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -71,6 +73,21 @@ def test_with_one_processor_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
     with Beside(os.getpid) as other:
         assert other.result(patience=60) == os.getpid()
+
+
+def _tells_where(pipe: Connection) -> None:
+    with Beside(os.getpid) as other:
+        pipe.send(other.result(patience=60))
+
+
+@TWO_PROCESSORS
+def test_within_a_worker_of_a_data_loader_there_is_no_copy() -> None:
+    context = multiprocessing.get_context("fork")
+    pipe, end = context.Pipe(duplex=False)
+    worker = context.Process(target=_tells_where, args=(end,), daemon=True)
+    worker.start()
+    assert pipe.recv() == worker.pid
+    worker.join()
 
 
 def test_nothing_is_said_there(capfd: pytest.CaptureFixture[str]) -> None:
