@@ -32,7 +32,7 @@ def where(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
-    facts += filter(None, [_users_line(node.meta.get("stack_trace") or "")])
+    facts += [f"{source_name(file)}:{line}" for file, line in _users_frame(node.meta.get("stack_trace") or "")]
     name = module_path(path)
     if name and facts:
         return f"{name} ({', '.join(facts)})"
@@ -40,10 +40,9 @@ def where(node: fx.Node) -> str:
 
 
 @lru_cache(maxsize=1024)  # the blocks of a network have all but the same stacks
-def _users_line(stack: str) -> str:
-    """The innermost line of the user's code in the text of a stack, with its file."""
-    frames = [f for f in FRAME.findall(stack) if is_users(f[0])]
-    return "".join(f"{source_name(file)}:{line}" for file, line in frames[-1:])
+def _users_frame(stack: str) -> list[tuple[str, str]]:
+    """The file and the line of the innermost frame of the user's code in the text of a stack; none: it has none."""
+    return [frame for frame in FRAME.findall(stack) if is_users(frame[0])][-1:]
 
 
 def source_name(file: str) -> str:
