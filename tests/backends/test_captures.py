@@ -86,6 +86,7 @@ def test_generation_is_that_of_the_plain_model() -> None:
     assert _no_dynamo()
 
 
+@pytest.mark.slow
 def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)

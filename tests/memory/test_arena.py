@@ -400,6 +400,7 @@ def test_another_thread_allocates_meanwhile_and_frees_later() -> None:
     received.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_step_goes_on_after_an_exception_in_the_middle(phase: str) -> None:
     state = {"fails": False}

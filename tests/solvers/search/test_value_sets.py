@@ -103,6 +103,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
             stage += step.op == stage
 
 
+@pytest.mark.slow
 @in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], block=range(4))
 def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     refuted = 0
