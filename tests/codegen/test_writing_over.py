@@ -96,7 +96,6 @@ def _plain() -> list[Tensor | None]:
     return _grads(net)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 def test_the_peak_is_the_plans_to_the_byte(share: float) -> None:
     net = _Net()

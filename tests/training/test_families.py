@@ -32,7 +32,6 @@ def _make(name: str) -> Made:
     return FAMILIES[name]()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *map(slow, SLOW), *(long(name) for name in FAMILIES if name not in (*QUICK, *SLOW))]
 )
