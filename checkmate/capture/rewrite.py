@@ -304,8 +304,10 @@ def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], n
     node.graph.erase_node(node)
 
 
-def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def without_dead_code(
+    module: fx.GraphModule, graph: fx.Graph, kind: type[fx.GraphModule] = fx.GraphModule
+) -> fx.GraphModule:
     """A module of this graph, without the ops that nothing reads, and with the tensors of another one."""
     graph.eliminate_dead_code(has_effect)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return kind(module, graph)

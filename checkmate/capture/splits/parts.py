@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.nodes import has_effect, storage, target_name, tensors
+from checkmate.capture.nodes import storage, target_name, tensors
 from checkmate.capture.splits.table import SUMMED, OpSplit
 from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
@@ -324,13 +324,6 @@ class Unwritten(fx.GraphModule):
     def forward(self, *args: Any) -> Any:
         """Run it node by node."""
         return fx.Interpreter(self).run(*args)
-
-
-def split_step(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A joint graph that was made of another by splitting, without the ops that nothing reads."""
-    graph.eliminate_dead_code(has_effect)
-    graph.lint()
-    return Unwritten(module, graph)
 
 
 def held_bytes(graph: fx.Graph) -> int:

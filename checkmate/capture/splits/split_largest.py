@@ -12,8 +12,9 @@ import torch.fx as fx
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, tensors
 from checkmate.capture.provenance import where
+from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_region import MOST_OPS, Choice, StepToSplit, bytes_of, choices, region_at, write
-from checkmate.capture.splits.parts import InParts, Region, apart, copy_of, in_parts, split_step
+from checkmate.capture.splits.parts import InParts, Region, Unwritten, apart, copy_of, in_parts
 from checkmate.capture.ways.batch_norm import in_two_halves
 
 log = logging.getLogger("checkmate.capture.splits")
@@ -203,7 +204,7 @@ def split_further(
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
     _Splitter(StepToSplit(graph, results, pinned, sums), tried).split(needs, least_gain, before)
-    return split_step(module, graph)
+    return without_dead_code(module, graph, Unwritten)
 
 
 def regions_of(module: fx.GraphModule) -> dict[str, tuple[fx.Node, InParts, int]]:

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import call
+from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_loss import SLICES, Loss, is_of_rows, losses
 from checkmate.capture.splits.loss import (
     Form,
@@ -21,7 +22,7 @@ from checkmate.capture.splits.loss import (
     row_sums,
     weighted_loss,
 )
-from checkmate.capture.splits.parts import copy_of, split_step
+from checkmate.capture.splits.parts import Unwritten, copy_of
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
     graph = copy_of(module)
     for loss in losses(graph):
         _Writer(graph, loss, split).write()
-    return split_step(module, graph)
+    return without_dead_code(module, graph, Unwritten)
 
 
 class _Writer:
