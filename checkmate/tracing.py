@@ -117,14 +117,16 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 def _planned_on(find_costs: Profiler, fakes: list[torch.Tensor]) -> Iterator[None]:
     """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused.
 
-    Fake tensors on the CPU stay there.
+    Fake tensors on the CPU stay there. What differentiates while it is traced, as `flex_attention` does, stays in this
+    thread: autograd has none for a device that is not here, and asserts that there is one.
     """
     if isinstance(find_costs, Measure) or all(t.device.type == "cpu" for t in fakes):
         yield
         return
     capability = find_costs.device.capability if isinstance(find_costs, Roofline) else None
     on_cuda = nullcontext(False) if capability is None else as_on_cuda(capability)
-    with on_cuda as can, meta_as(torch.device("cuda", 0) if can else CPU):
+    in_this_thread = torch.autograd.set_multithreading_enabled(False)
+    with on_cuda as can, meta_as(torch.device("cuda", 0) if can else CPU), in_this_thread:
         yield
 
 

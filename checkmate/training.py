@@ -8,8 +8,9 @@ is one graph here and one plan. A gradient is free once its parameter is updated
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ def training_step(
     ema: tuple[AveragedModel, nn.Module] | None = None,
     process_group: Any = False,
     gradients: bool = False,
+    alone: bool = False,
     **options: Unpack[StepOptions],
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
@@ -88,7 +90,7 @@ def training_step(
         loss_fn: gives a loss, or a tuple of a loss and whatever else; that has no gradient.
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
             `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
-            known to update each parameter alone. Any other, of another library or your own, is tried on small copies.
+            known to update each parameter alone, and the Adafactor of transformers. Any other takes ``alone``.
         budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9. "fit", which holds where nothing is said, is
             what there is when the first call plans, and "70%" that share of it, as for `checkmate.compile`. Nothing is
             reserved for the optimizer, whose state is in the plan.
@@ -102,6 +104,9 @@ def training_step(
         process_group: of ranks that train together, `torch.distributed.group.WORLD` for all, where ``loss_fn`` calls
             its model as it is; False: there are none, or the model is wrapped. Parameters, and buffers of modules that
             ``loss_fn`` holds, are those of the first rank from now on; buffers at each update.
+        alone: you know that each optimizer of another library, or your own, computes of a parameter nothing but from
+            its gradient, its state and the settings of its group, and draws no random numbers. What a trial on small
+            copies shows to be otherwise is refused even so.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
@@ -143,7 +148,7 @@ def training_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is a whole number of calls, 1 at least, not {accumulate!r}.")
     refuse_what_is_no_step(loss_fn, "checkmate.training_step")
-    optimizers = checked(optimizer, keep=gradients)
+    optimizers = checked(optimizer, keep=gradients, alone=alone)
     modules = modules_within(loss_fn)
     with as_their_modules(wrapped_in(modules)):
         _refuse_sharded(loss_fn)
@@ -151,6 +156,7 @@ def training_step(
         optimizers,
         Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
         keep=gradients,
+        alone=alone,
         sums=None if accumulate == 1 else Sums(),
         scaling=None if scaler is None else checked_scaler(scaler, optimizers),
         average=None if ema is None else averaging.checked(ema),
@@ -179,6 +185,7 @@ class TrainingStep(Planned):
     ) -> None:
         self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
+        self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
         self._elsewhere, self._budget = options.elsewhere, Budget(options)  # of both kinds of calls
         self._plan_anew()
@@ -222,13 +229,35 @@ class TrainingStep(Planned):
         """What ``loss_fn`` gives, detached, after the parameters were updated, or the gradients added."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
+        with self._alone():
+            return self._train(args, kwargs)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within the block no other thread calls the step: two updates of the same parameters would mix."""
+        this = threading.get_ident(), object()
+        running = self._running.setdefault("call", this)  # at once, whatever other threads do
+        if running[0] != this[0]:
+            raise Unsupported(
+                "Another thread is in a call of this training step, which runs one call at a time: each updates the "
+                "parameters that the next one reads. Call it from one thread, or within a threading.Lock. For threads "
+                "that compute gradients side by side, compile the loss, checkmate.compile(loss_fn, ...), and call "
+                "optimizer.step() in one of them."
+            )
+        try:
+            yield
+        finally:
+            if running is this:  # and not a call within one, as verify makes it
+                self._running.clear()
+
+    def _train(self, args: Any, kwargs: Any) -> Any:
         if self._verify:
             self._verify = False
             self._compare(args, kwargs)
         updates = self._updates
         refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
-            checked(updates.optimizers, keep=updates.keep)
+            checked(updates.optimizers, keep=updates.keep, alone=updates.alone)
             self._plan_anew()
         refuse_special(self._wrapped)
         stand_aside(self._wrapped)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import sys
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
 from checkmate.errors import BudgetError
 
@@ -15,6 +17,7 @@ _UNITS = {
     **{f"{prefix}{b}": 1000**power for power, prefix in enumerate(_PREFIXES) for b in ("", "b")},
     **{f"{prefix}i{b}": 1024**power for power, prefix in enumerate(_PREFIXES) for b in ("", "b") if prefix},
 }
+_MOST = 2**63  # bytes that a machine can address; what is computed with them stays far below the largest float
 _FEW = 1000  # of fewer bytes a fraction is no rounding of a large number: GB were meant, or a share
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 _BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
@@ -38,12 +41,15 @@ def parse_bytes(budget: int | float | str) -> int:
         return _parse_text(budget)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise BudgetError(f"A budget is a number of bytes or text such as '8 GB', not {budget!r}.")
-    if not math.isfinite(budget):
+    if not -math.inf < budget < math.inf:
         raise BudgetError(f"A budget is a finite number of bytes, not {budget!r}.")
+    if abs(budget) > _MOST:
+        raise _beyond_all_machines()
     if 0 < budget < 1:
         raise BudgetError(
             f"A budget is a number of bytes, not a ratio: {budget!r}. Write for example '8 GB', "
-            f"int({budget!r} * problem.keep_all_peak), or, of what there is where a step runs, '{100 * budget:g}%'."
+            f"int({budget!r} * problem.keep_all_peak), or, of what there is where a step runs, "
+            f"'{100 * float(budget):g}%'."
         )
     if budget <= 0:
         raise BudgetError(f"A budget is a positive number of bytes, not {budget!r}.")
@@ -95,14 +101,15 @@ def parse_rate(rate: float | str) -> float:
         raise ValueError(f"A rate is a number of bytes per second, such as '55 GB/s', not {rate!r}.") from None
 
 
-def check_positive(name: str, given: object, of: str = "") -> None:
-    """Raise a ValueError for what is no positive number, such as text.
+def check_positive(name: str, given: Any, of: str = "", most: float = sys.float_info.max) -> None:
+    """Raise a ValueError for what is no positive number, such as text, or is more than ``most``.
 
     >>> check_positive("time_limit", "60s", " of seconds")
     Traceback (most recent call last):
     ValueError: time_limit is a positive number of seconds, not '60s'.
     """
-    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not float(given) > 0:
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not is_number or not 0 < given <= most:
         raise ValueError(f"{name} is a positive number{of}, not {given!r}.")
 
 
@@ -116,12 +123,18 @@ def _parse_text(text: str) -> int:
         raise BudgetError(
             f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB; B is optional."
         )
+    if Decimal(number) > _MOST // scale:
+        raise _beyond_all_machines()
     value = Decimal(number) * scale
     if value < 1:
         raise BudgetError(f"A budget is at least one byte: {text!r} is {value:f} bytes.")
     if scale == 1 and value < _FEW and value != int(value):
         raise _no_whole_number(number)
     return int(value)
+
+
+def _beyond_all_machines() -> BudgetError:
+    return BudgetError("A budget is between 1 and 2**63 bytes, more than any machine has. Write for example '8 GB'.")
 
 
 def _no_whole_number(budget: object) -> BudgetError:

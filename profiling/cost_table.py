@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from checkmate.errors import InvalidProblem
 log = logging.getLogger("checkmate.profiling")
 
 FORMAT = "checkmate-op-costs"
-WITHOUT_WAYS, VERSION = 1, 2  # of files: in those of the former nothing was tried over an argument
+WITHOUT_WAYS, WITHOUT_CHECKSUM, VERSION = 1, 2, 3  # of files: in those of the first nothing was tried over an argument
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,13 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     """Read a file of measured ops.
 
     Raises:
-        InvalidProblem: if it is no such file.
+        InvalidProblem: if it is no such file, or was changed.
         OSError: if it cannot be read.
     """
-    document = files.read_json(Path(path), format=FORMAT, version=(WITHOUT_WAYS, VERSION), what="table of measured ops")
+    versions, what = (WITHOUT_WAYS, WITHOUT_CHECKSUM, VERSION), "table of measured ops"
+    document = files.read_json(Path(path), format=FORMAT, version=versions, what=what)
+    if document["version"] == VERSION:
+        document = files.without_checksum(document, path)
     try:
         conditions = Conditions(**document["place"])
         if not isinstance(conditions.threads, int) or not all(
@@ -128,7 +131,7 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
         for key, cost in table.ops.items()
     }
     document = {"format": FORMAT, "version": VERSION, "place": asdict(table.conditions), "ops": ops}
-    files.write_json(Path(path), document, indent=0)
+    files.write_json(Path(path), files.with_checksum(document), indent=0)
 
 
 def load(conditions: Conditions) -> Costs:
@@ -147,8 +150,8 @@ def load(conditions: Conditions) -> Costs:
     return table.ops
 
 
-def store(conditions: Conditions, ops: Costs) -> None:
-    """Add ops to the file of these conditions; of an op the latest cost counts.
+def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
+    """Add ops to the file of these conditions, and drop others; of an op the latest cost counts.
 
     A warning says if the file cannot be written.
     """
@@ -156,6 +159,7 @@ def store(conditions: Conditions, ops: Costs) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path):
-            write(path, OpTable(conditions, {**load(conditions), **ops}))
+            known = {key: cost for key, cost in load(conditions).items() if key not in without}
+            write(path, OpTable(conditions, {**known, **ops}))
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)

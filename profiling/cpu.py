@@ -12,19 +12,22 @@ that they take within a step, or less.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median, quantiles
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from checkmate.capture.provenance import named
 from checkmate.memory import aside, record_allocations
+from checkmate.memory.room import within_memory
 from checkmate.profiling.cost_table import OpCost
-from checkmate.profiling.one_op import attempt, call_of
+from checkmate.profiling.one_op import ESTIMATED, attempt, call_of
 from checkmate.profiling.trial import ways_of
 
 SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
@@ -36,23 +39,30 @@ RECORDED_AT_ONCE = 32  # ops in one recording of the allocator: starting one cos
 STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
 
 
-def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]:
+def measure_ops(
+    nodes: Sequence[fx.Node], known: Mapping[int, OpCost] = MappingProxyType({})
+) -> Iterator[tuple[int, OpCost | None]]:
     """The cost of each op, with its position; None where it does not run on made-up inputs.
 
-    Only one op's tensors exist at a time, beside the buffer.
+    Only one op's tensors exist at a time, beside the buffer; an op for which there is no memory is left out. An op
+    whose cost is ``known``, by position, keeps its seconds if it takes as many bytes as then.
     """
     for begin in range(0, len(nodes), RECORDED_AT_ONCE):
         some = nodes[begin : begin + RECORDED_AT_ONCE]
-        for i, (node, cost) in enumerate(zip(some, aside(partial(_recorded, some)), strict=True)):
+        for i, cost in aside(partial(_recorded, some)).items():
+            before = known.get(begin + i)
+            if cost is not None and before is not None and before.allocated_bytes == cost.allocated_bytes:
+                cost = replace(cost, seconds=before.seconds)
             if cost is not None and not cost.seconds:
-                cost = replace(cost, seconds=aside(partial(time_call, call_of(node))))
+                cost = replace(cost, seconds=aside(partial(time_call, call_of(some[i]))))
             yield begin + i, cost
 
 
-def _recorded(nodes: Sequence[fx.Node]) -> list[OpCost | None]:
+def _recorded(nodes: Sequence[fx.Node]) -> dict[int, OpCost | None]:
     """Bytes of each op at its own peak, its ways, and its seconds if it is long; None where it does not run."""
     with record_allocations() as recording:
-        ran = [attempt(node, partial(_run_within, node, i)) for i, node in enumerate(nodes)]
+        runs = [partial(attempt, node, partial(_run_within, node, i)) for i, node in enumerate(nodes)]
+        ran = [within_memory(run, named(node), ESTIMATED) for run, node in zip(runs, nodes, strict=True)]
 
     def count(*span: int) -> int:
         return int(recording.within(_span(*span)).max())
@@ -60,7 +70,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[OpCost | None]:
     def cost(i: int, seconds: float, ways: dict[int, bool]) -> OpCost:
         return OpCost(seconds, count(i), {p: count(i, p) if does else None for p, does in ways.items()})
 
-    return [None if found is None else cost(i, *found) for i, found in enumerate(ran)]
+    return {i: None if found is None else cost(i, *found) for i, some in enumerate(ran) for found in some}
 
 
 def _span(*numbers: int) -> str:

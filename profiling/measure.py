@@ -1,8 +1,9 @@
 """Time and workspace of each distinct op, run on its own on the device and with the threads it will run with.
 
-Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured. What was measured
-before, by this process or another, is not measured again (`checkmate.profiling.cost_table`). Collectives take more than
-one process: what all ranks have measured together is taken (`checkmate.profiling.mesh`), or an estimate.
+Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured; an op that does
+not fit even so is estimated, and measured once there is room. What was measured before, by this process or another, is
+not measured again (`checkmate.profiling.cost_table`). Collectives take more than one process: what all ranks have
+measured together is taken (`checkmate.profiling.mesh`), or an estimate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, same_random_state
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import is_collective, target_name, tensors
+from checkmate.capture.nodes import is_collective, is_convolution, target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
 from checkmate.capture.ways.legal import candidates
 from checkmate.capture.ways.table import positions_to_try, written_of
@@ -66,38 +67,65 @@ class Measure:
                 PyTorch tells.
         """
         _refuse_other_devices(joint)
-        nodes = [node for node in joint.nodes if node is not None]
-        all_conditions = {device: conditions_on(device) for device in {device_of_op(node) for node in nodes}}
-        keys = [None if node is None else (all_conditions[device_of_op(node)], key_of(node)) for node in joint.nodes]
+        all_conditions, keys = _keys(joint)
         distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
         known = _recall(list(all_conditions.values())) if self.cache else {}
-        found = _measure_ops({key: node for key, node in distinct.items() if _is_new(key, node, known)})
+        new = {key: node for key, node in distinct.items() if _is_new(key, node, known)}
+        found = _measure_ops(new, known)
         if self.cache:
             _known.update(found)
             for conditions in {conditions for conditions, _ in found}:
                 store(conditions, {key: cost for (at, key), cost in found.items() if at == conditions})
-        known |= found
+        known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
         by_conditions: dict[Conditions, dict[str, OpCost | None]] = {at: {} for at in all_conditions.values()}
         for (at, key), cost in known.items():
             by_conditions.setdefault(at, {})[key] = cost
         collectives = measured_collectives(joint.nodes, lambda node: by_conditions[all_conditions[device_of_op(node)]])
-        lacking = {k: key for k, key in enumerate(keys) if key and known[key] is None and k not in collectives}
-        if failed := sorted({target_name(distinct[key]) for key in lacking.values()}):
+        lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
+        large = [k for k, key in lacking.items() if key not in known]
+        untried = [k for k, key in enumerate(keys) if key and not _is_tried(distinct[key], known.get(key))]
+        if failed := sorted({target_name(distinct[key]) for k, key in lacking.items() if k not in large}):
             log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
         source = "measured on " + " and ".join(sorted({str(conditions) for conditions in all_conditions.values()}))
-        return fill(joint, [None if key is None else known[key] for key in keys], source, collectives)
+        profile = fill(joint, [None if key is None else known.get(key) for key in keys], source, collectives)
+        more = f", {len(large)} too large to run alone in the memory that was free" if large else ""
+        more += f"; {len(untried)} too large to be tried over an input" if untried else ""
+        return replace(profile, source=profile.source + more)
+
+
+def forget(joint: Joint) -> None:
+    """Have the ops of a step measured anew by whoever captures one with them next, in this process or another."""
+    all_conditions, keys = _keys(joint)
+    gone = {key for key in keys if key is not None}
+    for key in gone:
+        _known.pop(key, None)
+    for conditions in all_conditions.values():
+        store(conditions, {}, without={key for at, key in gone if at == conditions})
+
+
+def _keys(joint: Joint) -> tuple[dict[torch.device, Conditions], list[Key | None]]:
+    """Where the ops of a step are measured, and by what each is known."""
+    devices = {device_of_op(node) for node in joint.nodes if node is not None}
+    found = {device: conditions_on(device) for device in devices}
+    return found, [None if node is None else (found[device_of_op(node)], key_of(node)) for node in joint.nodes]
 
 
 def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
     """Whether an op was not measured, or when fewer of its ways were known than are now.
 
-    A convolution on CUDA is measured in each process: cuDNN chooses, and may try out, a kernel at its first run, with
-    workspaces as large as memory is free, which is not to be within a step.
+    A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
+    workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
+    Its seconds stay those that are known, by which a plan is found on disk.
     """
-    if device_of_op(node).type != "cpu" and "convolution" in target_name(node) and key not in _known:
+    chooses = is_convolution(node) or getattr(node.target, "tunes", False)
+    if device_of_op(node).type != "cpu" and chooses and key not in _known:
         return True
-    cost = known.get(key)
-    return key not in known or (cost is not None and not cost.over.keys() >= set(positions_to_try(node)))
+    return key not in known or (key not in _known and not _is_tried(node, known[key]))
+
+
+def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
+    """Whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
+    return cost is None or cost.over.keys() >= set(positions_to_try(node))
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -144,13 +172,13 @@ def _recall(all_conditions: list[Conditions]) -> dict[Key, OpCost | None]:
     return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
 
 
-def measure_ops_on(device: torch.device) -> Callable[[Sequence[fx.Node]], Iterator[tuple[int, OpCost | None]]]:
+def measure_ops_on(device: torch.device) -> Callable[..., Iterator[tuple[int, OpCost | None]]]:
     """What measures ops there: gives the position and the cost of each; None where it does not run on its own."""
     return cpu.measure_ops if device.type == "cpu" else accelerator.measure_ops
 
 
-def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
-    """Run ops that are not known."""
+def _measure_ops(new: dict[Key, fx.Node], known: Mapping[Key, OpCost | None]) -> dict[Key, OpCost | None]:
+    """Run ops that are not known, or not as they run now."""
     found: dict[Key, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
     todo = [(key, node) for key, node in new.items() if key not in found]
     if not todo:
@@ -162,7 +190,8 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
         for device in sorted(devices, key=str):
             keys = [key for key, node in todo if device_of_op(node) == device]
-            for i, cost in measure_ops_on(device)([new[key] for key in keys]):
+            before = {i: cost for i, key in enumerate(keys) if (cost := known.get(key)) is not None}
+            for i, cost in measure_ops_on(device)([new[key] for key in keys], before):
                 done[keys[i]] = cost  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
     return found | done

@@ -13,6 +13,7 @@ import operator
 import types
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -20,24 +21,33 @@ import torch.fx as fx
 
 from checkmate.capture.cudnn import batch_norm
 from checkmate.capture.device import main_device
+from checkmate.capture.higher_order import table
+from checkmate.capture.higher_order.bodies import body_of, text_of
+from checkmate.capture.higher_order.fused_attention import Fused
+from checkmate.capture.higher_order.triton_kernels import Launch
 from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
 from checkmate.capture.splits.parts import InParts
-from checkmate.capture.ways.rounding_probes import packet_of
+from checkmate.capture.ways.rounding_probes import flat, packet_of, repeat
+from checkmate.memory.room import ran_out_of_memory
 from checkmate.torch_internals.aot import is_with_effects
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
 from checkmate.torch_internals.trees import tree_map
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
+cond = torch.ops.higher_order.cond
 T = TypeVar("T")
 
 _FOR_THEIR_BACKWARD = {lstm_layer, batch_norm}  # which takes no made-up workspace or reserve
 
+_MASK = {"flex_attention": 4, "flex_attention_backward": 9}  # position of what says which blocks it looks at
+
 DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
+ESTIMATED = "its cost is estimated"  # of an op for which there is no memory
 
 _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
     *(aten.gather, aten.index_select, aten.index_add, aten.index_copy, aten.index_fill),
@@ -64,9 +74,12 @@ def key_of(node: fx.Node) -> str:
     """What two ops must share to cost the same, in words that hold in every process."""
 
     def describe(arg: Any) -> Any:
+        if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
+            return f"graph {sha256(text_of(body, describe).encode()).hexdigest()[:16]}"
         return tree_map(_describe, arg.meta.get("val") if isinstance(arg, fx.Node) else arg)
 
-    return f"{target_name(node)} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
+    what = f"{target_name(node)} {node.target.key}" if isinstance(node.target, Launch) else target_name(node)
+    return f"{what} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
 
 
 class _Text(str):
@@ -84,9 +97,11 @@ def _describe(leaf: Any) -> Any:
 
 
 def runs_alone(node: fx.Node) -> bool:
-    """Whether it makes sense to run an op by itself: no collective, no side effect, no subgraph."""
+    """Whether it makes sense to run an op by itself: no collective, no side effect, no graph that does more."""
     target = node.target
-    if isinstance(target, (types.FunctionType, InParts, Drawn)):
+    if isinstance(target, HigherOrderOperator):
+        return table.runs_alone(node)
+    if isinstance(target, (types.FunctionType, InParts, Drawn, Launch, Fused)):
         return True
     return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 
@@ -98,6 +113,8 @@ def call_of(node: fx.Node) -> partial[Any]:
     def make(arg: Any) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
+        if (body := body_of(arg)) is not None:
+            return _running_both(body)
         if arg.target in SAVES:  # a generator takes no made-up state
             return call_of(arg)()
         source: Any = arg.args[0] if arg.target is operator.getitem else None
@@ -106,10 +123,43 @@ def call_of(node: fx.Node) -> partial[Any]:
         return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
+    if str(node.target) in _MASK:
+        _see_all(args[_MASK[str(node.target)]])
     target: Any = node.target
     if hasattr(target, "rehearsal"):  # it writes to what is not handed in
         target = target.rehearsal()
+    if target is cond:
+        target = _both_ways
     return partial(target, *args, **kwargs)
+
+
+def _see_all(mask: Any) -> None:
+    """Have the mask of a `flex_attention` name all blocks; one that leaves out some takes less."""
+    for numbers, indices in (mask[2:4], mask[6:8]):  # of keys for each block of queries, and the other way round
+        if isinstance(numbers, torch.Tensor):
+            numbers.fill_(indices.shape[-1])
+            indices.copy_(torch.arange(indices.shape[-1], device=indices.device))
+
+
+def _running_both(body: Any) -> Any:
+    """A graph of a higher-order op, which runs both graphs of each ``cond`` in it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.graph, {}))
+    made = fx.GraphModule(body, graph)
+    for node in graph.nodes:
+        if node.target is cond:
+            node.target = _both_ways
+        elif (inner := body_of(node)) is not None:
+            setattr(made, str(node.target), _running_both(inner))
+    made.recompile()
+    return made
+
+
+def _both_ways(chosen: Any, *given: Any) -> Any:
+    """Run both graphs of a ``cond``, as either may run within a step: its bytes are those of the larger."""
+    if isinstance(chosen, torch.Tensor):
+        cond(torch.zeros_like(chosen), *given)
+    return cond(chosen, *given)
 
 
 def make_up(leaf: Any, bound: int | None = None) -> Any:
@@ -131,23 +181,8 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
     return real
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """(N,) all of the memory of a tensor."""
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
 def _fill(memory: torch.Tensor) -> None:
     repeat(memory, memory[:DRAWN].uniform_(0.1, 0.9))
-
-
-def repeat(memory: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Fill memory with numbers, again and again."""
-    whole = len(memory) // len(numbers) * len(numbers) if len(numbers) else 0
-    if numbers.data_ptr() != memory.data_ptr():
-        memory[: len(numbers)] = numbers[: len(memory)]
-    if whole:
-        memory[:whole].view(-1, len(numbers))[1:] = memory[: len(numbers)]
-    memory[whole:] = numbers[: len(memory) - whole]
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
@@ -195,16 +230,16 @@ def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
     """
     try:
         return run()
-    except torch.OutOfMemoryError:
-        raise
     except torch.AcceleratorError as error:
+        if ran_out_of_memory(error):
+            raise
         raise RuntimeError(
             f"{node.target} ({where(node)}), measured on made-up numbers, has stopped the device, which this process "
             f'cannot use any more: {str(error).strip().splitlines()[0]} Start it anew with profile="roofline:NAME", '
             "which runs nothing, and please report this op."
         ) from error
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        if "allocate memory" in str(error):
+        if ran_out_of_memory(error):
             raise
         log.debug("%s does not run on its own: %s", node.name, error)
         return None

@@ -56,8 +56,9 @@ def listed(joint: Joint, table: OpTable, name: str) -> Profile:
         more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise Unsupported(
             f"{name}, measured on {table.conditions}, lacks ops of this step: "
-            f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
-            'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
+            f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes and room for "
+            "each of these ops by itself, and export again (checkmate.profiling.measure.export); or estimate all ops "
+            'with profile="roofline:NAME".'
         )
     collectives = measured_collectives(joint.nodes, lambda node: table.ops)
     return fill(joint, costs, f"{name}: measured on {table.conditions}", collectives)

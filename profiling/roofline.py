@@ -13,20 +13,26 @@ waits no longer than it took.
 Workspaces are estimated as zero for every op that PyTorch has, but for softmax's backward on GPUs: what cuDNN and
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
 when you compile. That an op which can write over an argument leaves the same bits is taken from the table of such ops
-(`checkmate.capture.ways.table`): nothing is tried.
+(`checkmate.capture.ways.table`): nothing is tried. An op that runs graphs takes what their ops take, as often as it
+runs them; of several it counts the one that takes longest. A kernel of Triton's is taken to be bound by memory.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from checkmate.capture.device import as_allocated
+from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
+from checkmate.capture.higher_order.fused_attention import dense_ops
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
@@ -65,6 +71,10 @@ _SAME_FLOP = {  # for the formulas that PyTorch has for the same op on CUDA only
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+_FLEX: dict[str, Callable[..., int]] = {  # by name: PyTorch 2.11 has no formulas for them
+    "flex_attention": lambda q, k, v, *_: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "flex_attention_backward": lambda q, k, v, out, *_: sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape),
+}
 
 
 def roofline(joint: Joint, device: Device) -> Profile:
@@ -89,6 +99,10 @@ def roofline(joint: Joint, device: Device) -> Profile:
                 inside = node.target.inner_bytes
             elif hasattr(node.target, "workspace_bytes"):
                 inside = node.target.workspace_bytes()
+            elif graphs_of(node) is not None:
+                inside = bytes_within(node)
+            elif (dense := dense_ops(node)) is not None:
+                inside = bytes_of_graph(dense)
             else:
                 inside = workspace_bytes(node, device)
             workspace[k] = as_allocated(inside, device.block_bytes)
@@ -118,8 +132,8 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     Raises:
         Unsupported: if it is a product of a type for which the device has no rate.
     """
-    if isinstance(node.target, InParts):
-        return node.target.parts * sum(roofline_seconds(n, device) for n in _ops_of_part(node.target))
+    if (graphs := graphs_of(node)) is not None:
+        return graphs.times * max(sum(roofline_seconds(n, device) for n in ops) for ops in graphs.ops)
     if is_wait(node):
         return device.latency
     if (collective := collective_of(node)) is not None:
@@ -134,14 +148,32 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
 
 def launches(node: fx.Node) -> int:
     """How many kernels are launched for an op; one for an op of PyTorch's, though some are of two or three."""
-    if isinstance(node.target, InParts):
-        return node.target.parts * len(_ops_of_part(node.target))
+    if (graphs := graphs_of(node)) is not None:
+        return graphs.times * max(sum(map(launches, ops)) for ops in graphs.ops)
     of_parts = estimate(node)
     return 1 if of_parts is None else of_parts.launches
 
 
-def _ops_of_part(in_parts: InParts) -> list[fx.Node]:
-    return [n for n in in_parts.part.nodes if n.op == "call_function" and not is_view(n)]
+@dataclass(frozen=True)
+class Graphs:
+    """What an op runs: the ops of its graphs, one graph of these at a time, so often."""
+
+    times: int
+    ops: list[list[fx.Node]]
+
+
+def graphs_of(node: fx.Node) -> Graphs | None:
+    """What an op runs in parts or row by row, or chooses to run; None of one that is a kernel, as attention is."""
+    if isinstance(node.target, InParts):
+        return Graphs(node.target.parts, [_ops_of(node.target.part)])
+    if not isinstance(node.target, HigherOrderOperator) or str(node.target) in _FLEX:
+        return None
+    graphs = [_ops_of(body.graph) for body in bodies(node) if isinstance(body, fx.GraphModule)]
+    return Graphs(rows_of(node), graphs) if any(graphs) else None
+
+
+def _ops_of(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem and not is_view(n)]
 
 
 def flop_of(node: fx.Node) -> int:
@@ -149,9 +181,7 @@ def flop_of(node: fx.Node) -> int:
     packet = packet_of(node.target)
     if (of_parts := estimate(node)) is not None:
         return of_parts.flop
-    if isinstance(packet, HigherOrderOperator):
-        return 0  # what its subgraph computes is not known here
-    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = given
     of_convolution = flop_registry[aten.convolution]
     if packet is convolution_backward_input:  # as many as for the forward
@@ -160,6 +190,8 @@ def flop_of(node: fx.Node) -> int:
     if packet is aten.convolution_backward:  # as many for each of two gradients; PyTorch's formula forgets the groups
         grad, x, weight, _, *geometry, wanted = args
         return sum(wanted[:2]) * int(of_convolution(x, weight, None, *geometry, out_val=grad))
+    if (of_attention := _FLEX.get(str(node.target))) is not None:
+        return int(of_attention(*args))
     formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
 

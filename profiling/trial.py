@@ -24,7 +24,7 @@ Which kernel runs depends on the size of a block, the processor and the number o
 another machine or a profile that is handed in nothing has been tried here: what is to run block by block by such costs
 is tried first. So are, on a GPU, the two gradients of a convolution, which a rewrite takes apart, since a library
 chooses the kernels there. On the CPU they have the same bits, in thousands of random cases
-(`checkmate.capture.rewrite.split_convolutions`).
+(`checkmate.capture.rewrite.split_convolutions`). And so is whether a convolution there repeats its bits.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.device import same_random_state
+from checkmate.capture.device import in_autograds_thread, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
+from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
-from checkmate.capture.ways.rounding_probes import cancel, same_bytes
+from checkmate.capture.ways.rounding_probes import cancel, flat, repeat, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
+from checkmate.memory.room import within_memory
 from checkmate.profiling.cost_table import Conditions, conditions_on
-from checkmate.profiling.one_op import attempt, call_of, device_of_op, flat, key_of, repeat
+from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.torch_internals.dispatcher import outside_tracing
 
 SETS = ("special", "finite", "usual")
@@ -55,7 +57,15 @@ POINTWISE_SETS = ("special",)
 BLOCK_SETS = ("cancelling",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
+AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
+
+UNTRIED = {  # what follows where there is no memory for a trial
+    "ways": "it does not run block by block over an input",
+    "in two": "its gradients are computed at once",
+    "again": "it runs once",
+    "repeats": "it runs once",
+}
 
 Call = Callable[[], Any]
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
@@ -66,15 +76,17 @@ _known: dict[tuple[str, Conditions, str], dict[int, bool]] = {}  # by trial, con
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
     """The positions of the arguments that an op could write over as far as the table tells, each with whether it can.
 
+    None of them where there is no memory to try.
+
     Args:
         node: the op.
         run: the op with made-up inputs, that are written to.
         count: makes the last call of each position; where it was not called, the op cannot write there.
     """
     todo = dict.fromkeys(positions_to_try(node), False)
-    if todo:
-        attempt(node, lambda: _try(node, run, count, todo))
-    return todo
+    trial = partial(attempt, node, lambda: _try(node, run, count, todo))
+    tried = not todo or within_memory(trial, named(node), "it is not tried over its inputs")
+    return todo if tried else {}
 
 
 def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
@@ -123,7 +135,7 @@ def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
     """Fill argument i, the whole of its memory, with the numbers of a set."""
     to = flat(tensor)
     numbers = _numbers(name, tensor.dtype).roll(-i * STRIDE)
-    repeat(to, numbers.to(tensor.device))
+    repeat(to, numbers)
     if name == "special" and tensor.is_floating_point():
         head = _numbers("head", tensor.dtype).roll(-i * STRIDE)[: min(SPECIAL, len(to))]
         to[: len(head)] = head.to(tensor.device)
@@ -191,6 +203,25 @@ def _is_same_in_two(node: fx.Node) -> bool:
     )
 
 
+def repeats(node: fx.Node) -> bool:
+    """Whether an op leaves the same bits each time, in the caller's thread and in that of autograd's backwards.
+
+    In each thread cuDNN chooses, and may try out, a kernel for a convolution when it first runs there: that is here.
+    """
+    return _once("repeats", node, lambda: {0: _repeats(node)}).get(0, False)
+
+
+def _repeats(node: fx.Node) -> bool:
+    run = call_of(node)
+    _fill_all([t for t in tensors((run.args, run.keywords)) if t.is_floating_point()], "cancelling", run)
+    first = tensors(run())
+
+    def are_same() -> list[bool]:
+        return [all(map(same_bytes, first, tensors(run()))) for _ in range(AGAIN)]
+
+    return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
+
+
 def same_again(node: fx.Node) -> bool:
     """Whether an op on an accelerator draws the same numbers from the state that its generator had."""
     return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
@@ -208,12 +239,14 @@ def _is_same_again(node: fx.Node) -> bool:
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
-    """What a trial of an op finds here; nothing where the op does not run on made-up inputs."""
+    """What a trial of an op finds here; nothing where the op does not run on made-up inputs, or there is no memory."""
     device = device_of_op(node)
     key = name, conditions_on(device), key_of(node)
     if key not in _known:
         found: dict[int, bool] = {}
         with outside_tracing(), torch.no_grad(), same_random_state(device):
-            attempt(node, lambda: found.update(trial()))
+            tried = within_memory(partial(attempt, node, lambda: found.update(trial())), named(node), UNTRIED[name])
+        if not tried:
+            return found
         _known[key] = found
     return _known[key]

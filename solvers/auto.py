@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 
 import numpy as np
 
@@ -43,7 +44,14 @@ log = logging.getLogger("checkmate.solve")
 
 
 def auto(
-    task: Task, incumbent: Incumbent, *, settle: float = 0.0, start: Start | None = None, without: Collection[str] = ()
+    task: Task,
+    incumbent: Incumbent,
+    *,
+    settle: float = 0.0,
+    start: Start | None = None,
+    patience: float = inf,
+    enough: float = inf,
+    without: Collection[str] = (),
 ) -> Remarks:
     """The best plan that the methods together find within the time limit, with the best bound.
 
@@ -51,6 +59,8 @@ def auto(
         settle: the gap that is worth all of the time limit. A smaller one is worth less, in proportion: with 0.01, a
             gap of 0.1% ends the search after a tenth of the time. 0: every gap is worth all of it.
         start: a known plan to begin with, of this problem or of one with the same ops and other sizes.
+        patience: seconds after which it ends if there is no plan.
+        enough: seconds after which it ends if there is one.
         without: names of `STAGES` to leave out, to see what each is worth.
 
     Raises:
@@ -66,12 +76,13 @@ def auto(
     known = None if start is None else as_schedule(task.problem, start).R
     if task.problem.host is not None:
         known_plan = start.plan if isinstance(start, Solution) else None
-        return offload(task, incumbent, partial(auto, settle=settle, without=without), start=known_plan, settle=settle)
+        alone = partial(auto, settle=settle, patience=patience, enough=enough, without=without)
+        return offload(task, incumbent, alone, start=known_plan, settle=settle)
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))
-    search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known)
+    search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known, patience, enough)
     for stage in STAGES:
         if search.is_open and stage.name not in without and len(task.problem.graph.ops) <= stage.most_ops:
             try:
@@ -93,19 +104,23 @@ class Portfolio:
     incumbent: Incumbent
     settle: float
     known: np.ndarray | None  # runs of a plan to begin with, which may not fit
+    patience: float = inf  # seconds to look for a first plan
+    enough: float = inf  # seconds to look for a better one
     stuck: int | None = None  # the op that no pass got beyond
     failed: list[str] = field(default_factory=list)  # what went wrong in a stage
 
     @property
     def left(self) -> float:
-        """Seconds that are left, of what closing the gap is worth."""
-        return self.incumbent.worth(self.settle) * self.task.clock.limit - self.task.clock.elapsed
+        """Seconds that are left: to look for a first plan, then of what closing the gap is worth."""
+        limit = self.incumbent.worth(self.settle) * self.task.clock.limit
+        most = self.patience if self.incumbent.R is None else self.enough
+        return min(limit, most) - self.task.clock.elapsed
 
     @property
     def is_open(self) -> bool:
         """There is time, and something to gain."""
         best = self.incumbent
-        if best.is_infeasible or self.left <= OVER * self.task.clock.limit:
+        if best.is_infeasible or self.left <= OVER * min(self.task.clock.limit, self.patience):
             return False
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
@@ -152,7 +167,7 @@ def _least(search: Portfolio, task: Task) -> None:
     if search.incumbent.R is not None:
         return
     problem, budget = task.problem, task.budget
-    ends = ends_of(problem, time_limit=max(1.0, min(TIME_LIMIT, task.clock.left)))
+    ends = ends_of(problem, time_limit=max(min(1.0, search.patience), min(TIME_LIMIT, task.clock.left)))
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
@@ -48,6 +49,7 @@ def begin(
     earlier: Sequence[Solution] = (),
     cache: bool = True,
     wait: float = inf,
+    patience: float = inf,
 ) -> tuple[Solution, UnfinishedSearch | None]:
     """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
 
@@ -64,11 +66,13 @@ def begin(
         cache: read plans from disk, and keep this one there.
         wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
             not "auto".
+        patience: seconds after which "auto" gives up without a plan.
     """
     clock = Clock()
     if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
         return attempt(problem, budget, time_limit=time_limit), None
     wish = _wish(problem, budget, method, time_limit, earlier)
+    wait = max(wait, patience) if patience < inf else wait
     early = method == "auto" and wait + WORTH_A_PROCESS <= wish.limit
     known = plan_cache.lookup(wish.question) if cache else None
     enough = replace(wish, gap=max(wish.gap, BETTER)) if early else wish
@@ -77,18 +81,19 @@ def begin(
         return replace(solution, seconds=clock.elapsed), None
     records = plan_cache.relatives(wish.question) if cache else []
     spent = wait if early else wish.limit
+    ends: dict[str, Any] = {"patience": patience, "enough": wait if early else inf} if method == "auto" else {}
     while True:
-        early = spent < wish.limit
-        asked = replace(wish, limit=spent, time_limit=spent) if early else wish
-        solution = _begin(problem, asked, known, earlier, records)
-        if solution.status is not Status.NOT_FOUND or not early:
+        asked = replace(wish, limit=spent, time_limit=spent) if spent < wish.limit else wish
+        solution = _begin(problem, asked, known, earlier, records, ends)
+        if solution.status is not Status.NOT_FOUND or spent >= min(patience, wish.limit):
             break
         spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= wish.limit else wish.limit
+    spent = min(spent, max(wait, solution.seconds)) if early else spent
     if cache and solution.plan is not None:
         kept = min(spent, solution.seconds) if solution.interrupted else spent
         plan_cache.store(Record.of(solution, method, kept))
     solution = replace(solution, seconds=clock.elapsed)
-    if not early or solution.plan is None:
+    if spent >= wish.limit or solution.plan is None:
         return solution, None
     unfinished = UnfinishedSearch(problem, budget, solution, wish.limit - spent, wish.gap, spent, cache)
     return solution, None if unfinished.is_closed else unfinished
@@ -173,9 +178,14 @@ def _recall(problem: Problem, wish: _Wish, known: Record) -> Solution | None:
 
 
 def _begin(
-    problem: Problem, wish: _Wish, known: Record | None, earlier: Sequence[Solution], records: Sequence[Record]
+    problem: Problem,
+    wish: _Wish,
+    known: Record | None,
+    earlier: Sequence[Solution],
+    records: Sequence[Record],
+    ends: dict[str, Any],
 ) -> Solution:
-    """Solve, from the nearest known plan on, if the method can begin with one."""
+    """Solve, from the nearest known plan on, if the method can begin with one; ``ends``: options of "auto"."""
     budget = wish.question.budget
     if wish.question.method != "auto":
         return attempt(problem, budget, method=wish.question.method, time_limit=wish.time_limit)
@@ -189,10 +199,11 @@ def _begin(
     if start is None:
         start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
     if start is None:
-        return attempt(problem, budget, time_limit=wish.limit, settle=WAVER)
-    solution = attempt(problem, budget, time_limit=wish.limit, gap=wish.gap, settle=WAVER, start=start)
-    if solution.plan is None:
-        return attempt(problem, budget, time_limit=wish.time_limit, settle=WAVER)
+        return attempt(problem, budget, time_limit=wish.limit, settle=WAVER, **ends)
+    asked: dict[str, Any] = {"settle": WAVER, **ends}
+    solution = attempt(problem, budget, time_limit=wish.limit, gap=wish.gap, start=start, **asked)
+    if solution.plan is None and wish.limit < min(wish.time_limit, ends["patience"]):
+        return attempt(problem, budget, time_limit=wish.time_limit, **asked)
     return replace(solution, origin=origin)
 
 

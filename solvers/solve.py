@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, ends_of, least_plan, min_budget
 from checkmate.solvers.search.overlap import overlap
 from checkmate.statusline import showing
-from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
+from checkmate.units import check_positive, exact_bytes, format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
 
@@ -34,8 +34,11 @@ PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may
 SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
 SAVES = 0.8  # times the step of the smallest budget: a roomier budget is named where its step takes less than this
 ROOM = 1.1  # times the smallest budget, where a plan is found soon
-SHARES_OF_SPLITS = (1 / 2, 1 / 4, 1 / 8)  # of the time limit, for the first splits; the others get as much as the last
+FIRST_SECONDS, PER_OP = 0.5, 1e-3  # to look for a plan of a step, and of each split, before any is looked at for long
+SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the time limit: a step, its splits; further ones get as much as the last
 WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
+HALVING, TRY_SECONDS = 1.0, 0.1  # seconds to look for a budget that halves the step, and for each at least
+NEAR = 0.05  # of a budget: as near as that it is looked for
 LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
 PROVING = ("auto", "milp")  # what they prove grows with their time
 FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule
@@ -94,15 +97,17 @@ def solve(
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
     check_limits(time_limit, gap)
+    own_patience = options.pop("patience", inf)
     about: dict[str, Any] = {"method": method, "gap": gap, "progress": progress, "watch": watch, **options}
     split = start.problem.splits if isinstance(start, Solution) else problem.splits
     clock = Clock()
 
-    def find(one: Problem, seconds: float) -> Solution:
-        return attempt(one, budget, time_limit=seconds, start=start if split == one.splits else None, **about)
+    def find(one: Problem, seconds: float, patience: float) -> Solution:
+        begin = start if split == one.splits else None
+        return attempt(one, budget, time_limit=seconds, start=begin, patience=min(patience, own_patience), **about)
 
     solution = cheapest_split(problem, find, time_limit)
-    solution = solution if solution.plan is not None else refused(solution, time_limit=time_limit)
+    solution = with_halved(solution) if solution.plan is not None else refused(solution, time_limit=time_limit)
     return replace(solution, seconds=clock.elapsed)
 
 
@@ -114,13 +119,19 @@ def attempt(
     time_limit: float = 60.0,
     gap: float = 1e-4,
     start: Start | None = None,
+    patience: float = inf,
     progress: bool | None = None,
     watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
 ) -> Solution:
-    """What `solve` does with a problem as it is, not split further; an answer without a plan does not say why."""
+    """What `solve` does with a problem as it is, not split further; an answer without a plan does not say why.
+
+    ``patience``: seconds after which "auto" ends if there is no plan.
+    """
     if start is not None:
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
+    if patience < time_limit and method == "auto":
+        options = {**options, "patience": patience}
     chosen = check_method(method, options)
     refuse_unknown_rules(problem, method)
     check_host(chosen, has_host=problem.host is not None)
@@ -152,36 +163,76 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
 
 
 def cheapest_split(
-    problem: Problem, find: Callable[[Problem, float], Solution], time_limit: float, *, look_on: bool = True
+    problem: Problem, find: Callable[[Problem, float, float], Solution], time_limit: float, *, look_on: bool = True
 ) -> Solution:
     """What is found for the problem, or where that has no plan, the cheapest of what is found for it split further.
+
+    Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
+    search may spend all its time on a problem without a plan, where the next split has one at once.
 
     The first split that fits may not be the cheapest: one that holds more beside the rest leaves less room for what
     need not be recomputed. So the next ones are looked at, too, as long as their ops, each run once, take less time.
 
     Args:
-        find: an answer for a problem as it is, in so many seconds.
+        find: an answer for a problem as it is, in so many seconds, given up after so many without a plan.
         time_limit: seconds for the problem, of which each split has a share.
         look_on: after the first split that has a plan.
 
     Returns:
         If none has a plan, the last answer.
     """
-    best = find(problem, time_limit)
-    if best.plan is not None or best.interrupted:
+    answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
+
+    def look(problems: Iterable[Problem], patience: float) -> Solution | None:
+        """The cheapest plan of the first problems that have one."""
+        clock, best = Clock(time_limit), None
+        for i, one in enumerate(problems):
+            if best is not None:
+                rounds = one.rounding > best.problem.rounding  # that is for budgets which nothing else fits
+                if clock.is_over or rounds or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost:
+                    break
+            found = find(one, SHARES[min(i, len(SHARES) - 1)] * time_limit, patience)
+            answers[id(one)] = one, found
+            if found.plan is not None and (best is None or found.cost < best.cost):
+                best = found
+            if found.interrupted:
+                break
+            if best is not None:
+                enough = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost  # further splits take longer
+                if one is problem or not look_on or enough:
+                    break
         return best
-    clock = Clock(time_limit)
-    for i, one in enumerate(islice(problem.and_smaller(), 1, None)):
-        rounds = one.rounding > best.problem.rounding  # that is for budgets which nothing else fits
-        if best.plan is not None and (clock.is_over or rounds or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
-            break
-        found = find(one, SHARES_OF_SPLITS[min(i, len(SHARES_OF_SPLITS) - 1)] * time_limit)
-        if best.plan is None or (found.plan is not None and found.cost < best.cost):
-            best = found
-        enough = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost  # what is split further takes longer
-        if found.interrupted or (best.plan is not None and (not look_on or enough)):
-            break
-    return best
+
+    moment = FIRST_SECONDS + PER_OP * len(problem.graph.ops)
+    best = look(problem.and_smaller(), moment if moment < time_limit else inf)
+    if best is None and moment < time_limit and not any(answer.interrupted for _, answer in answers.values()):
+        best = look([one for one, answer in answers.values() if _gave_up(answer)], inf)
+    return best or [*answers.values()][-1][1]
+
+
+def _gave_up(answer: Solution) -> bool:
+    """Whether there was no plan after a moment, and may be one after more: other methods than "auto" take all time."""
+    return answer.status is Status.NOT_FOUND and answer.method == "auto"
+
+
+def with_halved(solution: Solution) -> Solution:
+    """A plan of more than double the step, with a budget that would halve it: ``details["halved"]``, (bytes, seconds).
+
+    It is the smallest that was found in a second, by first plans.
+    """
+    problem, clock = solution.problem, Clock(HALVING)
+    low, high = solution.budget, problem.keep_all_peak
+    if problem.host is not None or problem.limits.gone or solution.cost <= 2 * problem.keep_all_cost:
+        return solution
+    halved = high, problem.keep_all_cost
+    while high - low > NEAR * high and not clock.is_over:
+        middle = (low + high) // 2
+        found = attempt(problem, middle, time_limit=max(clock.left, TRY_SECONDS), gap=1.0, progress=False)
+        if found.plan is not None and found.cost <= solution.cost / 2:
+            high, halved = middle, (middle, found.cost)
+        else:
+            low = middle
+    return replace(solution, details={**solution.details, "halved": halved})
 
 
 def check_method(name: str, options: dict[str, Any]) -> Method:
@@ -208,12 +259,8 @@ def check_host(method: Method, *, has_host: bool) -> None:
 
 def check_limits(time_limit: float, gap: float) -> None:
     """Raise a ValueError for a limit that is no number or out of range."""
-    for name, value in (("time_limit", time_limit), ("gap", gap)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"{name} is a number, not {value!r}.")
-    if not 0 < time_limit < float("inf"):
-        raise ValueError(f"time_limit is a positive, finite number of seconds, not {time_limit!r}.")
-    if not 0 <= gap <= 1:
+    check_positive("time_limit", time_limit, " of seconds")
+    if isinstance(gap, bool) or not isinstance(gap, numbers.Real) or not 0 <= gap <= 1:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
 
 

@@ -1,6 +1,7 @@
 """Seconds until a script trains: started for the first time, a second time, and with a smaller batch after a larger.
 
     python -m benchmarks.start [NETWORK ...] [--threads 1] [--share 0.25] [--time-limit 60] [--peers] [--first]
+    python -m benchmarks.start [NETWORK ...] --times 1.02 1.1 1.2 1.5 2
 
 Each start is a process of its own; a cold and a warm one share a cache folder that is empty before. A row is one batch
 of a start, the whole one or, after it, the smaller: how long the imports took; the first step in all, and where its
@@ -10,6 +11,9 @@ seconds went, to Dynamo, AOTAutograd, measuring, planning and code; a second ste
 ``--first`` is about the first step with the whole batch only, beside plain PyTorch and ``aot_eager``. Its seconds are
 those that the process computes, which other programs change less than those of the clock. docs/figures.md has
 resnet50-wide, gpt2-12, unet-attention and bert-4.
+
+With ``--times`` the budget is so many times the smallest, and a row is the first step of one start, in seconds of the
+process's own: planning includes the splits that are captured, tried and measured for it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -93,7 +97,11 @@ def steps(backend: str, name: str, sizes: list[float], budget: int, time_limit: 
     for size in sizes:
         some = tuple(tensor[: int(size * len(tensor))] for tensor in batch)
         spent.clear()
-        first, second = _seconds(step, some), _seconds(step, some)
+        try:
+            first, second = _seconds(step, some), _seconds(step, some)
+        except checkmate.InfeasibleBudget as refusal:  # bytes that a trial decides differ from start to start
+            yield {"batch": len(some[0]), "refused": str(refusal)}
+            return
         row: Row = {"batch": len(some[0]), "step_seconds": first, "second_step_seconds": second}
         if backend == OURS:
             solution = step.plans[-1]
@@ -125,18 +133,31 @@ def _seconds(step: Step, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def budget_of(name: str, share: float) -> int:
-    """The budget at a share of the way from the smallest to keeping everything."""
+@cache
+def ends_of(name: str) -> tuple[int, int]:
+    """Bytes of the smallest budget of a network, and of keeping everything."""
     _, step, batch = KNOWN[name].make(0)
     problem = checkmate.trace(step, *batch)
-    return budget_at(share, checkmate.min_budget(problem).peak, problem.keep_all_peak)
+    return checkmate.min_budget(problem).peak, problem.keep_all_peak
 
 
-def rows(name: str, threads: int, share: float, time_limit: float, peers: bool, first: bool) -> Iterator[Row]:
-    """All starts of one network."""
+def rows(
+    name: str, threads: int, share: float, times: float, time_limit: float, peers: bool, first: bool
+) -> Iterator[Row]:
+    """All starts of one network; with ``times`` the first step of one."""
     torch.set_num_threads(threads)
-    about: Row = {"model": name, "share": share, "budget": budget_of(name, share), "time_limit": time_limit}
-    about |= {"threads": threads, "own_seconds": first}
+    least, most = ends_of(name)
+    budget = int(times * least) if times else budget_at(share, least, most)
+    at: Row = {"times": times, "smallest": least} if times else {"share": share}
+    about: Row = {"model": name, **at, "budget": budget, "time_limit": time_limit}
+    about |= {"threads": threads, "own_seconds": first or bool(times)}
+    if times:
+        asked = {"backend": OURS, "name": name, "budget": budget, "time_limit": time_limit}
+        work = partial(started, ["torch", OURS], True, threads, sizes=[1.0], **asked)
+        with tempfile.TemporaryDirectory() as folder:
+            for row in apart(work, environment={VARIABLE: folder}):
+                yield {**about, "by": OURS, "start": "cold", **row}
+        return
     others = (PLAIN, "aot_eager") if first else ("inductor", "aot_eager") if peers else ()
     whole, both = [1.0], [1.0] if first else [1.0, SMALLER]
     starts = [(OURS, {"cold": both, "warm": both}), *((other, {"cold": whole, "warm": whole}) for other in others)]
@@ -155,7 +176,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row["model"],
         row["by"],
-        row["start"],
+        f"{row['times']} x smallest" if row.get("times") else row["start"],
         str(row["batch"]),
         *seconds,
         shown(row.get("gap"), ".2%", missing=""),
@@ -172,6 +193,7 @@ BENCHMARK = Benchmark(
     default=("resnet18", "gpt2-sdpa", "resnet50", "gpt2-4"),
     options={
         "threads": ((1,), "of PyTorch"),
+        "times": ((0.0,), "the smallest budget, in place of a share: first steps only"),
         "share": (0.25, "of the way from the smallest budget to keeping everything"),
         "time_limit": (60.0, "seconds to plan; that of checkmate.compile"),
         "peers": (False, "other backends of torch.compile, too"),

@@ -8,6 +8,7 @@ the second did, and a capture that is forgotten is freed, with its code and its 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -40,10 +41,17 @@ from checkmate.capture.questions import AnotherAnswer
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
 from checkmate.torch_internals.aot import _is_primal
-from checkmate.torch_internals.dynamo import reset_code, run
+from checkmate.torch_internals.dynamo import dynamo_config, reset_code, run
+from checkmate.torch_internals.steps import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 log = logging.getLogger("checkmate.backends.captures")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
+_HOOKS = _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks
 MISS: Any = object()  # what a captured function gives for a call that no code of its is for
 
 
@@ -106,8 +114,27 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
 
     compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
-    captured = knowing_selections(set_up_first(with_recurrent_modules(run)), backend.answer)
+    captured = knowing_selections(set_up_first(with_recurrent_modules(guarding_hooks(run))), backend.answer)
     return plain_if_possible(captured, backend.answer)
+
+
+def hooks_of_all_modules() -> tuple[tuple[int, ...], ...]:
+    """Hooks that every module calls, by number: Dynamo does not look whether they are others than at the capture."""
+    return tuple(map(tuple, _HOOKS))
+
+
+def guarding_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.compile` whose captures are for modules with the very hooks that they had.
+
+    By default Dynamo does not look whether hooks were added to a module that had none, and they are never called.
+    """
+
+    @functools.wraps(run)
+    def guarding(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(skip_nnmodule_hook_guards=False):
+            return run(*args, **kwargs)
+
+    return guarding
 
 
 @dataclass(eq=False)
@@ -140,7 +167,7 @@ class Captures:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's results, by the capture for this call, which is made if there is none."""
-        kind, other = (within_region(), _kind((args, kwargs))), None
+        kind, other = (within_region(), hooks_of_all_modules(), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
             if any(_goes_another_way(known.answers, answers) for answers in found):

@@ -18,7 +18,7 @@ from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
 from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
 from checkmate.backends.planner import Budget
-from checkmate.backends.static_memory import serving, within
+from checkmate.backends.static_memory import FirstStep, serving, within
 from checkmate.backends.step_problem import (
     asked_bytes,
     joint_of,
@@ -31,6 +31,9 @@ from checkmate.backends.step_problem import (
 from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import allocated_on, device_of
+from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_of_second_writes
+from checkmate.capture.higher_order.fused_attention import compile_attention
+from checkmate.capture.higher_order.regions import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
@@ -63,9 +66,9 @@ from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import Available, available
-from checkmate.profiling.measure import Measure
+from checkmate.profiling.measure import Measure, forget
 from checkmate.profiling.profilers import Profiler
-from checkmate.profiling.trial import same_again, same_in_two
+from checkmate.profiling.trial import repeats, same_again, same_in_two
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
@@ -117,6 +120,7 @@ class _Facts:
     watches: Sequence[Callable[..., None]] = ()  # that have a call's backward refuse what it cannot do as plain PyTorch
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     running: Running | None = None  # by which plan, until it is lowered; None: nothing was planned
+    first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours
     code: ReplaceableCode | None = None  # that another plan may take over
     go_on: Callable[..., None] | None = None  # begins to look for that plan
 
@@ -178,6 +182,7 @@ class Backend:
     @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """What `torch.compile` calls for each captured graph."""
+        put_regions_in_place(module)
         questions, call, names = taken_out(module), self.call, input_names(module)
         call.answers = questions.answers
         _refuse_inexact(module)
@@ -185,6 +190,7 @@ class Backend:
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         refuse_products_within(module)
+        warn_of_gradients(module.graph)
         if isinstance(self.profile, Measure):
             _refuse_fakes(names, inputs)
         numbers, draws = sources_of(module, call.numbers), draws_of_python(module)
@@ -232,6 +238,7 @@ class Backend:
         """What AOTAutograd calls for one of the two modules of the first plan."""
         _forbid_donation()
         run = within(facts.memory, phase, self.lower)(module, inputs)
+        run = run if facts.first is None else facts.first.around(phase, run)
         return run if facts.code is None else facts.code.first(phase, run)
 
     def _find_budget(self, facts: _Facts, graph: fx.Graph, device: torch.device, *, fakes: bool) -> None:
@@ -274,6 +281,7 @@ class Backend:
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = device_of(joint_module.graph)
+        warn_of_second_writes(joint_module.graph)
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
         facts.copies.find(joint_module.graph)
@@ -303,13 +311,16 @@ class Backend:
             as_is=self.exact,
             in_two=None if device.type == "cpu" or fakes else same_in_two,
             again=None if fakes else same_again,
+            repeats=None if fakes else repeats,
         )
+        if self.exact and not fakes:
+            compile_attention(joint_module.graph)
         joint = read(joint_module)
         if numbers:
             self.call.check(joint)
         updates = None if self.updates is None else self.updates.updates
         unread = unread_bytes((self.call.reach, updates and updates.reach), facts.known, device, block_bytes)
-        unread += 0 if updates is None else updates.held_bytes
+        held = 0 if updates is None else updates.held_bytes
         allocated = None if fakes else allocated_on(device)
         self._find_budget(facts, joint_module.graph, device, fakes=fakes)
         tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
@@ -317,7 +328,7 @@ class Backend:
         memory = None if self.elsewhere is None else self.elsewhere.on(device)
 
         def pose(joint: Joint) -> Problem:
-            problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
+            problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread + held)
             return problem if memory is None else with_second_memory(problem, memory)
 
         def share(modules: Any) -> Sharing:
@@ -341,6 +352,10 @@ class Backend:
         facts.memory = serving(facts.memory, solution, device)
         if self.exact:
             facts.sharing = share(modules)
+        if self.exact and not fakes and isinstance(self.profile, Measure) and self.profile.cache:
+            facts.first = FirstStep(solution, device, held, partial(forget, joint))
+            if facts.memory is not None:
+                facts.memory.took = facts.first.took
         needed = needed_tensors(joint, modules, facts.names)
         facts.watches = (partial(explain_writes, needed), partial(refuse_watching, users))
         if self.exact:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from checkmate.backends.tensor_state import held_modules
-from checkmate.capture.number_inputs import CHOSEN, EXPERTS
+from checkmate.capture.number_inputs import CHOSEN, EXPERTS, OUTSIDE
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.torch_internals import dynamo
@@ -39,6 +39,11 @@ _GRADIENT_WITHIN = (
     "torch.autograd.grad() on it outside; a penalty on gradients is computed with the plain model, whose parameters "
     "are those of the compiled one."
 )
+_CHECKPOINTING = (
+    "The plan decides what runs again: switch the model's own checkpointing off (use_checkpoint=False, "
+    "gradient_checkpointing_disable()), or call what is checkpointed directly."
+)
+_IN_CHECKPOINT, _IN_BACKWARD = "within torch.utils.checkpoint", "within a backward of the step's own"
 _OF_DATA = "a tensor has a size that depends on data"
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
@@ -67,7 +72,17 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         r"hook '.*' has changed the size|ApplyTemplate.* returned an invalid gradient",
         "A tensor hook must return a gradient of the shape that it is given.",
     ),
+    (
+        r"saved_tensors_hooks|save_on_cpu",
+        "The plan decides what is kept for the backward: leave this out. host_budget= has values wait in the memory of "
+        "the host.",
+    ),
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
+    (
+        rf"(autograd\.grad|Tensor\.backward|`backward`|requires_grad_\(\) call)[\s\S]*{_IN_BACKWARD}",
+        f"A backward within a backward of the model's own is checkpointing, as a rule. {_CHECKPOINTING}",
+    ),
+    (rf"torch/utils/checkpoint\.py|context_fn|side.?effect[\s\S]*{_IN_CHECKPOINT}", _CHECKPOINTING),
     (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),
     (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
     (
@@ -94,6 +109,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     ),
     (r"ScriptModule", "Compile the original eager nn.Module, which torch.jit was given."),
     (
+        r"requires_grad_\(\) call[\s\S]*(adapter|peft|requires_grad_\(requires_grad\))",
+        "A step leaves the flags of parameters alone, also where it puts them back: compute what takes a model with "
+        "its adapter off, such as the reference of DPO, before the step, under torch.no_grad(), and pass it in.",
+    ),
+    (
         r"requires_grad_\(\) call",
         "Compute it outside, and pass it in with requires_grad_(). From PyTorch 2.12 on a step may call that on "
         "what it has computed itself.",
@@ -104,7 +124,7 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (
         rf"asks for the value of a tensor[\s\S]*asked of a size|{_OF_DATA}",
         "Sizes must be fixed: mask what is left out (torch.where, an ignored index) in place of selecting the rest. "
-        f"{CHOSEN}",
+        f"{CHOSEN} {OUTSIDE}",
     ),
     (
         r"asks for the value of a tensor[\s\S]*\n.*: assert ",
@@ -115,12 +135,17 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         r"asks for the value of a tensor",
         "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
         "of the two gets its plan. "
-        f"{CHOSEN}",
+        f"{CHOSEN} {OUTSIDE}",
     ),
     (
         r"generator",
         "A step draws from the global generator: leave generator= out, and seed with manual_seed; or draw outside of "
         "the compiled function and pass the numbers in.",
+    ),
+    (
+        r"rng_state|fork_rng|manual_seed",
+        "A step leaves the state of the generators alone: seed before it. Where a module sets it to run a part again, "
+        f"that is checkpointing. {_CHECKPOINTING}",
     ),
     (
         r"Parameter\(\)` constructor",
@@ -144,6 +169,11 @@ _FIXED = (
     "Index with the tensor (x[i], torch.gather), mask with it (torch.where), or read the number outside of the step "
     "and pass it in: each number gets a plan of its own."
 )
+_COUNTED = re.compile(r"torch/nn/modules/batchnorm\.py")
+_MOMENTUM = (
+    "Give it a momentum, such as 0.1. Averages over all batches can be taken behind the training, by a pass without "
+    "gradients: torch.optim.swa_utils.update_bn."
+)
 _IN_CAT = r"Expected (\d+) in dimension \d+ but got (\d+) for tensor number (\d+) in the list$"
 _SHAPES: dict[
     str, Callable[..., Any]
@@ -152,8 +182,8 @@ _SHAPES: dict[
     r"broadcast a dimension.*had torch\.Size\((\[.*?\])\).*broadcastable to (\[.*?\])": torch.add,
 }
 _ONE_GRAPH = (
-    "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
-    "(.item(), sizes that depend on data), or compile a part that does not need it."
+    "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled "
+    "function, or compile a part that does not need it."
 )
 
 
@@ -166,6 +196,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if any(isinstance(c, GuardOnDataDependentSymNode) or "data-dependent expression" in str(c) for c in causes):
         # PyTorch had to know a number that a tensor holds while it traced the step
         log.debug("%s failed in capture", name, exc_info=error)
+        if _COUNTED.search(str(error)):
+            return Unsupported(f"Cannot capture {name}: {_averages_by_count(fn)}{_place(error)}\n{_MOMENTUM}")
         return Unsupported(
             f"Cannot capture {name}: {_NUMBER}{_place(error)}\n{EXPERTS if _CHOICE.search(str(error)) else _FIXED}"
         )
@@ -186,7 +218,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         return TypeError(f"{said}{_place(error)}")
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
         said = f"{_reason(error)}{_place(error)}"
-        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}{_of_this_version()}")
+        advice = _advice(f"{said}{_around(error)}", _ONE_GRAPH)
+        return Unsupported(f"Cannot capture {name}: {said}\n{advice}{_of_this_version()}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     said = re.split("from user code|While executing %", str(inner))[0].strip()
     return Unsupported(
@@ -236,6 +269,20 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(
 )
 
 
+def _averages_by_count(fn: Callable[..., Any]) -> str:
+    """What batch norms without a momentum do, and which they are."""
+    norms = [
+        f"{name} ({type(one).__name__})"
+        for module in held_modules(fn, ())
+        for name, one in module.named_modules()
+        if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.momentum is None
+    ]
+    return (
+        f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, another "
+        "number in each step, and each would get a plan of its own."
+    )
+
+
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back."""
     for module in held_modules(fn, args):
@@ -256,6 +303,13 @@ def _explanation(error: Exception) -> str:
     """What Dynamo says more; of an op that fails, its call with the shapes of what it is given."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said else ""
+
+
+def _around(error: Exception) -> str:
+    """In which function of autograd's Dynamo was, as far as that changes the advice."""
+    if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
+        return f"\n{_IN_BACKWARD}"
+    return f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
 
 
 def _message(error: Exception) -> str:

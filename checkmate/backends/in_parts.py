@@ -211,8 +211,10 @@ class _Step:
                 if (split := self._posed(made)) is None:
                     return
                 if _gains(split, problem):
+                    if (rounding := self._rounding_of(made)) == inf:  # of halves, which are not tried before
+                        return
                     of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
-                    split = replace(split, splits=(*of_loss, *self._said(made)), rounding=self._rounding_of(made))
+                    split = replace(split, splits=(*of_loss, *self._said(made)), rounding=rounding)
                     problem, begin, begin_module, gained = split, split, made, True
                     yield split, early
                     break
@@ -261,7 +263,9 @@ class _Step:
         for node, parts, count in regions_of(module).values():
             alike = f" and {count - 1} alike" if count > 1 else ""
             off = equal_bits.off_in_parts(parts) if self.tried else 0.0
-            certificate = self._certificate(f"bits equal by {equal_bits.said_of(parts)}", off)
+            at_once = not self.tried or equal_bits.is_tried(parts)
+            how = equal_bits.said_of(parts) + ("" if at_once else " (op by op: too large to be tried at once)")
+            certificate = self._certificate(f"bits equal by {how}", off)
             summed = " with sums over them" if any(parts.summed) else ""
             yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts{summed}: {certificate}"
         for node in module.graph.find_nodes(op="call_function", target=gradient_of_input):

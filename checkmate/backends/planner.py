@@ -23,7 +23,7 @@ from checkmate.profiling.profilers import Choice, Profiler, profiler
 from checkmate.solvers import known_plans
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused
+from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused, with_halved
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -297,8 +297,8 @@ class Planner:
             raise _nothing_left(problem, total, reserve)
         unfinished_of: dict[int, UnfinishedSearch | None] = {}
 
-        def find(one: Problem, seconds: float) -> Solution:
-            solution, unfinished = self._plan_one(one, total - reserve, wait, seconds)
+        def find(one: Problem, seconds: float, patience: float) -> Solution:
+            solution, unfinished = self._plan_one(one, total - reserve, wait, seconds, patience)
             unfinished_of[id(solution)] = unfinished
             return solution
 
@@ -314,11 +314,12 @@ class Planner:
                 f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest)} in all." if reserve else ""
             )
             raise InfeasibleBudget(f"{solution.message}{note}", budget=total, min_budget=smallest, op=op)
+        unfinished, solution = unfinished_of[id(solution)], with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
-        return solution, unfinished_of[id(solution)]
+        return solution, unfinished
 
     def _plan_one(
-        self, problem: Problem, within: int, wait: float, seconds: float
+        self, problem: Problem, within: int, wait: float, seconds: float, patience: float
     ) -> tuple[Solution, UnfinishedSearch | None]:
         """The same of a problem as it is, not split further; an answer without a plan does not say why."""
         options, unfinished = self.options, None
@@ -328,7 +329,7 @@ class Planner:
         def find() -> Solution:
             nonlocal unfinished
             found, unfinished = known_plans.begin(
-                problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked
+                problem, within, earlier=earlier, cache=options.cache, wait=wait, patience=patience, **asked
             )
             return found
 

@@ -1,4 +1,9 @@
-"""Make the arena that a compiled step on the CPU allocates from, and say what a plan allocates on a device."""
+"""Make the arena that a compiled step on the CPU allocates from, and hold a plan against what its first step takes.
+
+Sizes of values are known exactly; what ops take beside them was measured, perhaps by another process long ago. On the
+CPU the arena of the step counts what it serves. On an accelerator the peak that PyTorch's allocator keeps is reset
+before the first forward, as it is when ops are measured, and read after both halves.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,17 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.capture.nodes import tensors
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
+from checkmate.devices import REQUESTED
 from checkmate.inspection.addresses import lives_of
 from checkmate.memory import build
-from checkmate.memory.arena import Arena, Phase
+from checkmate.memory.arena import PHASES, Arena, Phase, Run
 from checkmate.memory.lives import Lives
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
+from checkmate.units import format_bytes
 
+log = logging.getLogger("checkmate.profiling")
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
@@ -85,3 +93,61 @@ def _offsets(blocks: list[Block], seconds: float) -> tuple[int, ...]:
 
 def _blocks(lives: Lives) -> list[Block]:
     return [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
+
+
+class FirstStep:
+    """Compares once. ``forget`` has the ops of the step measured anew by whoever plans it next.
+
+    ``made``: bytes of states of optimizers, which count as resident and are made by the first step.
+    """
+
+    def __init__(self, plan: Solution, device: torch.device, made: int, forget: Callable[[], None]) -> None:
+        assert plan.peak is not None
+        self._resident = plan.problem.resident
+        self._planned = plan.peak - self._resident  # bytes
+        self._device, self._made, self._forget, self._said = device, made, forget, False
+        self._waits = {*PHASES}  # phases that were not called yet
+        self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
+
+    def took(self, taken: int, planned: int) -> None:
+        """Compare bytes beside what is resident: those of a step with those of its plan."""
+        if taken <= planned + self._made or self._said:
+            return
+        self._said = True
+        log.warning(
+            "A step took %s where its plan takes %s: its ops take more than was measured before. They are measured "
+            "anew when the step is planned next, by the next start at the latest. (A step takes more as well whose "
+            "graph is kept, by backward(retain_graph=True), or that is differentiated by some of its results only.)",
+            format_bytes(self._resident + taken),
+            format_bytes(self._resident + planned),
+        )
+        self._forget()
+
+    def around(self, phase: Phase, run: Run) -> Run:
+        """A function of one list whose first call on an accelerator is looked at; on the CPU as it is."""
+        if self._device.type == "cpu":
+            return run
+
+        @takes_one_list
+        def watched(inputs: list[Any]) -> Any:
+            if phase not in self._waits or (phase == "backward" and not self._levels):
+                return run(inputs)
+            self._waits.remove(phase)
+            if phase == "forward":
+                torch.accelerator.reset_peak_memory_stats(self._device)
+            before = torch.accelerator.memory_stats(self._device)
+            result = run(inputs)
+            after = torch.accelerator.memory_stats(self._device)
+            self._look(before, after)
+            return result
+
+        return watched
+
+    def _look(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Compare, where a call has raised the peak. What came into use between the two calls is not the step's."""
+        now, peak = f"{REQUESTED}.current", f"{REQUESTED}.peak"
+        self._levels += before.get(now, 0), after.get(now, 0)
+        begin, *between = self._levels[:3]
+        others = max(0, between[1] - between[0]) if len(between) == 2 else 0
+        if after.get(peak, 0) > before.get(peak, 0):
+            self.took(after[peak] - begin - others, self._planned)

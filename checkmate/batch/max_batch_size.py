@@ -293,6 +293,7 @@ class _Search:
         op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
+        known += self.total - self.budget  # more was measured than predicted
         return InfeasibleBudget(
             f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
             f"{exact_bytes(known)}.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -18,6 +18,9 @@ from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
 
+T = TypeVar("T")
+WAVERS = "wavers"  # in the meta of a node: it was tried, and left other bits when it ran again
+
 UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use_deterministic_algorithms`
     *("cumsum", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "put", "histc", "bincount", "median"),
     *("max_unpool2d", "max_unpool3d", "nll_loss2d_forward", "convolution_backward", "embedding_dense_backward"),
@@ -28,7 +31,10 @@ UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use
     *(f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
     *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
     *("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
-    *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
+    *(f"{by}_attention_backward" for by in ("_flash", "_efficient", "_cudnn")),
+    *(f"_scaled_dot_product_{by}_backward" for by in ("flash_attention", "efficient_attention", "cudnn_attention")),
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    "flex_lib::zeros_and_scatter",  # of gradients of what the scores of `flex_attention` read
 }
 
 
@@ -87,15 +93,38 @@ def allocated_on(device: torch.device) -> int | None:
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take its workspaces now, in this thread and, by a backward, in autograd's.
+    """Have cuBLAS and cuBLASLt, which adds a bias, take their workspaces now, in this thread and in autograd's.
 
-    On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
-    ops were all measured before, by another process, would meet these bytes only once it runs.
+    On CUDA each takes one at its first product on a thread and stream, and keeps it. A step whose ops were all measured
+    before, by another process, would meet these bytes only once it runs.
     """
-    with outside_tracing(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
-            torch.addmm(x[0], x, x).sum().backward()
+
+    def products() -> None:
+        with torch.autocast(device.type, enabled=False):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.ones(16, 16, dtype=dtype, device=device)
+                torch.addmm(x[0], x, x)
+                torch.mm(x, x)
+
+    with outside_tracing(), torch.no_grad():
+        products()
+        in_autograds_thread(device, products)
+
+
+def in_autograds_thread(device: torch.device, call: Callable[[], T]) -> T:
+    """What a call gives in the thread that runs backwards on a device; on the CPU that is the caller's.
+
+    Libraries keep handles, workspaces and choices of kernels for each thread. AOTAutograd traces with multithreading
+    off, so that a backward stays in the caller's thread: here it does not.
+    """
+    made: list[T] = []
+    in_its_thread = torch.autograd.set_multithreading_enabled(True)
+    with outside_tracing(), in_its_thread, torch.enable_grad():
+        x = torch.empty(0, device=device, requires_grad=True)  # its thread lets go of a gradient later: one of no bytes
+        y = x * 1
+        y.register_hook(lambda grad: made.append(call()))
+        torch.autograd.grad(y, x, x)
+    return made[0]
 
 
 @contextmanager
@@ -133,8 +162,10 @@ def may_waver(device: torch.device) -> bool:
 def is_unordered(node: fx.Node) -> bool:
     """Adds in an order that may be another in the next run, which then leaves other bits.
 
-    Also where a part of several that it runs does.
+    Also where it was tried and did, or a part of several that it runs does.
     """
+    if node.meta.get(WAVERS):
+        return True
     within = getattr(node.target, "part", None)
     if isinstance(within, fx.Graph):
         return any(map(is_unordered, within.nodes))

@@ -160,6 +160,11 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(op, OpOverload) and draws(op, node.args, node.kwargs)
 
 
+def is_convolution(node: fx.Node) -> bool:
+    """A convolution, or a gradient of one."""
+    return node.op == "call_function" and "convolution" in target_name(node)
+
+
 def is_collective(node: fx.Node) -> bool:
     """Speaks with other ranks, or waits for what they say."""
     return getattr(node.target, "namespace", None) in _COLLECTIVES

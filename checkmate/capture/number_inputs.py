@@ -33,6 +33,10 @@ CHOSEN = (
     "Where data chooses who computes, as with experts or adapters, let each of them compute all, and weight with zero "
     "what is not its own."
 )
+OUTSIDE = (
+    "What stands behind the network, such as a miner of pairs or a matcher, may stay outside: compile the network "
+    "alone, and call it on the outputs."
+)
 EXPERTS = (
     f'{CHOSEN} Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
     'or "batched_mm".'
@@ -185,7 +189,7 @@ def _size_of_data(node: fx.Node) -> str:
     return (
         f"{place}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
-        f"{EXPERTS if _EXPERT.search(place) else CHOSEN}"
+        f"{EXPERTS if _EXPERT.search(place) else f'{CHOSEN} {OUTSIDE}'}"
     )
 
 

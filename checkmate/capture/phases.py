@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture import cudnn
-from checkmate.capture.device import is_unordered
+from checkmate.capture.device import WAVERS, is_unordered
+from checkmate.capture.higher_order.table import runs_once
 from checkmate.capture.nodes import (
     ancestors,
     done_with_gradients,
@@ -44,7 +45,6 @@ from checkmate.torch_internals.aot import (
     is_sym_node,
     is_with_effects,
 )
-from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 _BATCH_NORMS = {  # in training mode what later ops read does not depend on the running statistics
     torch.ops.aten._native_batch_norm_legit_functional.default,
@@ -110,10 +110,12 @@ class Traced:
             return "draws random numbers"
         if is_collective(node) and node.target is not GATHER_AGAIN:
             return "exchanges data with other ranks"
+        if node.meta.get(WAVERS):
+            return "leaves other bits when it runs again"
         if is_unordered(node):
             return "adds in no fixed order on a GPU"
-        if isinstance(node.target, HigherOrderOperator):
-            return "runs a subgraph"
+        if reason := runs_once(node):
+            return reason
         if name := self.reads_overwritten(node):
             return f"reads {name}, which the step overwrites"
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import sysconfig
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import torch.fx as fx
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the text of a stack
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _ROOTS = re.compile(
     r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|___unnamed_scope_\w+|self)(?:\.|$)"
 )
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame in this file is the user's code, and not PyTorch or ours on the way to it."""
-    return not file.startswith(_LIBRARIES)
+    """Whether a frame in this file is the user's code, and not Python's, PyTorch's or ours on the way to it."""
+    return not file.startswith(_LIBRARIES) and (not file.startswith(_PYTHON) or "-packages" in file)
 
 
 def where(node: fx.Node) -> str:
@@ -37,6 +39,11 @@ def where(node: fx.Node) -> str:
     if name and facts:
         return f"{name} ({', '.join(facts)})"
     return name or ", ".join(facts) or "generated code"
+
+
+def named(node: fx.Node) -> str:
+    """An op for a message: ``gelu_backward of net.1 (GELU, train.py:14)``."""
+    return f"{node.name} of {where(node)}"
 
 
 @lru_cache(maxsize=1024)  # the blocks of a network have all but the same stacks

@@ -209,14 +209,18 @@ def _run(
 
 
 def _on_cpu(graph: fx.Graph) -> None:
-    """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data."""
+    """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data.
+
+    A region of `torch.autocast` stays that of its device.
+    """
 
     def moved(found: Any) -> Any:
         is_there = isinstance(found, (str, torch.device)) and str(found).partition(":")[0] == "cuda"
         return torch.device("cpu") if is_there else found
 
     for n in graph.nodes:
-        n.args, n.kwargs = fx.node.map_aggregate(n.args, moved), fx.node.map_aggregate(n.kwargs, moved)
+        if n.target is not ENTER:
+            n.args, n.kwargs = fx.node.map_aggregate(n.args, moved), fx.node.map_aggregate(n.kwargs, moved)
 
 
 def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:

@@ -22,12 +22,18 @@ from checkmate.torch_internals.dispatcher import OpOverload
 aten = torch.ops.aten
 DEVICE_STATE_BYTES = 16  # of an accelerator's generator: seed and offset
 STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
+SEEDS = {"philox_seed", "dropout_seed", "seed"}  # names of arguments, instead of a generator
 WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
 
 def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op of PyTorch's draws. Attention ops carry the tag even where their dropout probability is zero."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+    """Whether an op of PyTorch's draws from a generator.
+
+    Attention ops carry the tag even where their dropout probability is zero, and where they are handed the seed that
+    another drew by, as backwards are.
+    """
+    seeded = any(argument.name in SEEDS for argument in op._schema.arguments)
+    if torch.Tag.nondeterministic_seeded not in op.tags or seeded:
         return False
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":

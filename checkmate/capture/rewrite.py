@@ -12,7 +12,9 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_random, tensors
+from checkmate.capture.device import WAVERS
+from checkmate.capture.higher_order.triton_kernels import make_what_they_write
+from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_convolution, is_random, tensors
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
@@ -42,6 +44,7 @@ def prepare(
     as_is: bool = True,
     in_two: Callable[[fx.Node], bool] | None = None,
     again: Callable[[fx.Node], bool] | None = None,
+    repeats: Callable[[fx.Node], bool] | None = None,
 ) -> None:
     """Rewrite a joint graph in place, pass by pass.
 
@@ -51,6 +54,8 @@ def prepare(
         as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
         again: whether an op on CUDA draws the same numbers again; None: each does.
+        repeats: whether a convolution on CUDA, or a kernel of Triton's, has the same bits whenever it runs; None: each
+            has.
     """
     expose_dropout(graph)
     draw_as_in_place(graph)
@@ -60,6 +65,8 @@ def prepare(
     lay_out_at_once(graph)
     for node in graph.find_nodes(op="call_function", target=LAYER):
         node.target = lstm_layer  # which leaves the workspace for its backward where gradients are not enabled, too
+    if as_is:
+        make_what_they_write(graph, repeats)
     gather_copies(graph)
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
@@ -70,6 +77,10 @@ def prepare(
         save_states(graph)  # of draws that somebody reads
     if as_is:
         save_device_states(graph, again)
+    if repeats is not None:
+        for node in filter(is_convolution, graph.nodes):
+            on_accelerator = any(made.device.type != "cpu" for made in tensors(node.meta["val"]))
+            node.meta[WAVERS] = on_accelerator and not repeats(node)
     graph.lint()
 
 

@@ -243,7 +243,7 @@ def _fits(args: argparse.Namespace) -> int:
     optimizer = None if chosen is None else chosen(trained((step, positional, named)))
     about: dict[str, Any] = {"device": args.device, "budget": args.budget, "host": host, "time_limit": args.time_limit}
     try:
-        found = fits(step, *positional, optimizer=optimizer, **about, **named)
+        found = fits(step, *positional, optimizer=optimizer, everything=args.everything, **about, **named)
     except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
         if args.debug:
             raise

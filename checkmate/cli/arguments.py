@@ -93,6 +93,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--report": {**_FILE, "help": "write the same plan as one HTML page, too"},
     "-o": {**_FILE, "dest": "out", "help": "by default the problem's name with .html, in the current folder"},
     "--open": {**_FLAG, "help": "show it in the browser"},
+    "--everything": {**_FLAG, "help": "all ways and the largest batch, also where something fits"},
     "--frontier": {**_FLAG, "help": "with the cost of other budgets, which takes as many solves"},
     "--prices": {**_FLAG, "help": "with what a little less or more memory would change, which takes two solves"},
     "--rule": {
@@ -176,7 +177,7 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
     command(
         "fits",
         "say whether a training step fits a device, and what would make it fit",
-        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--time-limit"),
+        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--everything", "--time-limit"),
         about=f"{_TARGET.format(more='With --size N it is called with N.')}{_OF_FITS}",
         device={"metavar": "NAME", "help": "such as rtx4090; by default the one here, whose ops are measured"},
         budget={"metavar": "BYTES", "help": "such as 16GB, in place of the device's room"},

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from checkmate.errors import CheckmateError
+
+_NO_DATA = "With --device tensors are made without data: leave out .cuda() and what reads numbers from them."
+_LINES = """\
+TARGET is a function that returns (step, batch), and trains nothing itself. In {where} write, for example,
+
+    def example(n=8):
+        model, x, y = Model(), torch.ones(n, 3), torch.ones(n, dtype=torch.long)
+        return lambda x, y: loss_fn(model(x), y), (x, y)
+
+and name {where}:example."""
 
 
 class UsageError(Exception):
@@ -28,22 +41,44 @@ def maker(
     """
     import torch
 
+    lines = _LINES.format(where=target.rpartition(":")[0])
+    if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
+        raise UsageError(f"{target} is a module. {lines}")
+
     def make(*size: int) -> tuple[Any, Any]:
+        called = f"{target} called with ({', '.join(map(str, size))})"
+        try:
+            inspect.signature(function).bind(*size)
+        except TypeError as error:
+            hint = "" if size else " (--size N gives it N)"
+            raise UsageError(f"{called} fails: {error}{hint}. {lines}") from None
         try:
             with torch.device("meta") if on_meta else nullcontext():
                 made = function(*size)
         except CheckmateError:
             raise
-        except Exception as error:  # the user's own, whatever it is
+        except (Exception, SystemExit) as error:  # the user's own, whatever it is
             if debug:
                 raise
-            called = f"{target} called with ({', '.join(map(str, size))})"
-            raise CheckmateError(f"{called} failed: {type(error).__name__}: {error}. See --debug.") from error
+            raise CheckmateError(f"{called} failed: {_said(error, lines, on_meta=on_meta)}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
-            raise UsageError(f"{target} is to return (step, batch), not {type(made).__name__}")
+            kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
+            raise UsageError(f"{target} returns {f'({kinds})' if isinstance(made, tuple) else kinds}. {lines}")
         return made
 
     return make
+
+
+def _said(error: BaseException, lines: str, *, on_meta: bool) -> str:
+    """What an error of the user's function says, where, and what to write if the function trains or wants data."""
+    from checkmate.capture.provenance import is_users
+
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+    place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
+    said = f"{type(error).__name__}: {error}. See --debug.{place}"
+    if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
+        return f"{said}\n{_NO_DATA} {lines}"
+    return f"{said}\n{lines}" if isinstance(error, SystemExit) else said
 
 
 def find_function(target: str) -> Callable[..., Any]:
@@ -61,7 +96,8 @@ def find_function(target: str) -> Callable[..., Any]:
         function = getattr(function, part, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
+        lines = _LINES.format(where=where)
+        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
     return function
 
 
@@ -86,5 +122,10 @@ def _module_of(where: str) -> Any:
         raise CheckmateError(f"{where} cannot be imported: {error}") from error
     except (UsageError, KeyboardInterrupt):
         raise
+    except SystemExit as error:
+        raise CheckmateError(
+            f"{where} ends the process when it is imported (SystemExit: {error}). Put what it does as a script, such "
+            f'as to read its options, under if __name__ == "__main__". {_LINES.format(where=where)}'
+        ) from error
     except Exception as error:  # the user's own, at the top of the module
         raise CheckmateError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error

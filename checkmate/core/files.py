@@ -7,6 +7,7 @@ Deleting them costs nothing but time.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import secrets
@@ -87,6 +88,29 @@ def check_header(
         reads = " and ".join(map(str, versions))
         raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {reads}.")
     return document
+
+
+def with_checksum(document: dict[str, Any]) -> dict[str, Any]:
+    """The document as JSON holds it, with a checksum of all that it says."""
+    document = json.loads(json.dumps(document))  # tuples as lists, numbers as keys as text
+    return {**document, "checksum": hash_of(document)}
+
+
+def without_checksum(document: dict[str, Any], origin: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `with_checksum` was given.
+
+    Raises:
+        InvalidProblem: if it says something else than then.
+    """
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    if document.get("checksum") != hash_of(rest):
+        raise InvalidProblem(f"{origin} is damaged: its checksum does not fit.")
+    return rest
+
+
+def hash_of(what: object) -> str:
+    """SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -178,11 +178,14 @@ class Solution:
                 facts.append(
                     ("allocated", f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed")
                 )
+            if "halved" in self.details:
+                more, seconds = self.details["halved"]
+                facts.append(("with more", f"{format_bytes(more)}: half of that at most, {format_seconds(seconds)}"))
             if self.elsewhere is not None:
                 facts.append(("elsewhere", str(self.elsewhere)))
             if over := self.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
-        if len(self.problem.profile.estimated) == len(self.problem.graph.ops):
+        if self.problem.profile.estimated:
             facts.append(("costs", self.problem.profile.source))
         return [*facts, ("solved in", format_seconds(self.seconds))]
 

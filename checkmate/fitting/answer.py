@@ -13,6 +13,7 @@ from checkmate.fitting.memory_parts import Parts
 from checkmate.units import format_bytes, format_seconds
 
 PLAIN = "plain PyTorch"
+NOT_ASKED = "not looked at: everything=True does"  # why there is no way, or no largest batch
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ class Fits(Printed):
         of = f" of its {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""
         yield "device", f"{self.device}, where a step may take {format_bytes(self.room)}{of}"
         yield "optimizer", self.optimizer
-        yield "largest batch", self._largest()
+        if self.why_no_largest == NOT_ASKED:
+            yield "more", "everything=True (--everything) looks at all ways to take less, and for the largest batch"
+        else:
+            yield "largest batch", self._largest()
         for note in self.notes:
             yield "note", note
         yield "found in", f"{format_seconds(self.seconds)}, of which tracing took {format_seconds(self.trace_seconds)}"
@@ -165,7 +169,8 @@ class Fits(Printed):
         heads = ("bytes at the peak", f"{PLAIN}, about", "nothing run twice")
         yield Table(heads, rows, heads[1:])
         ways = ("", "smallest budget", "fits", "at", "recomputed", "step", "allocator holds")
-        yield Table(ways, [self._plain_cells(), *map(_cells, self.ways)], {*ways[1:]} - {"fits"})
+        looked_at = [_cells(way) for way in self.ways if way.why_not != NOT_ASKED]
+        yield Table(ways, [self._plain_cells(), *looked_at], {*ways[1:]} - {"fits"})
 
     def _plain_cells(self) -> tuple[str, ...]:
         held = "-" if self.plain_reserved is None else format_bytes(self.plain_reserved)

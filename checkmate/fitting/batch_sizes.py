@@ -12,6 +12,7 @@ import torch
 from checkmate.batch import LARGEST
 from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, plan_within
 from checkmate.batch.sized_problems import SizedProblems
+from checkmate.capture.nodes import storage
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.graph import Graph, Op
 from checkmate.core.problem import Problem
@@ -49,22 +50,39 @@ def size_of(batch: Batch) -> int:
 
 
 def scaled(batch: Batch, size: int) -> Batch:
-    """The batch with another first dimension of all its tensors; with data its rows are repeated.
+    """The batch with another first dimension of all its tensors, laid out as before; with data its rows are repeated.
 
-    >>> args, kwargs = scaled(((torch.ones(8, 3),), {}), 2)
-    >>> args[0].shape
-    torch.Size([2, 3])
+    >>> args, kwargs = scaled(((torch.ones(8, 3)[:, 1:],), {}), 2)
+    >>> args[0].shape, args[0].stride()
+    (torch.Size([2, 2]), (3, 1))
     """
-
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor
-        if not tensor.is_meta:
-            return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
-        return tensor.new_empty((size, *tensor.shape[1:]), requires_grad=tensor.requires_grad)
-
-    scaled_batch: Batch = tree_map_only(torch.Tensor, one, batch)
+    made: dict[int, torch.Tensor] = {}
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and tensor.ndim:
+            groups.setdefault((storage(tensor), tensor.dtype), []).append(tensor)
+    for views in groups.values():  # of one storage, as labels and tokens are that are slices of one text
+        layouts = [((size, *view.shape[1:]), _strides_at(size, view), view.storage_offset()) for view in views]
+        ends = [1 + at + sum((n - 1) * step for n, step in zip(*layout, strict=True)) for *layout, at in layouts]
+        base = torch.empty(max(ends), dtype=views[0].dtype, device=views[0].device)
+        for view, (shape, strides, at) in zip(views, layouts, strict=True):
+            one = base.as_strided(shape, strides, at)
+            if not view.is_meta:
+                rows, once = torch.arange(size) % len(view), tuple(slice(1 if step == 0 else None) for step in strides)
+                one[once] = view.detach()[rows.to(view.device)][once]
+            made[id(view)] = one.requires_grad_(view.requires_grad)
+    scaled_batch: Batch = tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), batch)
     return scaled_batch
+
+
+def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with another first dimension: those of dimensions outside of it grow as it does.
+
+    >>> _strides_at(6, torch.ones(2, 3, 4).transpose(0, 1))
+    (4, 24, 1)
+    """
+    rows, step = len(tensor), tensor.stride(0)
+    return step, *(other // rows * size if 0 < step * rows <= other else other for other in tensor.stride()[1:])
 
 
 def other_size(size: int) -> int:
@@ -77,7 +95,6 @@ def largest_sizes(
     size: int,
     room: int,
     *,
-    other: Problem,
     trace_seconds: float,
     plain_peak: Callable[[Problem], int],
     deadline: float,
@@ -86,7 +103,6 @@ def largest_sizes(
 
     Args:
         problems: of the step at any size.
-        other: the problem of `other_size`.
         trace_seconds: that a trace takes.
         plain_peak: bytes of plain PyTorch, of the problem of a size.
         deadline: of `time.perf_counter`; what is estimated is looked at as far as there is time.
@@ -96,7 +112,7 @@ def largest_sizes(
     """
     given = without_parts(problems.at(size))
     pair = SizedProblems(problems.at)
-    pair.traced = {size: given, other_size(size): in_order_of(given, without_parts(other))}
+    pair.traced = {size: given, other_size(size): in_order_of(given, without_parts(problems.at(other_size(size))))}
 
     def estimated(n: int) -> Problem:
         problem = pair.estimate(n)

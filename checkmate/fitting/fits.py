@@ -1,16 +1,17 @@
 """`fits`: whether a training step fits a device, before it runs, and what would make it fit.
 
-    stand-ins without data -> a trace of the whole step, and beside it one at another size -> where its bytes are ->
-    smallest budgets and plans of each way to take less -> the largest batch -> a verdict
+    stand-ins without data -> a trace of the whole step -> where its bytes are -> ways to take less, until one fits ->
+    the largest batch, where nothing fits -> a verdict
 
-Nothing runs, and nothing is allocated on the device: bytes are those of the captured step, seconds a roofline's.
+With ``everything`` all ways are looked at, and the largest batch always. Nothing runs, and nothing is allocated on the
+device: bytes are those of the captured step, seconds a roofline's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +30,8 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
 from checkmate.fitting import TIME_LIMIT
-from checkmate.fitting.answer import Fits, LargestSizes
-from checkmate.fitting.batch_sizes import Batch, largest_sizes, other_size, scaled, size_of
-from checkmate.fitting.beside import Beside
+from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes
+from checkmate.fitting.batch_sizes import Batch, largest_sizes, scaled, size_of
 from checkmate.fitting.memory_parts import (
     Resident,
     kept_parts,
@@ -48,7 +48,6 @@ from checkmate.tracing import trace
 from checkmate.training import TrainingStep, training_step
 from checkmate.units import check_positive
 
-PATIENCE = 20.0  # seconds beyond those of the first trace, to wait for the second
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
 LEAST_SIZE = 2  # of a batch to estimate others from: a dimension of 1 is broadcast, by other ops
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
@@ -62,6 +61,7 @@ def fits(
     budget: Bytes | None = None,
     make_batch: Callable[[int], Any] | None = None,
     host: Host | None = None,
+    everything: bool = False,
     time_limit: float = TIME_LIMIT,
     **named: Any,
 ) -> Fits:
@@ -75,9 +75,6 @@ def fits(
     leaves 8 % of a device's memory, 2 GB at least, to what nobody can know before it runs: CUDA's context, workspaces
     of cuDNN and cuBLAS, gaps between blocks.
 
-    With a ``device``, on Linux and with two processors, the step is traced at a second size at the same time, in a copy
-    of this process (`os.fork`) that ends with the call.
-
     Args:
         fn: gives the loss of a batch: a module or a function. Of an output with a ``loss``, as Hugging Face's models
             give it, that is taken; of several results the first; of a tensor that is no number its sum.
@@ -90,7 +87,9 @@ def fits(
             first dimension that all tensors of the batch share is scaled.
         host: a second memory, with its bytes and rates; by default 64 GB of the memory of a GPU's host, at 80 % of
             what its link carries.
-        time_limit: seconds for everything, after which no search begins that could be left out. A trace that has
+        everything: look at each way to take less, and for the largest batch, also where plain PyTorch or an earlier
+            way fits. Without, the answer takes little longer than one trace where plain PyTorch fits.
+        time_limit: seconds for all of it, after which no search begins that could be left out. A trace that has
             begun is ended, and each way is looked at for a second or two.
 
     Raises:
@@ -123,23 +122,25 @@ def fits(
             given = [stand_ins.optimizer(one) if isinstance(one, optim.Optimizer) else one for one in given]
         given = given or [optim.AdamW(trained((fn, batch, named)))]
         step = _Step(fn, given, place)
-        sizes = _Sizes(step, (batch, named), make_batch)
-        stack.enter_context(sizes.looking_beside())
         problem = step.problem(batch, named)
         traced = time.perf_counter()
         resident = step.resident(batch, named, problem)
         left = max(0.0, time_limit - (traced - began))
         seconds = max(LEAST_SECONDS, left / PARTS_OF_TIME)
-        ways = tuple(ways_of(problem, place, host, seconds, began + time_limit))
         of_update = update_bytes(given, at_once=place.is_gpu)
         plain = plain_parts(problem, resident, of_update)
+        plainly = plain.peak <= place.room
+        asked: dict[str, Any] = {"fits": plainly, "everything": everything}
+        ways = tuple(ways_of(problem, place, host, seconds, began + time_limit, **asked))
+        best = None if plainly else next((way for way in ways if way.fits), None)
 
         def plain_peak(one: Problem) -> int:
             return plain_parts(one, resident, of_update).peak
 
-        largest, why_none = sizes.largest(problem, traced - began, place.budget, plain_peak, began + time_limit)
-    plainly = plain.peak <= place.room
-    best = None if plainly else next((way for way in ways if way.fits), None)
+        largest, why_none = None, NOT_ASKED
+        if everything or not (plainly or best is not None):
+            sizes = _Sizes(step, (batch, named), make_batch)
+            largest, why_none = sizes.largest(problem, traced - began, place.budget, plain_peak, began + time_limit)
     return Fits(
         device=place.name,
         room=place.room,
@@ -155,7 +156,7 @@ def fits(
         ways=ways,
         largest=largest,
         why_no_largest=why_none,
-        notes=tuple(notes(place, problem, host, make_batch)),
+        notes=tuple(notes(place, problem, host, make_batch, ways, largest)),
         problem=without_rounding(problem),
         trace_seconds=traced - began,
         seconds=time.perf_counter() - began,
@@ -190,13 +191,6 @@ class _Sizes:
 
     def __init__(self, step: _Step, batch: Batch, make_batch: Callable[[int], Any] | None) -> None:
         self._step, self._batch, self._make_batch = step, batch, make_batch
-        self._other = Beside(self._at_other_size)
-
-    @contextmanager
-    def looking_beside(self) -> Iterator[None]:
-        """Within the block a second size is looked at beside what goes on, unless ops are measured."""
-        with self._other if self._step.place.device is not None else nullcontext():
-            yield
 
     def largest(
         self, problem: Problem, trace_seconds: float, room: int, plain_peak: Callable[[Problem], int], deadline: float
@@ -209,9 +203,8 @@ class _Sizes:
             size = size_of(self._batch)
             problems = SizedProblems(self._at)
             problems.traced[size] = without_rounding(problem)
-            other = self._other.result(PATIENCE + trace_seconds)
             about: dict[str, Any] = {"trace_seconds": trace_seconds, "plain_peak": plain_peak, "deadline": deadline}
-            found = largest_sizes(problems, max(LEAST_SIZE, size), room, other=other, **about)
+            found = largest_sizes(problems, max(LEAST_SIZE, size), room, **about)
             return replace(found, given=size), ""
         except CheckmateError as error:
             return None, str(error)
@@ -224,8 +217,3 @@ class _Sizes:
             if self._step.place.device is not None:
                 batch, named = StandIns().within((batch, named))
         return without_rounding(self._step.problem(batch, named))
-
-    def _at_other_size(self) -> Problem:
-        """Its figures: to estimate from."""
-        size = max(LEAST_SIZE, size_of(self._batch))
-        return replace(self._at(other_size(size)), emit=None, smaller=None)

@@ -35,7 +35,7 @@ class StandIns:
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._made:
-            made = torch.empty_like(tensor.detach(), device=META)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             self._made[id(tensor)] = tensor, made.requires_grad_(tensor.requires_grad)

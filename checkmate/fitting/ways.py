@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.fitting.answer import Way
+from checkmate.fitting.answer import NOT_ASKED, Way
 from checkmate.fitting.memory_parts import without_parts, without_rounding
 from checkmate.fitting.place import Place, written
 from checkmate.solvers.search.min_budget import min_budget
@@ -16,48 +15,56 @@ from checkmate.solvers.solve import attempt, cheapest_split
 
 PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
+NAMES = ("recomputation", "with ops in parts", "with a second memory", "with rounding")
+RECOMPUTATION, IN_PARTS, WITH_HOST, ROUNDING = NAMES
 FOR_WANT_OF_TIME = "not looked at, for want of time"
 
 
-def ways_of(problem: Problem, place: Place, host: Host | None, seconds: float, deadline: float) -> Iterator[Way]:
+def ways_of(
+    problem: Problem,
+    place: Place,
+    host: Host | None,
+    seconds: float,
+    deadline: float,
+    *,
+    fits: bool,
+    everything: bool,
+) -> list[Way]:
     """Each way to have the step take less, with its smallest budget, and a plan for the room or for that budget.
 
-    Where one fits, no other is looked at that would go on beyond the deadline if it took as long as those before.
+    Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
+    none that would go on beyond the deadline if it took as long as the longest before it.
     """
-    exact, longest, began = without_rounding(problem), 0.0, time.perf_counter()
-    plain = _way("recomputation", without_parts(problem), place, seconds)
-    yield plain
-
-    def late() -> bool:
-        nonlocal longest, began
-        now = time.perf_counter()
-        longest, began = max(longest, now - began), now
-        return in_parts.fits and now + longest > deadline
-
-    in_parts = plain
-    if late():
-        yield _left_out("with ops in parts", FOR_WANT_OF_TIME)
-    elif exact.smaller is not None and exact.smaller() is not None:
-        in_parts = _way("with ops in parts", exact, place, seconds, known=plain)
-        yield in_parts
-    else:
-        yield _left_out("with ops in parts", "no op that would help")
-    there = place.host(host)
-    if there is None:
-        yield _left_out("with a second memory", "give host=checkmate.Host(...)")
-    elif late():
-        yield _left_out("with a second memory", FOR_WANT_OF_TIME)
-    else:
-        options = {"host_budget": f'"{written(there.budget)}"'}
-        yield _way(
-            "with a second memory", exact.with_host(there), place, seconds, options=options, no_more_than=in_parts
-        )
-    if late():
-        yield _left_out("with rounding", FOR_WANT_OF_TIME)
-    elif not any(one.rounding for one in problem.and_smaller()):
-        yield _left_out("with rounding", "no sum that would help")
-    else:
-        yield _way("with rounding", problem, place, seconds, options={"numerics": '"rounding"'}, known=in_parts)
+    exact, there = without_rounding(problem), place.host(host)
+    ways: list[Way] = []
+    known: Way | None = None  # what recomputation has found, with ops in parts where that was looked at
+    longest = 0.0
+    for name in NAMES:
+        began = time.perf_counter()
+        planned_fits = any(way.fits for way in ways)
+        if (fits or planned_fits) and not everything:
+            way = _left_out(name, NOT_ASKED)
+        elif planned_fits and began + longest > deadline:
+            way = _left_out(name, FOR_WANT_OF_TIME)
+        elif name == RECOMPUTATION:
+            way = known = _way(name, without_parts(problem), place, seconds)
+        elif name == IN_PARTS and (exact.smaller is None or exact.smaller() is None):
+            way = _left_out(name, "no op that would help")
+        elif name == IN_PARTS:
+            way = known = _way(name, exact, place, seconds, known=known)
+        elif name == WITH_HOST and there is None:
+            way = _left_out(name, "give host=checkmate.Host(...)")
+        elif name == WITH_HOST:
+            assert there is not None
+            options = {"host_budget": f'"{written(there.budget)}"'}
+            way = _way(name, exact.with_host(there), place, seconds, options=options, no_more_than=known)
+        elif not any(one.rounding for one in problem.and_smaller()):
+            way = _left_out(name, "no sum that would help")
+        else:
+            way = _way(name, problem, place, seconds, options={"numerics": '"rounding"'}, known=known)
+        ways.append(way)
+        longest = max(longest, time.perf_counter() - began)
+    return ways
 
 
 def _left_out(name: str, why: str) -> Way:
@@ -105,8 +112,8 @@ def planned(problem: Problem, budget: int, patience: float, *, improve: float = 
         improve: seconds more to look for a better one.
     """
 
-    def find(one: Problem, seconds: float) -> Solution:
-        found = attempt(one, budget, time_limit=seconds, gap=ANY_GAP, progress=False)
+    def find(one: Problem, seconds: float, patience: float) -> Solution:
+        found = attempt(one, budget, time_limit=seconds, patience=patience, gap=ANY_GAP, progress=False)
         if found.plan is None or found.gap <= GAP or not improve:
             return found
         better = attempt(one, budget, time_limit=improve, gap=GAP, start=found, progress=False)

@@ -9,6 +9,7 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.fitting.answer import LargestSizes, Way
 from checkmate.fitting.place import Place, written
+from checkmate.fitting.ways import IN_PARTS, RECOMPUTATION, ROUNDING, WITH_HOST
 from checkmate.units import format_bytes, format_seconds
 
 
@@ -35,7 +36,7 @@ def verdict(
         )
     again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
-    how = _HOW[best.name] if best.overhead or best.name != "recomputation" else "as one whole step"
+    how = _HOW[best.name] if best.overhead or best.name != RECOMPUTATION else "as one whole step"
     return (
         f"It fits {place.name} {how}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
         f"that there is room for, where plain PyTorch takes about {needs}; {again}, and it takes about {took} instead "
@@ -44,10 +45,10 @@ def verdict(
 
 
 _HOW = {
-    "recomputation": "by recomputation",
-    "with ops in parts": "by recomputation, with ops that run in parts",
-    "with a second memory": "only with a second memory",
-    "with rounding": "only with sums over parts, so that its numbers differ from plain PyTorch's by rounding",
+    RECOMPUTATION: "by recomputation",
+    IN_PARTS: "by recomputation, with ops that run in parts",
+    WITH_HOST: "only with a second memory",
+    ROUNDING: "only with sums over parts, so that its numbers differ from plain PyTorch's by rounding",
 }
 
 
@@ -63,10 +64,23 @@ def line_of_code(fn: Callable[..., Any], best: Way | None, *, plainly: bool, roo
     return f'step = checkmate.training_step({name}, optimizer, budget="{written(room)}"{options})'
 
 
-def notes(place: Place, problem: Problem, host: Host | None, make_batch: Callable[[int], Any] | None) -> Iterator[str]:
-    """What was assumed, in words."""
+def notes(
+    place: Place,
+    problem: Problem,
+    host: Host | None,
+    make_batch: Callable[[int], Any] | None,
+    ways: tuple[Way, ...],
+    largest: LargestSizes | None,
+) -> Iterator[str]:
+    """What was assumed, and what the words of the page mean."""
+    yield "nothing run twice: a planned step that runs each op once, and lets go of each gradient at its update"
+    looked_at = {way.name for way in ways if way.smallest is not None}
+    if IN_PARTS in looked_at:
+        yield f"{IN_PARTS}: a large op runs on a piece of its tensors after the other, with the same bits"
+    if WITH_HOST in looked_at:
+        yield f"{WITH_HOST}: values wait in the memory of the host until the backward reads them"
     yield f"costs: {problem.profile.source}"
-    if (there := place.host(host)) is not None:
+    if WITH_HOST in looked_at and (there := place.host(host)) is not None:
         yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
-    if make_batch is None:
+    if make_batch is None and largest is not None:
         yield "sizes of the batch scale the first dimension that all its tensors share"

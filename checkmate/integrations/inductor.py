@@ -9,10 +9,14 @@ in which they run:
     torch._functorch.config.activation_memory_budget = 0.3
     torch._functorch.config.activation_memory_budget_solver = checkmate.integrations.inductor.KnapsackSolver()
 
-Kernels, their order and their bits stay Inductor's. What a plan can be is what PyTorch's partitioner knows: each op of
-the forward that is needed again runs again once, before its first reader (`checkmate.solvers.kept_ops`). It cuts the
-graph once more when the solver has answered; so that it cuts where the plan has it, the solver writes the tags that
-`torch.utils.checkpoint` writes, MUST_SAVE and MUST_RECOMPUTE, which the cut obeys.
+    torch._inductor.config.reorder_for_peak_memory = False
+
+Without the last line Inductor orders kernels anew by an estimate of its own, and may take more than was simulated: on
+one thread of a CPU a quarter more. Kernels and their bits stay Inductor's. What a plan can be is what PyTorch's
+partitioner knows: each op of the forward that is needed again runs again once, before its first reader
+(`checkmate.solvers.kept_ops`). It cuts the graph once more when the solver has answered; so that it cuts where the plan
+has it, the solver writes the tags that `torch.utils.checkpoint` writes, MUST_SAVE and MUST_RECOMPUTE, which the cut
+obeys.
 
 Random draws are never made again: a solver that lets them gives gradients of another dropout than the forward had
 (pytorch 190758). But PyTorch asks a solver only where its own cuts save more than the share; where they save less, it
@@ -36,7 +40,7 @@ from checkmate.integrations.step_graph import StepGraph, read_step
 from checkmate.solvers import kept_ops
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
 from checkmate.torch_internals.aot import _is_tangent, functorch_config, get_default_op_list
-from checkmate.torch_internals.inductor import CustomKnapsackSolver, get_hash_for_files
+from checkmate.torch_internals.inductor import CustomKnapsackSolver, get_hash_for_files, inductor_config
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
 log = logging.getLogger("checkmate.integrations.inductor")
@@ -147,7 +151,8 @@ def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
     ...     torch.compile(model, backend="aot_eager")(torch.ones(2, 8)).sum().backward()
     """
     solver = KnapsackSolver(budget)
-    with functorch_config.patch(activation_memory_budget=SMALLEST_SHARE, activation_memory_budget_solver=solver):
+    asked = functorch_config.patch(activation_memory_budget=SMALLEST_SHARE, activation_memory_budget_solver=solver)
+    with asked, inductor_config.patch(reorder_for_peak_memory=False):
         yield solver
     if solver.choice is None:
         log.warning(

@@ -35,15 +35,7 @@ def largest_batch(
     """
     kept = replace(loop, ahead=0).kept(module, (), {})
     total = parse_bytes(asked.budget)
-    left = total - asked.set_aside - kept.total
-    if left <= 0:
-        raise InfeasibleBudget(
-            f"Training keeps {kept} beside each step, which leaves nothing of the budget of "
-            f"{format_bytes(total)}. Smallest budget that leaves something: {exact_bytes(kept.total + 1)}.",
-            budget=total,
-            min_budget=kept.total + 1,
-            op="update",
-        )
+    beside = asked.set_aside + kept.total
 
     def one_of(batch: Any, *others: Any) -> Any:
         return step(batch)
@@ -56,6 +48,15 @@ def largest_batch(
     module.train()
     try:
         with torch.enable_grad():
-            return max_batch_size(lambda: one_of, batches, left, **options)
+            return max_batch_size(lambda: one_of, batches, max(1, total - beside), **options)
+    except InfeasibleBudget as error:
+        least = error.min_budget + beside
+        raise InfeasibleBudget(
+            f"{error} Beside a step training keeps {kept}: {exact_bytes(least)} in all, of a budget of "
+            f"{format_bytes(total)}.",
+            budget=total,
+            min_budget=least,
+            op=error.op,
+        ) from None
     finally:
         module.train(was_training)

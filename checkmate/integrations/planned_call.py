@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.planner import Budget, Options
+from checkmate.backends.planner import Budget, Options, Planner
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.torch_internals.dynamo import OptimizedModule
+from checkmate.tracing import traced
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.updates.optimizers import Update
 
@@ -133,16 +134,18 @@ class PlannedCall(Planned):
         if plain or torch.compiler.is_compiling():
             return self._fn(*given, **kwargs)
         if self._step is None:
-            self._step = self._planned(module, args, kwargs)
+            self._step = self._planned(module, given, kwargs)
         return self._step(*given, **kwargs)
 
     def plainly(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the method gives without a plan."""
         return self._fn(*((module, *args) if self._is_bound else args), **kwargs)
 
-    def _planned(self, module: nn.Module, args: Any, kwargs: Any) -> CompiledStep[..., Any]:
+    def _planned(self, module: nn.Module, given: Sequence[Any], kwargs: Any) -> CompiledStep[..., Any]:
+        args = given[1:] if self._is_bound else given
         options, kept = self._options, self.loop.kept(module, args, kwargs)
         self.kept = kept
+        beside = options.set_aside + kept.total
         total = Budget(options).total  # 0: what there is, found when the step is planned
         of = format_bytes(total) if total else options.budget
         log.info("of the budget of %s training keeps %s beside each step", of, kept)
@@ -150,16 +153,21 @@ class PlannedCall(Planned):
         held = sum(t.nbytes for t in _tensors(module)) + trained
         held += kept.states + kept.batches + kept.beside + kept.update
         if 0 < total < held:
+            try:
+                Planner(replace(options, reserve=beside)).plan(traced(self._fn, given, kwargs, options))
+                least = held
+            except InfeasibleBudget as error:  # nor does the step before the update fit
+                least = max(held, error.min_budget)
             raise InfeasibleBudget(
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(total)}. Smallest budget that allows the update: {exact_bytes(held)}.",
+                f"{format_bytes(total)}. Smallest budget that works for it and the step: {exact_bytes(least)}.",
                 budget=total,
-                min_budget=held,
+                min_budget=least,
                 op="update",
             )
-        return CompiledStep(self._fn, replace(options, reserve=options.set_aside + kept.total))
+        return CompiledStep(self._fn, replace(options, reserve=beside))
 
 
 def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[Any], Any] | None = None) -> PlannedCall:

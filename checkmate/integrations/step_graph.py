@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, main_device
+from checkmate.capture.higher_order.table import runs_once
 from checkmate.capture.nodes import (
     is_collective,
     is_mutating,
@@ -36,7 +37,6 @@ from checkmate.devices import kind_of
 from checkmate.errors import Unsupported
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import roofline_seconds
-from checkmate.torch_internals.dispatcher import HigherOrderOperator
 from checkmate.torch_internals.trees import tree_leaves
 
 aten = torch.ops.aten
@@ -159,8 +159,8 @@ class _Reader:
             return "draws random numbers"
         if is_collective(node) and not (self.gathers_again and _gathers(node)):
             return "exchanges data with other ranks"
-        if isinstance(node.target, HigherOrderOperator):
-            return "runs a subgraph"
+        if reason := runs_once(node):
+            return reason
         if any(storage(t) in self.written for t in tensors(node.meta.get("val"))):
             return "makes what an op writes to"
         read = (storage(t) for a in node.all_input_nodes for t in tensors(a.meta.get("val")))

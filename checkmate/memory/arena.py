@@ -64,6 +64,12 @@ class _Noted(NamedTuple):
     sizes: np.ndarray  # (N,) int64, bytes as they were asked for
     boundary: int  # how many are the forward's
 
+    @property
+    def taken(self) -> int:
+        """Bytes that were alive at once in the step, without those that stay: these are resident from then on."""
+        born, own = np.arange(len(self.sizes)), self.stays == 0
+        return Lives(self.sizes[own], born[own], self.lives.died[own]).peak
+
     def height(self, offsets: Offsets) -> int:
         """Bytes of the arena."""
         return int((np.array(offsets, dtype=np.int64) + self.lives.sizes).max())
@@ -100,6 +106,7 @@ class Arena:
         self._noted: _Noted | None = None  # by which addresses were planned
         self._lower: PendingPlaces | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
+        self.took: Callable[[int, int], None] = lambda taken, planned: None  # is told what a first step took at most
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
         self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet
         self._library: Any = None
@@ -187,6 +194,7 @@ class Arena:
         self._noted = noted = self._record()
         height = self._lay(noted, self._place_soon(noted.lives))
         self.live_peak = noted.lives.peak
+        self.took(noted.taken, self.capacity)
         could_be_lower = height - self.live_peak >= WORTH * self.live_peak
         self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
 

@@ -48,7 +48,7 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     ax.yaxis.set_major_formatter(EngFormatter(unit="B"))
     proof = "as low as can be" if placed.gap == 0 else f"at most {placed.gap:.2%} could be saved"
     title = f"An arena of {format_bytes(placed.height)}, {proof}"
-    ax.set(xlabel="ops, in the order in which they run", ylabel="address", title=title)
+    ax.set(xlabel="executions of ops, in order", ylabel="address in the arena, in bytes", title=title)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
 

@@ -70,6 +70,9 @@ def frontier(
 ) -> Axes:
     """Seconds of the step against its peak, for each method; shaded is where no schedule can be, as far as proven.
 
+    Marks are plans. The thin steps between them say that a plan fits larger budgets too, not that others were looked
+    for. Methods that have no plan for any of the budgets stand in the title of the legend.
+
     Args:
         rows: of `checkmate.frontier`.
         peers: points of other tools for the same step by name, each a pair of peak in bytes and seconds.
@@ -89,23 +92,27 @@ def frontier(
     if not rows:
         raise ValueError("There are no rows to draw.")
     ax = axes_of(ax, (8.5, 6))
-    _draw_methods(ax, rows)
+    none = _draw_methods(ax, rows)
     for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
         ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
     _shade_bound(ax, rows)
     units(ax, x="B", y="s")
     _relative(ax, rows[0].solution.problem.keep_all_cost)
     ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    title = f"no plan within any of these budgets: {', '.join(none)}" if none else None
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, title=title)
     return ax
 
 
-def _draw_methods(ax: Axes, rows: list[Row]) -> None:
+def _draw_methods(ax: Axes, rows: list[Row]) -> list[str]:
+    """Draw the plans of each method; the names of those that have none."""
     looks = zip(cycle((BLUE, RED, GREEN, PURPLE, ORANGE, "black", SKY)), cycle(MARKERS), cycle(("-", *LINES)))
-    for method, (color, marker, style) in zip(by_method(rows), looks, strict=False):
-        peaks, costs = zip(*method.points, strict=True) if method.points else ((), ())
-        look: dict[str, Any] = {"color": color, "ls": style, "marker": marker, "ms": 6, "mfc": "white"}
-        ax.step(peaks, costs, where="post", label=method.label, **look)
+    lines = by_method(rows)
+    for method, (color, marker, style) in zip((line for line in lines if line.points), looks, strict=False):
+        peaks, costs = zip(*method.points, strict=True)
+        ax.step(peaks, costs, where="post", color=color, ls=style, lw=0.8, alpha=0.5)
+        ax.plot(peaks, costs, color=color, ls="", marker=marker, ms=7, mfc="white", mew=1.6, label=method.label)
+    return [line.name for line in lines if not line.points]
 
 
 def _relative(ax: Axes, base: float) -> None:

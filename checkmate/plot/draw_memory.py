@@ -43,7 +43,8 @@ def memory(
     r"""Bytes at hand over the seconds of the step, as stacked areas: what they are, or whose.
 
     The budget is a line that bears its bytes, the peak bears its bytes and its op. Other solutions, for example plain
-    PyTorch (the method "checkpoint-all") or plans within other budgets, are lines, their steps as long as they take.
+    PyTorch (the method "checkpoint-all") or plans within other budgets, are lines, which the legend names. Their steps
+    are as long as they take; where one takes longer, the end of the step that is drawn is named.
     Where links carry something, strips below show when, and where the step waits for it; where values wait in a second
     memory, one more the bytes there.
 
@@ -83,11 +84,10 @@ def memory(
     longest = max(its.seconds for its in (line, *others)) or 1.0
     ax.set(xlim=(0, longest), ylim=(0, 1.4 * ceiling))
     _name_halves(ax, line)
-    levels = {} if beyond else {budget: solution.budget}
-    if len(others) == 1:  # the peaks of more would run into each other: they are in the legend
-        levels[f"{_called(compare[0])}: peak {format_bytes(others[0].peak)}"] = others[0].peak
-        ax.axhline(others[0].peak, color=OTHER, ls=":", lw=0.8)
-    _name_levels(ax, levels, ceiling, at_the_right=_middle(line) < longest / 2)
+    if not beyond:
+        _name_level(ax, budget, solution.budget, at_the_right=_middle(line) < longest / 2)
+    if line.seconds < longest:
+        _name_end(ax, line)
     _name_peak(ax, line, 1.18 * ceiling)
     units(ax, x="s", y="B")
     ax.set(xlabel="time since the step began", ylabel="memory in use", title=_title(solution))
@@ -149,16 +149,18 @@ def _middle(line: Timeline) -> float:
     return line.peak_moment.begin + line.peak_moment.seconds / 2
 
 
-def _name_levels(ax: Axes, levels: Mapping[str, int], ceiling: int, *, at_the_right: bool) -> None:
-    """Words for lines at so many bytes, at the end away from the peak; of two near ones the lower below its line."""
+def _name_level(ax: Axes, words: str, level: int, *, at_the_right: bool) -> None:
+    """Words for a line at so many bytes, at the end away from the peak."""
     end, side, shift = (1.0, "right", -5) if at_the_right else (0.0, "left", 5)
     place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
     paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
-    lowest_first = sorted(levels.items(), key=lambda item: item[1])
-    for i, (words, level) in enumerate(lowest_first):
-        near = any(other < level + 0.08 * ceiling for _, other in lowest_first[i + 1 :])
-        above, up = ("top", -4) if near else ("bottom", 4)
-        ax.annotate(words, (end, level), (shift, up), va=above, fontsize="small", bbox=paper, **place)
+    ax.annotate(words, (end, level), (shift, 4), va="bottom", fontsize="small", bbox=paper, **place)
+
+
+def _name_end(ax: Axes, line: Timeline) -> None:
+    ax.axvline(line.seconds, color="black", ls=":", lw=1)
+    place: dict[str, Any] = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+    ax.annotate("end", (line.seconds, 0.99), (4, 0), ha="left", va="top", **place)
 
 
 def _name_peak(ax: Axes, line: Timeline, height: float) -> None:

@@ -48,6 +48,7 @@ CHECKS = (
         "training where PyTorch may take no more than half way between the least and the most",
         "the planned step trains there, and plain PyTorch runs out of memory",
         steps.capacity,
+        alone=True,
     ),
     Check(
         "a transformer in budgets",

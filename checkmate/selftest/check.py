@@ -44,6 +44,7 @@ class Check:
     expected: str
     run: Callable[[Setting], Finding]  # at the top of a module: it is called in another process
     seconds: float = 120.0  # after which it is ended, and has failed
+    alone: bool = False  # it needs the device for itself
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,50 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from checkmate.memory.available import limits
 from checkmate.selftest.check import REPORT, Check, Finding, Result, Setting
 
+MOST = 6  # checks at a time
+OF_A_CHECK = 3 * 10**9  # bytes of memory
 LAST = 4000  # characters of what a process has printed that are kept of a check that failed
 VERDICTS = {True: "passed", False: "failed", None: "skipped"}
 
 
 def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
-    """What each check found, in turn; ``limit``: seconds for each, in place of its own."""
+    """What each check found, in their order; ``limit``: seconds for each, in place of its own.
+
+    Several run at a time where processors and memory allow; those that need the device for themselves come last.
+    """
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(["checkmate.selftest.catalogue"])
-    for check in checks:
-        yield _run(context, check, setting, check.seconds if limit is None else limit)
+
+    def run(check: Check, after: Sequence[Future[Result]] = ()) -> Result:
+        wait(after)
+        return _run(context, check, setting, check.seconds if limit is None else limit)
+
+    pools = beside, alone = ThreadPoolExecutor(places()), ThreadPoolExecutor(1)
+    others = {i: beside.submit(run, check) for i, check in enumerate(checks) if not check.alone}
+    found = [others.get(i) or alone.submit(run, check, [*others.values()]) for i, check in enumerate(checks)]
+    try:
+        for future in found:
+            yield future.result()
+    finally:  # where whoever asked has left, what has not begun does not begin
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def places() -> int:
+    """How many checks run at a time, by the processors and the memory that there are."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = min((limit.free for limit in limits()), default=0)
+    return max(1, min(MOST, processors, free // OF_A_CHECK))
 
 
 def _run(context: Any, check: Check, setting: Setting, limit: float) -> Result:

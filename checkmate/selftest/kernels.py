@@ -95,7 +95,7 @@ def ops_of(network: str, setting: Setting) -> Finding:
 def _looked_at(node: fx.Node, device: torch.device) -> dict[str, Any]:
     """What one op costs, whether it repeats its bits, and over which arguments it can write."""
     with same_random_state(device):
-        ((_, cost),) = measure_ops_on(device)([node])
+        cost = dict(measure_ops_on(device)([node])).get(0)
     return {
         "op": target_name(node),
         "key": key_of(node),

@@ -113,7 +113,8 @@ def parts(setting: Setting) -> Finding:
     bits = "the same bits" if not report.spread else f"plain PyTorch within its spread, {report.spread:.3g}"
     found = "; ".join(said) or "nothing runs in parts here: none that were tried kept the bits, or gained"
     found += f"; smallest budget {format_bytes(least)}, without parts {format_bytes(whole)} at least; {bits}"
-    return Finding(True, found, REPORT, {"splits": list(said), "least": least, "whole": whole})
+    facts = {"splits": list(said), "least": least, "whole": whole, "resident": problem.resident}
+    return Finding(True, found, REPORT, facts)
 
 
 def capacity(setting: Setting) -> Finding:

@@ -9,12 +9,20 @@ from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
 _TWICE = "weights that are used twice under autocast are not captured"
+_FLEX = "torch._higher_order_ops.flex_attention"
+_TRITON = "torch._higher_order_ops.triton_kernel_wrap"
+_KERNELS = "steps that launch kernels of Triton's are refused"
 _BATCHES = "products of batches, LSTMs, max, min, median and prod are not captured"
 
 NAMES = Table(
     Name("OpOverload", "torch._ops", "what a node of a graph calls"),
     Name("OpOverloadPacket", "torch._ops", "all overloads of an op"),
     Name("HigherOrderOperator", "torch._ops", "an op that calls functions, such as a checkpoint"),
+    Name("sdpa_dense", _FLEX, "its ops where it is not compiled", "it counts as the kernel in estimates"),
+    Name("sdpa_dense_backward", _FLEX, "and those of its backward", "it counts as the kernel in estimates"),
+    Name("kernel_side_table", _TRITON, "kernels of Triton's, by number", _KERNELS),
+    Name("triton_kernel_wrapper_functional", _TRITON, "launches one, on copies of what it writes to", _KERNELS),
+    Name("triton_utils", "torch.utils._triton:", "whether there is Triton for a device", _KERNELS),
     Name("DispatchKey", "torch._C", "the kernels of an op that tracing is to find"),
     Name("DispatchKeySet", "torch._C", "several of them", _FORMULAS),
     Name("_AutoDispatchBelowAutograd", "torch._C", "calls an op without recording it", "LSTMs are not captured"),

@@ -26,6 +26,7 @@ _SELECTING = "what a mask selects is refused, where its size must be known"
 _LEAVES = "what Dynamo refuses of leaves stays refused"
 _SETTING_UP = "models that set themselves up in their first call are refused"
 _TOLD_YES = "libraries that ask whether they are compiled compute other bits"
+_DENSE = "flex_attention that is compiled computes other bits"
 _RANKS, _FLAGS = "steps on several ranks are refused", "torch.backends.cudnn.flags is refused"
 _WHERE_USED = "it is asked where it is used"
 _NONE_REFUSED = "there is nothing to allow"
@@ -116,6 +117,7 @@ METHODS = Table(
     _method("SetAttrBuiltinVariable._call_setattr", _BUILTIN, "sets an attribute", _LEAVES, "", _SETS_FORMERLY),
     _method("SkipFunctionVariable.call_function", _FUNCTIONS, "a call of what is not followed", _SAYING),
     _method("UserFunctionVariable.call_function", _FUNCTIONS, "a call of a function of the user's", _DRAWING),
+    _method("WrapperUserFunctionVariable.call_function", _FUNCTIONS, "a call of a function that is wrapped", _DENSE),
     _method("AutogradFunctionApplyVariable.call_function", _HIGHER, "a call of an autograd.Function", _LEAVES),
     _method("LoggingLoggerVariable.call_method", _MISC, "a call of a logger", _SAYING),
     _method("NumpyVariable.call_function", _MISC, "a call of a function of NumPy's", _DRAWING),

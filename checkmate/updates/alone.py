@@ -1,21 +1,25 @@
-"""Whether an optimizer updates each parameter alone: known of those of `torch.optim`, tried of all others.
+"""Whether an optimizer updates each parameter alone: known by a table, or promised by who made it, and then tried.
 
 **Known.** What these compute of a parameter depends on nothing but its gradient, its state and its group's settings. A
 class that is derived from one has its parent's bits where it changes nothing that the parent's `step` runs: it may have
 its own ``__init__``, ``add_param_group``, and what saves and loads its state.
 
-**Tried.** Any other optimizer runs its own `step`, as it is, for one parameter at a time, so that no number in it is a
-constant of a plan. Whether that has the bits of one `step` for all is tried on copies of the optimizer whose parameters
-and states are cut down to three elements a dimension. One copy steps at once, the other for one parameter after the
-other, from the last to the first. What a `step` does once for all, as to count in a group or to set a rate, is done by
-one more run, in which no parameter has a gradient. Behind each of eight steps both must have the same bits in
-parameters, states, settings and attributes: with gradients of several sizes, none for some parameters, and after 10^9
-updates. While it steps at once, no op may read what belongs to two parameters, draw random numbers, or speak with other
-ranks, whatever comes of it.
+Of other libraries `NAMED` has those that tests have shown to do so.
 
-What the trial cannot see is a `step` that looks at other parameters by Python numbers alone (``.item()``), and does so
-at other steps than these, every hundredth say, or for gradients of other sizes. ``verify=True`` compares a first step
-of the parameters themselves.
+**Promised.** Of any other optimizer only its author can know: what a `step` does for large parameters, or after a
+thousand updates, no trial shows. So ``alone=True`` is asked for, and an optimizer without it is refused.
+
+**Tried.** What is named or promised is tried as well. It runs its own `step`, as it is, for one parameter at a time, so
+that no number in it is a constant of a plan. Whether that has the bits of one `step` for all is tried on copies of the
+optimizer whose parameters and states are cut down to three elements a dimension. One copy steps at once, the other for
+one parameter after the other, from the last to the first. What a `step` does once for all, as to count in a group or to
+set a rate, is done by one more run, in which no parameter has a gradient. Behind each of eight steps both must have the
+same bits in parameters, states, settings and attributes: with gradients of several sizes, none for some parameters, and
+after 10^9 updates. While it steps at once, no op may read what belongs to two parameters, draw random numbers, or speak
+with other ranks, whatever comes of it.
+
+What the trial cannot see is a `step` that does something else for parameters of more elements, or at other steps than
+these. ``verify=True`` compares a first step of the parameters themselves.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ SUPPORTED = (
     *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
+NAMED = {"transformers.optimization.Adafactor"}  # of other libraries, as tests have shown
 LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 _BESIDE_STEP = {  # what a class may have of its own beside what its parent's step runs
     *("__init__", "add_param_group", "state_dict", "load_state_dict", "zero_grad", "__getstate__", "__setstate__"),
@@ -157,13 +162,19 @@ def make_late(counted: Any) -> None:
         counted["step"] = LATE
 
 
-def try_alone(optimizer: optim.Optimizer, instead: str) -> None:
-    """Find out whether an optimizer updates each parameter alone, and what else is to be known of it.
+def try_alone(optimizer: optim.Optimizer, instead: str, *, promised: bool) -> None:
+    """Find out what is to be known of an optimizer that is said to update each parameter alone.
 
     Raises:
-        Unsupported: if it does not, or cannot be tried, naming why, and what to do ``instead``.
+        Unsupported: if nobody says so, if it does not, or cannot be tried, naming why, and what to do ``instead``.
     """
     name = _name_of(optimizer)
+    if not promised and name not in NAMED:
+        raise Unsupported(
+            f"{name} is not known to update each parameter alone. If its step computes of a parameter nothing but from "
+            "its own gradient, its own state and the settings of its group, and draws no random numbers, say so: "
+            f"training_step(..., alone=True). {instead}"
+        )
     drawn = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # from which it might draw
     try:
         with outside_tracing(), torch.enable_grad():
@@ -173,13 +184,13 @@ def try_alone(optimizer: optim.Optimizer, instead: str) -> None:
         _tried[optimizer] = found
     except _NotAloneError as error:
         raise Unsupported(
-            f"{name} is not known to update each parameter alone, and a trial on small copies of its parameters shows "
-            f"that they cannot be updated one after the other: {error}. {instead}"
+            f"{name} does not update each parameter alone: a trial on small copies of its parameters shows that they "
+            f"cannot be updated one after the other: {error}. {instead}"
         ) from None
     except Exception as error:  # of code of the user's
         raise Unsupported(
-            f"{name} is not known to update each parameter alone, and its step failed when it was tried on small "
-            f"copies of its parameters, without a closure: {type(error).__name__}: {error}. {instead}"
+            f"{name} cannot be tried: its step failed on small copies of its parameters, without a closure: "
+            f"{type(error).__name__}: {error}. {instead}"
         ) from error
     finally:
         random.setstate(drawn[0])

@@ -185,7 +185,7 @@ class Clipping:
     def __post_init__(self) -> None:
         for name, limit in (("clip_norm", self.most), ("clip_value", self.value)):
             if limit is not None:
-                check_positive(name, limit)
+                check_positive(name, limit, most=inf)
         if self.most is not None and self.value is not None:
             raise ValueError("Gradients are clipped by clip_norm or by clip_value: give one of them.")
         try:

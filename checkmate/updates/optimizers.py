@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn, optim
 
+from checkmate.capture.provenance import source_name
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU, aside, measure_peak
@@ -282,9 +283,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checked(
-    optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False
+    optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False, alone: bool = False
 ) -> tuple[optim.Optimizer, ...]:
     """The optimizers of a step, each of which updates parameters of its own.
+
+    Args:
+        optimizers: one or several.
+        keep: gradients are results of the step as well.
+        alone: it is promised that those which are not known update each parameter alone.
 
     Raises:
         TypeError: if something else is given.
@@ -294,7 +300,7 @@ def checked(
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
             raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {_what_it_is(optimizer)}.")
-        _refuse(optimizer, keep)
+        _refuse(optimizer, keep, alone)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
     seen: set[torch.Tensor] = set()
@@ -317,7 +323,7 @@ def _what_it_is(given: object) -> str:
     return type(given).__name__
 
 
-def _refuse(optimizer: optim.Optimizer, keep: bool) -> None:
+def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
     name, kind = type(optimizer).__name__, known(optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise Unsupported(f"{name} runs the step several times for one update: there is no one plan. {_INSTEAD}")
@@ -340,6 +346,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool) -> None:
             f"{name} {'reads' if kind in _WHOLE else 'may read'} rows, columns or norms of a whole parameter, and each "
             f"rank has a shard of it only. {_INSTEAD}"
         )
+    _refuse_replaced(optimizer)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise Unsupported(
@@ -347,11 +354,33 @@ def _refuse(optimizer: optim.Optimizer, keep: bool) -> None:
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
     if kind is None:
-        try_alone(optimizer, _INSTEAD)
+        try_alone(optimizer, _INSTEAD, promised=alone)
         if keep and trial_of(optimizer).writes:
             raise Unsupported(
                 f"{name} writes over gradients, and gradients=True would leave those that it was given. Leave it out."
             )
+
+
+def _refuse_replaced(optimizer: optim.Optimizer) -> None:
+    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise.
+
+    Around its own there may be what PyTorch puts there, as schedulers of learning rates do to count calls.
+    """
+    for name in ("step", "zero_grad"):
+        layer, own = getattr(optimizer, name), getattr(type(optimizer), name)
+        while layer is not None:
+            layer = getattr(layer, "__func__", layer)
+            if layer is own and known(optimizer) is None:
+                break  # a class of the user's
+            if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch."):
+                code = getattr(layer, "__code__", None)
+                where = "" if code is None else f" ({source_name(code.co_filename)}:{code.co_firstlineno})"
+                raise Unsupported(
+                    f"{type(optimizer).__name__}.{name} was replaced{where}, and a training step does not call it: "
+                    "each parameter is updated as soon as its gradient is there. Clip with clip_norm= or clip_value=, "
+                    f"average with ema=, and do what else it does before or after the training step. {_INSTEAD}"
+                )
+            layer = getattr(layer, "__wrapped__", None)
 
 
 def _at_once(group: dict[str, Any]) -> bool:
@@ -361,11 +390,13 @@ def _at_once(group: dict[str, Any]) -> bool:
 
 
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there.
+    """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there, and steps that were replaced.
 
     Raises:
-        Unsupported: if a parameter has one.
+        Unsupported: if a parameter has one, or an optimizer's step is not its own any more.
     """
+    for optimizer in optimizers:
+        _refuse_replaced(optimizer)
     for parameter in parameters_of(optimizers):
         of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
         if parameter._backward_hooks:

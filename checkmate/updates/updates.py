@@ -27,6 +27,7 @@ class Updates:
     optimizers: Sequence[optim.Optimizer]  # whose parameters are updated, as `optimizers.checked` gives them
     clipping: Clipping = field(default_factory=Clipping)  # of gradients
     keep: bool = False  # gradients are results of the step as well
+    alone: bool = False  # it is promised that optimizers which are not known update each parameter alone
     sums: Sums | None = None  # of gradients of several micro-batches; None: each step updates
     scaling: Scaling | None = None  # of the loss
     average: Average | None = None  # of the parameters

@@ -11,8 +11,6 @@ warning. The folder holds so many plans at most; those go first that were not us
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import os
@@ -70,7 +68,7 @@ class Question:
     @property
     def path(self) -> Path:
         """The file of the answer. Those of one structure, and of one structure and sizes, begin alike."""
-        rest = _hash([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
+        rest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
         return folder() / f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}.json"
 
 
@@ -208,9 +206,7 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
     Raises:
         InvalidProblem: if it is no plan of checkmate, or was changed.
     """
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    if document.get("checksum") != _hash(rest):
-        raise InvalidProblem(f"{origin} is damaged: its checksum does not fit.")
+    rest = files.without_checksum(document, origin)
     try:
         fields = {name: value for name, value in rest.items() if name not in ("format", "version", "question")}
         record = Record(Question(**rest["question"]), **fields)
@@ -225,12 +221,7 @@ def as_document(record: Record) -> dict[str, Any]:
     document = {"format": FORMAT, "version": VERSION, **asdict(record)}
     if not record.steps:
         del document["steps"], document["boundary"]
-    document = json.loads(json.dumps(document))  # tuples as lists, as they are read
-    return {**document, "checksum": _hash(document)}
-
-
-def _hash(what: object) -> str:
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    return files.with_checksum(document)
 
 
 def _check(record: Record) -> None:

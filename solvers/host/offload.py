@@ -34,6 +34,7 @@ from checkmate.solvers.search.min_budget import with_most_sent
 Solver = Callable[[Task, Incumbent], Remarks]
 SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is left then, for each of several
 SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
+LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan
 LEAST_TRY, SHARE_OF_TRY = 0.3, 0.04  # seconds of one set of values at least; of the time
 MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
 SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
@@ -67,7 +68,8 @@ def offload(
     if incumbent.R is None:
         sets.attempt(sendable(problem))
     if incumbent.R is None:
-        _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
+        seconds = max(LEAST_SECONDS, SHARE_OF_LEAST * task.clock.left)
+        _, least = with_most_sent(problem, time_limit=seconds)
         if least is not None:
             sets.offer(least, 0)
     bound: Bound | None = None

@@ -104,6 +104,49 @@ def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["compile", "training step"])
+def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
+    """Those of a module, and those of all modules; Dynamo looks at neither by itself."""
+
+    def losses(planned: bool) -> list[float]:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(3, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            return net(x).square().mean()
+
+        if planned and whole:
+            train = checkmate.training_step(step, optimizer, budget="1 GB")
+        else:
+            loss_of = checkmate.compile(step, budget="1 GB") if planned else step
+
+            def train(x: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(x)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+        found = [train(x).item()]
+        for add in (
+            lambda: net[0].register_forward_hook(lambda module, args, made: made * 2),
+            lambda: net[1].register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+            lambda: nn.modules.module.register_module_forward_hook(lambda module, args, made: made * 1.5),
+        ):
+            hook = add()
+            try:
+                found.append(train(x).item())
+            finally:
+                hook.remove()
+            found.append(train(x).item())
+        return found
+
+    plain = losses(planned=False)
+    assert len({*plain}) == len(plain) == 7
+    assert losses(planned=True) == plain
+
+
 def test_twenty_lengths() -> None:
     """More than Dynamo compiles one function for; each is captured once."""
     model = nn.Linear(4, 4)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import checkmate
 from tests.support.bits import assert_same_bits
@@ -58,6 +62,53 @@ def test_an_op_that_no_size_of_data_suits_is_refused() -> None:
     assert advice.startswith("Sizes must be fixed: mask what is left out")
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_a_batch_norm_that_averages_over_all_batches_is_named(kind: Any) -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 8, 3), kind(8, momentum=None), nn.ReLU()), torch.randn(4, 3, 16, 16)
+    if kind is nn.SyncBatchNorm:  # which computes on GPUs only, but counts before
+        net[1]._check_input_dim = lambda x: None
+    with pytest.raises(checkmate.Unsupported) as caught:
+        checkmate.compile(lambda x: net(x).mean(), budget="1 GB")(x)
+    said, place, advice = str(caught.value).splitlines()
+    assert f"1 ({kind.__name__}): momentum=None weighs each batch by 1 / num_batches_tracked" in said
+    assert "test_error_messages.py" in place
+    assert advice.startswith("Give it a momentum")
+    assert net[1].num_batches_tracked == 0
+    assert not net[1].running_mean.any()
+
+
+def test_flags_of_parameters_that_a_step_puts_back_are_refused_with_what_to_do() -> None:
+    """As an adapter that is off while the reference of DPO is computed."""
+    base, adapter, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8)
+
+    def step(x: Tensor) -> Tensor:
+        policy = base(x) + adapter(x)
+        for requires_grad in (False, True):
+            with torch.no_grad():
+                reference = base(x)
+            for parameter in adapter.parameters():
+                parameter.requires_grad_(requires_grad)
+        return (policy - reference).square().mean()
+
+    with pytest.raises(checkmate.Unsupported, match="such as the reference of DPO, before the step"):
+        checkmate.compile(step, budget="1 GB")(x)
+    assert all(parameter.requires_grad for parameter in adapter.parameters())
+
+    def with_reference(x: Tensor, reference: Tensor) -> Tensor:
+        return (base(x) + adapter(x) - reference).square().mean()
+
+    with torch.no_grad():
+        reference = base(x)
+    gradients = [
+        torch.autograd.grad(run(*given), [*adapter.parameters()])
+        for run, given in (
+            (checkmate.compile(with_reference, budget="1 GB"), (x, reference)),
+            (step, (x,)),
+        )
+    ]
+    assert_same_bits(*gradients)
+
+
 @pytest.mark.slow
 def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
@@ -85,7 +136,9 @@ def test_after_an_error_the_model_trains_as_before(net: nn.Module, batch: tuple[
     )
 
 
-@pytest.mark.parametrize("budget", ["8 GB?", "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1]])
+@pytest.mark.parametrize(
+    "budget", ["8 GB?", "9" * 400, "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1]]
+)
 def test_bad_budgets_fail_at_the_call(budget: object) -> None:
     with pytest.raises(checkmate.BudgetError):
         checkmate.compile(nn.Linear(2, 2), budget=budget)
@@ -103,6 +156,8 @@ def test_bad_budgets_fail_at_the_call(budget: object) -> None:
         ),
         ({"numerics": "rounding", "backend": "inductor"}, ValueError, "rounds otherwise than plain PyTorch anyway"),
         ({"time_limit": float("nan")}, ValueError, "time_limit"),
+        ({"time_limit": float("inf")}, ValueError, "time_limit is a positive number of seconds, not inf"),
+        ({"reserve": "9" * 400}, checkmate.BudgetError, "between 1 and 2"),
         ({"reserve": -1}, checkmate.BudgetError, "positive"),
     ],
 )
@@ -504,3 +559,133 @@ def test_what_it_is_and_what_to_do(step: Callable[..., Tensor], words: str) -> N
     with pytest.raises(checkmate.Unsupported, match=words) as caught:
         checkmate.compile(step, budget="1 GB")(torch.randn(6, 4, requires_grad=True))
     assert "test_error_messages.py:" in str(caught.value)
+
+
+class _CheckpointFunction(torch.autograd.Function):
+    """As diffusion trainers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.parameters = run, x, parameters
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), grad)
+
+
+class _DrawsAgain(_CheckpointFunction):
+    """As trainers of large language models have it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.state = torch.get_rng_state()
+        return _CheckpointFunction.forward(ctx, run, x, *parameters)
+
+
+class _BackwardWithin(_CheckpointFunction):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad, *(None for _ in ctx.parameters)
+
+
+class _Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+_COUNTING = _Counting(4, 4)
+
+
+def _keeping_elsewhere(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return net(x)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        *(
+            (lambda net, x, own=own: own.apply(net, x, *net.parameters()), "model's own checkpointing off")
+            for own in (_CheckpointFunction, _DrawsAgain, _BackwardWithin)
+        ),
+        (lambda net, x: checkpoint_sequential(net, 2, x, use_reentrant=True), "call what is checkpointed directly"),
+        (
+            lambda net, x: checkpoint(
+                net, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts([])
+            ),
+            "call what is checkpointed directly",
+        ),
+        (
+            lambda net, x: checkpoint(_COUNTING, net(x), use_reentrant=False),
+            "call what is checkpointed directly",
+        ),
+        (_keeping_elsewhere, "leave this out. host_budget="),
+    ],
+)
+def test_what_saves_memory_by_itself_is_to_be_left_out(run: Callable[[nn.Module, Tensor], Tensor], words: str) -> None:
+    """The plan does that. No cause is named that is none: it once was a penalty on gradients, or ``.item()``."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        checkmate.compile(lambda x: run(net, x).sum(), budget="1 GB")(torch.randn(6, 4, requires_grad=True))
+    assert "test_error_messages.py:" in str(caught.value)
+    assert not re.search(r"penalty|\.item\(\)|depend on data|hooks", str(caught.value).splitlines()[-1])
+
+
+def test_a_line_of_the_user_is_named_and_not_one_of_python() -> None:
+    def forking(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return x.sin().sum()
+
+    with pytest.raises(checkmate.Unsupported, match=r"messages.py:\d+ in forking: with .*\n.*leaves the state"):
+        checkmate.compile(forking, budget="1 GB")(torch.ones(4, requires_grad=True))
+
+
+class _Miner(nn.Module):
+    """Triplets whose negative is too near, as libraries of metric learning choose them."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            same = labels[:, None] == labels
+            anchor, positive, negative = torch.where((same ^ torch.eye(len(same)).bool())[:, :, None] & ~same[:, None])
+            apart = torch.cdist(embeddings, embeddings)
+            near = apart[anchor, negative] - apart[anchor, positive] <= 0.2
+            return anchor[near], positive[near], negative[near]
+
+
+def _triplet_loss(embeddings: Tensor, chosen: tuple[Tensor, ...]) -> Tensor:
+    return F.triplet_margin_loss(*(embeddings[index] for index in chosen))
+
+
+def test_a_miner_is_to_stay_outside(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """What the message advises trains, with the bits of plain PyTorch."""
+    (x, y), miner, twin = batch, _Miner(), copy.deepcopy(net)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        embeddings = net(x)
+        return _triplet_loss(embeddings, miner(embeddings, y))
+
+    with pytest.raises(checkmate.Unsupported, match="compile the network alone, and call it on the outputs"):
+        checkmate.compile(step, budget="1 GB")(x[:16], y[:16])
+
+    def outside(model: nn.Module) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            embeddings = model(x)
+            return _triplet_loss(embeddings, miner(embeddings, y))
+
+        return step
+
+    few = x[:16], y[:16]
+    compiled = checkmate.compile(net, budget="1 GB", time_limit=1)
+    assert_same(train(net, outside(compiled), few), train(twin, outside(twin), few))

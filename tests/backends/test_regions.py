@@ -6,6 +6,7 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -341,6 +342,15 @@ def test_a_batch_norm_in_halves_fits_where_its_whole_does_not() -> None:
     *_, last = _traced(_images, numerics="rounding").and_smaller()
     regions = in_parts.regions_of(in_parts.joint_of(last).module).values()
     assert last.rounding > max(in_parts.equal_bits.off_in_parts(parts) for _, parts, _ in regions)  # halves add up
+
+
+@pytest.mark.slow
+def test_what_is_off_by_who_knows_how_much_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As halves of a batch norm are where there is no memory to try them."""
+    assert len([*_traced(_images).and_smaller()]) > 1
+    monkeypatch.setattr(in_parts._Step, "_rounding_of", lambda step, module: inf)
+    (whole,) = checkmate.trace(*_images()).and_smaller()
+    assert whole.splits == ()
 
 
 @pytest.mark.slow

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.capture import cudnn
+from checkmate.capture.device import WAVERS, is_unordered
+from checkmate.capture.splits.equal_bits import same_bits
+from checkmate.capture.splits.parts import InParts, apart, in_parts
+from checkmate.capture.splits.table import split_of
 from checkmate.core.rules import with_rules
 from checkmate.memory import measure_peak
+from checkmate.profiling import trial
+from tests.capture.splits.test_table import node_of, region_of
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
+from tests.support.simulated_cuda.install import is_installed, set_waver
 
 RESERVE = 24  # bytes
+CONVOLUTION_WAVERS = "leaves other bits when it runs again"
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -137,3 +148,86 @@ def test_on_cuda_the_bits_are_those_of_eager(training: bool, memory_format: torc
     assert_same_bits(loss, expected)
     wanted = [x, *net.parameters()]
     assert_same_bits(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+
+
+def _convolutions() -> tuple[Callable[[Tensor], Tensor], nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(8, 8, 1))]
+    net, x = nn.Sequential(*layers).cuda(), torch.randn(4, 8, 20, 20, device="cuda")
+    return lambda x: net(x).square().mean(), net, x
+
+
+def _pinned(problem: checkmate.Problem) -> set[str | None]:
+    """Why convolutions of the forward run once."""
+    return {op.pinned for op in problem.graph.ops if op.target == "aten.convolution.default"}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("benchmark", [False, True])
+def test_a_convolution_runs_again_where_both_threads_have_the_same_kernel(
+    benchmark: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cuDNN tries out at the first run in each thread is in no step, and gradients are those of plain PyTorch."""
+    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # so that plain PyTorch repeats its gradients
+    step, net, x = _convolutions()
+    problem = checkmate.trace(step, x)
+    if is_installed():  # a GPU may find the same kernel fastest twice
+        assert _pinned(problem) == ({CONVOLUTION_WAVERS} if benchmark else {None})
+    least = checkmate.min_budget(problem, time_limit=1).peak
+    compiled = checkmate.compile(step, budget=least, time_limit=1, wait="best")
+    loss = compiled(x)
+    if is_installed() and not benchmark:
+        assert any(name.startswith("convolution") for name in compiled.plans[0].modules.again)
+    use = measure_peak(loss.backward, device="cuda")
+    assert use.before is not None
+    assert use.before + use.peak <= compiled.plans[0].peak
+    found = [p.grad for p in net.parameters()]
+    net.zero_grad(set_to_none=True)
+    step(x).backward()
+    assert_same_bits(found, [p.grad for p in net.parameters()])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not is_installed(), reason="only the simulated device has convolutions waver")
+def test_a_convolution_that_wavers_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_known", {})
+    set_waver(True, what="convolutions")
+    try:
+        step, _, x = _convolutions()
+        assert _pinned(checkmate.trace(step, x)) == {CONVOLUTION_WAVERS}
+    finally:
+        set_waver(False, what="convolutions")
+
+
+def _in_two_parts(x: Tensor, w: Tensor, *, wavers: bool = False) -> InParts:
+    """A convolution by halves of the batch."""
+    node = node_of(torch.ops.aten.convolution.default, (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+    node.meta[WAVERS] = wavers
+    split = split_of(node, 0, 0, len(x))
+    alone = split and apart(region_of(node, split, len(x)))
+    parts = alone and in_parts(alone, len(x) // 2)
+    assert parts
+    return parts
+
+
+def test_a_convolution_that_wavers_does_so_in_parts() -> None:
+    for wavers in (False, True):
+        parts = _in_two_parts(torch.randn(4, 8, 11, 13), torch.randn(8, 8, 3, 3), wavers=wavers)
+        assert is_unordered(fx.Graph().call_function(parts)) == wavers
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not is_installed(), reason="only on the simulated device it is known which kernel is found fastest")
+def test_a_convolution_in_parts_has_the_bits_of_the_whole_in_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is another convolution, for which autograd's thread may choose another kernel than for the whole."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    for others, same in ((0, True), (1, False)):
+        x, w = torch.randn(4, 8, 11 + others, 13, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda")
+        F.conv2d(x[:2], w, padding=1)
+        with ThreadPoolExecutor(1) as pool:  # of which each thread finds the other of two kernels fastest
+            for _ in range(others):
+                pool.submit(F.conv2d, x[:2], w, padding=1).result()
+        assert same_bits(_in_two_parts(x, w)) == same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from benchmarks.networks import CASES
 from checkmate.backends.step_problem import with_what_is_held
 from checkmate.capture import device as devices
 from checkmate.capture.device import (
+    UNORDERED,
     allocated_on,
     device_of,
     have_libraries_take_workspaces,
+    in_autograds_thread,
     random_states,
     same_random_state,
 )
@@ -110,12 +113,59 @@ def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatc
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_after_that_products_take_no_more_in_either_thread() -> None:
+    """By either library, in the caller's thread and in autograd's; read as while tracing."""
+
+    def product() -> None:
+        layer(x) @ x
+
     with torch.device("cuda"):
-        x = torch.ones(256, 256, requires_grad=True)
+        layer, x = torch.nn.Linear(256, 256), torch.ones(256, 256)
     gc.collect()  # what tests before it left
-    before = allocated_on(x.device)
-    torch.autograd.grad((x @ x).sum(), x)
-    assert allocated_on(x.device) == before
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.autograd.set_multithreading_enabled(False):
+        before = allocated_on(x.device)
+    product()
+    in_autograds_thread(x.device, product)
+    assert torch.accelerator.memory_allocated(x.device) == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_first_planned_backward_takes_no_more_than_is_foretold() -> None:
+    """It runs in a thread of autograd's, where libraries have taken nothing before."""
+    with torch.device("cuda"):
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        x = torch.randn(128, 64)
+    torch._C._cuda_clearCublasWorkspaces()
+    compiled = checkmate.compile(lambda x: net(x).square().mean(), budget="1 GB")
+    loss = compiled(x)
+    use = measure_peak(loss.backward, device="cuda")
+    assert use.before is not None
+    assert use.before + use.peak <= compiled.plans[0].peak
+
+
+def test_a_call_in_autograds_thread_gives_what_it_gives_here() -> None:
+    """On the CPU the caller's thread is autograd's; what is raised there is raised here."""
+    assert in_autograds_thread(CPU, threading.get_ident) == threading.get_ident()
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        in_autograds_thread(CPU, lambda: 1 // 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_accelerator_has_a_thread_of_autograds() -> None:
+    device = torch.device("cuda", 0)
+    with torch.autograd.set_multithreading_enabled(False), torch.no_grad():
+        assert in_autograds_thread(device, threading.get_ident) != threading.get_ident()
+        assert in_autograds_thread(device, torch.is_grad_enabled) is False
+        with pytest.raises(ZeroDivisionError):
+            in_autograds_thread(device, lambda: 1 // 0)
+
+
+def test_each_backward_of_attention_on_a_device_adds_in_no_order() -> None:
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    backwards = {name for name in names if "attention" in name and name.endswith("_backward")}
+    assert backwards - UNORDERED == {"_scaled_dot_product_flash_attention_for_cpu_backward"}
 
 
 def test_random_state_comes_back() -> None:

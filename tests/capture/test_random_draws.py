@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +19,7 @@ from checkmate.capture.random_draws import (
     draw_mask,
     draw_once,
     draw_saved,
+    draws,
     hold_place,
     save_state,
 )
@@ -91,6 +93,24 @@ def test_replays_at_the_tightest_budget(name: str) -> None:
     assert len(drawing) == 3
     assert all(plan.plan.runs.count(k) == 1 for k in drawing)
     assert max(found.peaks) + plan.problem.resident == plan.peak <= budget
+
+
+def test_what_is_handed_a_seed_draws_nothing() -> None:
+    """Of all that PyTorch marks as drawing: backwards of attention, and what writes a mask or a state by a seed."""
+    seeded, others = set(), set()
+    for name in torch._C._dispatch_get_all_op_names():
+        space, packet, overload = re.fullmatch(r"(\w+)::(\w+)\.?(.*)", name).groups()
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if space == "aten" else None
+        if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+            continue
+        arguments = {a.name: 0.5 if a.name == "dropout_p" else None for a in op._schema.arguments}
+        takes_seed = any("seed" in argument for argument in arguments)
+        (seeded if takes_seed else others).add(packet)
+        assert draws(op, [*arguments.values()], {}) != takes_seed, name
+        assert draws(op, [], arguments) != takes_seed, name
+    assert {f"_scaled_dot_product_{kind}_attention_backward" for kind in ("cudnn", "efficient")} <= seeded
+    assert {"native_dropout", "_scaled_dot_product_cudnn_attention", "bernoulli"} <= others
+    assert not any("backward" in name for name in others)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -120,6 +120,20 @@ def test_the_ops_are_those_of_a_gpu(device: str, half: str, single: str) -> None
         assert not any(name.startswith(("bernoulli", "bmm")) for name in ops)
 
 
+def test_the_backward_of_attention_with_dropout_draws_nothing() -> None:
+    """It reads the seed and the offset that the forward drew by, and may run again where its sums have an order."""
+    for device, half in (("h100", True), ("a100", True), ("h100", False)):
+        step, batch = _step(enabled=half, dtype=torch.bfloat16)
+        for strict, pinned in ((False, "adds in no fixed order on a GPU"), (True, None)):
+            torch.use_deterministic_algorithms(strict)
+            try:
+                graph = checkmate.trace(step, *batch, profile=f"roofline:{device}").graph
+            finally:
+                torch.use_deterministic_algorithms(False)
+            (backward,) = (op for op in graph.ops if "attention_backward" in op.target)
+            assert backward.pinned == pinned, (device, backward.target)
+
+
 def test_a_cpu_has_its_own_ops() -> None:
     step, batch = _step(enabled=False)
     on_cpu = _ops(checkmate.trace(step, *batch, profile="roofline:laptop"))

@@ -187,7 +187,11 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "none.py:example", "--budget", "8GB"], 2, "no file none.py"),
         (["plan", "my_step:none", "--budget", "8GB"], 2, "example"),
         (["plan", "my_step:not_a_function", "--budget", "8GB"], 2, "no function"),
-        (["plan", "my_step:wrong", "--budget", "8GB"], 2, "return (step, batch), not int"),
+        (
+            ["plan", "my_step:wrong", "--budget", "8GB"],
+            2,
+            "wrong returns int. TARGET is a function that",
+        ),
         (
             ["plan", "my_step:too_wide", "--budget", "8GB"],
             1,
@@ -219,6 +223,88 @@ def test_what_is_wrong_is_said_in_a_line(
     assert out == ""
     assert says in err
     assert "Traceback" not in err
+
+
+TRAINING = """
+import argparse
+import sys
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 5)
+
+model, loss_fn = Model(), torch.nn.functional.cross_entropy
+
+def main():
+    loss = Model()(torch.ones(2, 3)).sum()
+    loss.backward()
+    print(loss.item())
+
+def quietly():
+    model(torch.ones(2, 3)).sum().backward()
+
+def of_options(options):
+    return model, options.batch
+
+def on_a_gpu():
+    return Model(), torch.ones(2, 3).cuda()
+
+def leaves():
+    sys.exit(0)
+
+def swapped():
+    return torch.ones(2, 3), model
+"""
+DEVICE = ["--device", "rtx4090"]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "code", "says"),
+    [
+        ("main", DEVICE, 1, r"RuntimeError: .*\n.*train.py:\d+ in main: print.*\nWith --device tensors are made"),
+        ("on_a_gpu", DEVICE, 1, r"train.py:\d+ in on_a_gpu.*\nWith --device .* leave out .cuda\(\)"),
+        ("leaves", [], 1, r"SystemExit: 0.*\n.*train.py:\d+ in leaves"),
+        ("quietly", [], 2, "quietly returns NoneType"),
+        ("swapped", [], 2, r"swapped returns \(Tensor, Model\)"),
+        (
+            "of_options",
+            [],
+            2,
+            r"fails: missing a required argument: 'options' \(--size N gives it N\)",
+        ),
+        ("Model", DEVICE, 2, "Model is a module"),
+        ("model", [], 2, "model is a module"),
+        ("train", [], 2, "has no function 'train'"),
+    ],
+)
+def test_what_trains_is_told_the_lines_to_write(
+    target: str, options: list[str], code: int, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(TRAINING)
+    assert main(["fits", f"train.py:{target}", *options]) == code
+    err = capsys.readouterr().err
+    assert re.search(says, err, re.DOTALL)
+    assert "TARGET is a function that returns (step, batch), and trains nothing itself. In train.py write" in err
+
+
+def test_the_lines_to_write_are_what_fits_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text(TRAINING)
+    assert main(["fits", "train.py:train"]) == 2
+    lines = [line[4:] for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
+    assert len(lines) == 3
+    (folder / "train.py").write_text("\n".join([TRAINING, *lines]))
+    assert main(["fits", "train.py:example"]) == 0
+
+
+@pytest.mark.parametrize("script", ["import sys; sys.exit(0)", "import argparse; argparse.ArgumentParser().error('')"])
+def test_a_script_that_ends_the_process_is_no_silent_success(
+    script: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(script)
+    assert main(["fits", "train.py:example"]) == 1
+    err = capsys.readouterr().err
+    assert re.search(r'ends the process when it is imported \(SystemExit: \d\).*under if __name__ == "__main__"', err)
 
 
 def test_a_module_that_lacks_another_is_told_from_one_that_is_not_there(

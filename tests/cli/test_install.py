@@ -121,6 +121,10 @@ def test_the_first_example_runs_from_another_folder_with_the_wheel_alone(built: 
 
 
 def test_the_newest_changes_are_those_of_this_version() -> None:
-    versions = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert versions[0] == checkmate.__version__
+    """Or of the next one, which is not released."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    released = [heading for heading in headings if not heading.endswith(", not released")]
+    assert released == headings[-len(released) :]
+    assert released[0] == checkmate.__version__
+    versions = [heading.removesuffix(", not released") for heading in headings]
     assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)

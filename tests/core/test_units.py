@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[2]
         ("2_162_592 B", 2_162_592),
         ("4096.9", 4096),
         ("9007199254740993", 2**53 + 1),  # as a float it would be 2**53
+        ("9223372036854775808", 2**63),
     ],
 )
 def test_text(text: str, count: int) -> None:
@@ -101,6 +103,14 @@ def test_numbers(budget: float) -> None:
         (None, "not None"),
         ([1], r"not \[1\]"),
         (1j, "not 1j"),
+        ("9" * 400, "between 1 and 2"),
+        ("9" * 400 + " GB", "between 1 and 2"),
+        ("9223372.1 TB", "between 1 and 2"),
+        ("1e999 GB", "Cannot read the budget '1e999 GB'"),
+        pytest.param(10**400, "between 1 and 2", id="10**400"),
+        pytest.param(-(10**400), "between 1 and 2", id="-(10**400)"),
+        (Fraction(10**400), "between 1 and 2"),
+        (Fraction(1, 3), "not a ratio: .*'33.3333%'"),
     ],
 )
 def test_refused(budget: object, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
-from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget
+from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget, trace
 from checkmate.cli.app import main
 from checkmate.core import simulator
+from checkmate.fitting.answer import NOT_ASKED
+from checkmate.fitting.batch_sizes import scaled
 from checkmate.fitting.memory_parts import without_parts
-from checkmate.fitting.ways import planned
+from checkmate.fitting.ways import NAMES, planned
 from checkmate.profiling.data_sheets import DEVICES
 from tests.support import sampling
 from tests.support.bits import assert_same_bits
@@ -58,7 +61,7 @@ class Text(nn.Module):
 def _on_meta(device: str = "rtx4090", **options: Any) -> Fits:
     with torch.device("meta"):
         model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
-    return fits(model, *batch, device=device, **{"time_limit": 60, **options})
+    return fits(model, *batch, device=device, **{"time_limit": 60, "everything": True, **options})
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,56 @@ def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
     assert tight.largest.checked
     assert (tight.largest.planned, tight.largest.keep_all) == (found.size, found.keep_all)
     assert tight.largest.given == ROWS > found.keep_all
+
+
+def test_an_answer_that_is_known_is_given_at_once(page: Fits, tight: Fits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where plain PyTorch fits, nothing is searched; where a way does, none after it, and no other size is traced."""
+    module, traced = sys.modules[fits.__module__], []
+    monkeypatch.setattr(module, "trace", lambda *args, **options: traced.append(args) or trace(*args, **options))
+    found = _on_meta(everything=False)
+    assert (found.verdict, found.code, found.plain) == (page.verdict, page.code, page.plain)
+    assert [way.why_not for way in found.ways] == [NOT_ASKED] * len(NAMES)
+    assert found.why_no_largest == NOT_ASKED
+    assert "everything=True" in str(found)
+    assert "rounding" not in str(found)
+    planned_first = _on_meta(budget=tight.room, everything=False)
+    assert planned_first.verdict == tight.verdict
+    assert [way.why_not for way in planned_first.ways[1:]] == [NOT_ASKED] * (len(NAMES) - 1)
+    assert len(traced) == 2
+    nothing = _on_meta(budget=page.kept.parameters, everything=False)
+    assert NOT_ASKED not in [*(way.why_not for way in nothing.ways), nothing.why_no_largest]
+    assert nothing.largest is not None
+
+
+@in_turn(data=[False, True])
+def test_slices_of_one_tensor_have_a_largest_batch(data: bool) -> None:
+    """The usual batch of a language model, whose rows are not contiguous: the step reads it as it is at each size."""
+    with torch.device("cpu" if data else "meta"):
+        model, tokens = Text(), torch.zeros(16, 33, dtype=torch.long)
+
+    def loss_fn(i: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(model.embedding(i)).flatten(0, 1), labels.flatten())
+
+    asked: dict[str, Any] = {"device": "rtx4090", "budget": ROOMY, "everything": True, "time_limit": 0.1}
+    batches = [(tokens[:, :-1], tokens[:, 1:])] * 2
+    batches[1] = tuple(part.contiguous() for part in batches[0])
+    found = [fits(loss_fn, *batch, **asked).largest for batch in batches]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert abs(found[0].planned - found[1].planned) <= 0.01 * found[1].planned
+
+
+def test_a_batch_of_another_size_is_laid_out_as_the_given_one() -> None:
+    rows, images = torch.arange(40.0).view(4, 10), torch.ones(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    times = torch.arange(24.0).view(2, 3, 4).transpose(0, 1)  # the second dimension is the outer one
+    for tensor in (rows, rows[:, 1:], rows[:, ::2], rows[:1].expand(4, 10), images, images[:, :2], times):
+        (same, other), _ = scaled(((tensor, tensor.to("meta")), {}), len(tensor))
+        assert_same_bits([same], [tensor])
+        assert same.stride() == tensor.stride()
+        assert (other.shape, other.stride()) == (tensor.to("meta").shape, tensor.to("meta").stride())
+    (more,), _ = scaled(((times,), {}), 6)
+    assert more.stride() == torch.empty(2, 6, 4).transpose(0, 1).stride()
+    assert_same_bits([more], [torch.cat([times, times])])
 
 
 def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
@@ -220,11 +273,12 @@ def test_tensors_with_data_give_the_page_of_those_without(device: str) -> None:
     optimizer = optim.AdamW(model.parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     own, state = dict(model.named_parameters()), torch.get_rng_state()
-    found = fits(lambda a, b: model(a, b), x, y, device=device, budget=ROOMY, optimizer=optimizer, time_limit=60)
+    asked: dict[str, Any] = {"everything": True, "time_limit": 60}
+    found = fits(lambda a, b: model(a, b), x, y, device=device, budget=ROOMY, optimizer=optimizer, **asked)
     with torch.device("meta"):
         other = Loss()
         batch = torch.empty(ROWS, WIDTH), torch.empty(ROWS)
-    expected = fits(lambda a, b: other(a, b), *batch, device=device, budget=ROOMY, time_limit=60)
+    expected = fits(lambda a, b: other(a, b), *batch, device=device, budget=ROOMY, **asked)
     assert (found.plain, found.kept, found.verdict) == (expected.plain, expected.kept, expected.verdict)
     assert [way.smallest for way in found.ways] == [way.smallest for way in expected.ways]
     assert found.largest is not None
@@ -255,7 +309,7 @@ def test_nothing_is_changed_where_the_step_cannot_be_captured() -> None:
 def test_without_a_device_ops_are_measured_here() -> None:
     model, x, y = Loss(), torch.randn(16, WIDTH), torch.randn(16)
     before = [p.clone() for p in model.parameters()]
-    found = fits(model, x, y, budget="1 MB", time_limit=60)
+    found = fits(model, x, y, budget="1 MB", everything=True, time_limit=60)
     assert found.device == "this machine's CPU"
     assert found.problem.profile.source.startswith("measured on cpu")
     assert found.ways[2].why_not == "give host=checkmate.Host(...)"
@@ -297,7 +351,8 @@ def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
         scale = x.new_ones(len(x), 1)
         return (model(x) * (scale if len(x) == 1 else scale + x[:, :1])).square().mean()
 
-    small, other = (fits(loss_fn, x, device="rtx4090", budget=ROOMY, time_limit=0.1).largest for x in (one, two))
+    asked: dict[str, Any] = {"device": "rtx4090", "budget": ROOMY, "everything": True, "time_limit": 0.1}
+    small, other = (fits(loss_fn, x, **asked).largest for x in (one, two))
     assert small is not None
     assert other is not None
     assert (small.given, other.given) == (1, 2)
@@ -308,7 +363,7 @@ def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
 def test_a_batch_without_one_first_dimension_has_no_largest_size() -> None:
     with torch.device("meta"):
         model, x, mask = nn.Linear(8, 8), torch.ones(16, 8), torch.ones(8, 8)
-    asked: dict[str, Any] = {"device": "rtx4090", "time_limit": 2}
+    asked: dict[str, Any] = {"device": "rtx4090", "everything": True, "time_limit": 2}
 
     def step(x: Tensor, mask: Tensor) -> Tensor:
         return (model(x) @ mask).sum()
@@ -369,7 +424,7 @@ def test_the_command_answers_as_text_and_as_json(
     asked = ["fits", "train.py:example", "--time-limit", "2"]
     assert main([*asked, "--device", "rtx4090"]) == 0
     assert capsys.readouterr().out.startswith("It fits NVIDIA GeForce RTX 4090 as it is")
-    assert main([*asked, "--device", "t4", "--json", "--size", "128", "--optimizer", "SGD"]) == 0
+    assert main([*asked, "--device", "t4", "--json", "--size", "128", "--optimizer", "SGD", "--everything"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is True
     assert document["largest"]["given"] == 128

@@ -133,9 +133,19 @@ def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
         _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB"), WithinBudget("2 MB")])
     with pytest.raises(InfeasibleBudget, match="An update of this GPT2LMHeadModel needs") as refused:
         _trainer(tmp_path, _gpt2(), [WithinBudget("300 kB")]).train()
-    assert refused.value.min_budget > 300_000
+    _trainer(tmp_path, _gpt2(), [WithinBudget(refused.value.min_budget)], max_steps=2).train()  # works, as is named
     with pytest.raises(Unsupported, match="it finds the size"):
         _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB")], auto_find_batch_size=True).train()
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_that_is_named_for_a_batch_works(tmp_path: Path) -> None:
+    """Where training keeps more than the budget beside a step."""
+    trainer = _trainer(tmp_path, _gpt2(), max_steps=1, per_device_train_batch_size=2)
+    with pytest.raises(InfeasibleBudget, match="Beside a step training keeps") as refused:
+        find_batch_size(trainer, 300_000, smallest=2, largest=2, time_limit=5, measure=False)
+    least = refused.value.min_budget
+    assert find_batch_size(trainer, least, smallest=2, largest=2, time_limit=5, measure=False).size == 2
 
 
 @pytest.mark.slow

@@ -125,8 +125,22 @@ def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_stays_within_what_is_simulated() -> None:
-    """By its own kernels, with the bits that it has without a budget."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_inductor_stays_within_what_is_simulated(threads: int) -> None:
+    """By its own kernels, in the order of the graph, with the bits that it has without a budget.
+
+    On one thread its kernels are others, and by its own order they took more.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch._inductor.config.patch(reorder_for_peak_memory=False):
+            _assert_stays_within()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _assert_stays_within() -> None:
     module, solver = _module(2), KnapsackSolver()
     torch._dynamo.reset()
     expected, plain = _run(torch.compile(module, dynamic=False), module)

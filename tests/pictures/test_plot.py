@@ -218,7 +218,7 @@ def test_a_budget_far_above_does_not_flatten_the_picture() -> None:
 
 @pytest.mark.parametrize("at", [0, 4])
 def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
-    """Budget, another plan's peak and the own one, as near to each other as they get, at either end of the step."""
+    """The budget and the peak, as near to each other as they get, at either end of the step."""
     sizes = [1, 1, 1, 1, 1]
     sizes[at] = 40
     problem = Problem.from_dag([[], [0], [1], [2], [3]], [1] * 5, sizes, forward=3)
@@ -227,7 +227,7 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
         ax = plot.memory(replace(solution, budget=solution.peak + more), compare=[solution])
         ax.figure.canvas.draw()
         named = [text for text in ax.texts if text.get_text() not in ("forward", "backward")]
-        assert len(named) == 3
+        assert [text.get_text()[:6] for text in named] == ["budget", "peak 4"]
         boxes = [text.get_bbox_patch().get_window_extent() for text in named]
         for (a, one), (b, other) in itertools.combinations(zip(named, boxes, strict=True), 2):
             assert not one.overlaps(other), (more, a.get_text(), b.get_text())
@@ -240,11 +240,16 @@ def test_other_solutions_are_lines() -> None:
     other = _keep_all(solution.problem)
     ax = plot.memory(solution, compare=[other])
     (line,) = [drawn for drawn in ax.lines if drawn.get_label() == f"plain PyTorch: peak {format_bytes(other.peak)}"]
-    assert line.get_label() in [text.get_text() for text in ax.texts]
+    assert line.get_label() in [text.get_text() for text in ax.get_legend().get_texts()]
+    assert line.get_label() not in [text.get_text() for text in ax.texts]  # over the curves
     assert line.get_ydata()[:-1].tolist() == list(simulator.simulate(other.plan, other.problem).bytes_at)
     assert line.get_linestyle() != "-"
     assert ax.get_xlim()[1] == solution.cost > other.cost
+    assert "end" not in [text.get_text() for text in ax.texts]
     _drawn(ax)
+    shorter = plot.memory(other, compare=[solution])
+    (end,) = [text for text in shorter.texts if text.get_text() == "end"]
+    assert end.xy[0] == other.cost < shorter.get_xlim()[1]
 
 
 def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
@@ -266,11 +271,14 @@ def _frontier() -> checkmate.Frontier:
 def test_each_method_is_a_line_of_its_plans() -> None:
     rows = _frontier()
     ax = plot.frontier(rows)
-    auto, keep_all, *_ = ax.lines
+    auto, keep_all = [line for line in ax.lines if not line.get_label().startswith("_")]
+    steps = [line for line in ax.lines if line.get_label().startswith("_")]
     assert auto.get_xydata().tolist() == [[row.peak, row.cost] for row in rows if row.method == "auto" and row.peak]
     assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
     assert keep_all.get_xydata().tolist() == [[10, 17]]
     assert auto.get_marker() != keep_all.get_marker()
+    assert {auto.get_linestyle(), keep_all.get_linestyle()} == {"None"}  # a line between plans would read as measured
+    assert [line.get_drawstyle() for line in steps] == ["steps-post"] * 2
     assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no schedule is here"]
     _drawn(ax)
 
@@ -299,7 +307,8 @@ def test_points_of_peers_are_given_by_name() -> None:
 
 def test_rows_without_any_plan_are_drawn_as_what_is_proven() -> None:
     ax = plot.frontier(checkmate.frontier(dags.unit_chain(4), [1, 2], jobs=1))
-    assert _labels(ax) == ["auto (0 of 2 budgets)", "proven: no schedule is here"]
+    assert _labels(ax) == ["proven: no schedule is here"]
+    assert ax.get_legend().get_title().get_text() == "no plan within any of these budgets: auto"
     _drawn(ax)
     with pytest.raises(ValueError, match="no rows"):
         plot.frontier([])
@@ -510,3 +519,30 @@ def test_each_link_that_carries_ops_has_a_lane() -> None:
 
 def test_without_transfers_there_are_no_strips() -> None:
     assert len(plot.memory(_again()).figure.axes) == 1
+
+
+def test_a_plan_beside_the_drawn_one_is_named_in_the_legend_only_and_the_drawn_one_has_an_end() -> None:
+    problem = dags.unit_chain(6)
+    fast, slow = _keep_all(problem), checkmate.solve(problem, checkmate.min_budget(problem).peak)
+    assert slow.cost > fast.cost
+    ax = plot.memory(fast, compare=[slow])
+    words = [text.get_text() for text in ax.texts]
+    assert not any("planned within" in text for text in words)
+    assert any("planned within" in label for label in ax.get_legend_handles_labels()[1])
+    (end,) = (text for text in ax.texts if text.get_text() == "end")
+    assert end.xy[0] == fast.cost < ax.get_xlim()[1] == slow.cost
+    assert "end" not in [text.get_text() for text in plot.memory(slow, compare=[fast]).texts]
+
+
+def test_marks_of_a_frontier_are_plans_and_methods_without_one_stand_in_the_title_of_the_legend() -> None:
+    problem = dags.unit_chain(4)
+    least = checkmate.min_budget(problem).peak
+    rows = checkmate.frontier(problem, [least, problem.keep_all_peak - 1], methods=["auto", "checkpoint-all"], jobs=1)
+    ax = plot.frontier(rows)
+    assert ax.get_legend_handles_labels()[1] == ["auto", "proven: no schedule is here"]
+    assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
+    thin, marks = ax.lines
+    assert thin.get_marker() in ("", "None")
+    assert thin.get_linewidth() < 1 < marks.get_markersize()
+    assert marks.get_linestyle() in ("", "None")
+    assert len(marks.get_xdata()) == len({row.peak for row in rows if row.peak is not None})

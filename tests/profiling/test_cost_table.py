@@ -103,6 +103,30 @@ def test_a_good_file_is_read() -> None:
     assert read(path).ops == {"a": OpCost(1.0, 2), "b": None}
 
 
+@pytest.mark.parametrize(
+    "change", [("1.25e-06,", "1.25e-09,"), ("1099511627776", "4"), ('"aten.odd": null', '"aten.odd": [1.0, 4]')]
+)
+def test_numbers_that_were_altered_are_noticed(change: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    store(CONDITIONS, COSTS)
+    path = path_of(CONDITIONS)
+    text = path.read_text()
+    assert change[0] in text
+    path.write_text(text.replace(*change))
+    with pytest.raises(InvalidProblem, match="damaged: its checksum does not fit"):
+        read(path)
+    assert load(CONDITIONS) == {}
+    assert "measured anew" in caplog.text
+
+
+def test_files_from_before_there_were_checksums_are_read() -> None:
+    store(CONDITIONS, COSTS)
+    path = path_of(CONDITIONS)
+    document = {**json.loads(path.read_text()), "version": cache.WITHOUT_CHECKSUM}
+    del document["checksum"]
+    path.write_text(json.dumps(document))
+    assert load(CONDITIONS) == COSTS
+
+
 def test_what_was_tried_is_kept_with_the_costs(tmp_path: Path) -> None:
     tried = {"add": OpCost(1.0, 8, {0: 0, 1: None}), "mm": OpCost(1.0, 8)}
     write(tmp_path / "ops.json", OpTable(CONDITIONS, tried))

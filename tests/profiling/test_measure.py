@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import checkmate
 from checkmate import statusline
@@ -514,3 +515,14 @@ def test_other_devices_are_refused() -> None:
     joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
     with pytest.raises(checkmate.Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
         measuring.Measure()(joint)
+
+
+def test_flex_attention_is_measured_on_all_of_its_blocks() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 384, device="cpu")
+    x, keys, w = torch.randn(1, 1, 256, 16), torch.randn(1, 1, 384, 16), torch.randn(16, 16, requires_grad=True)
+    nodes = _nodes(lambda x: (flex_attention(x, keys, keys, block_mask=mask) @ w).sum(), x)
+    (node,) = (node for node in nodes if str(node.target) == "flex_attention")
+    numbers, indices, full, *_ = inputs.call_of(node).args[4][2:]
+    assert numbers.tolist() == [[[3, 3]]]
+    assert indices.tolist() == [[[[0, 1, 2], [0, 1, 2]]]]
+    assert full.tolist() == [[[0, 0]]]

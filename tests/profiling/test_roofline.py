@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_rows
+from torch.nn.attention.flex_attention import flex_attention
 
 import checkmate
 from benchmarks.networks import CASES
@@ -200,3 +203,43 @@ def test_faster_devices_take_less_time() -> None:
     assert costs["l40s"] <= costs["l4"]
     assert costs["rtx5090"] <= costs["rtx4090"] <= costs["rtx3090"] <= costs["rtx3060"] < costs["laptop"]
     assert costs["a100"] <= costs["v100"] < costs["laptop"]
+
+
+def _by_graphs(run: Callable[[Tensor], Tensor], profile: str) -> tuple[float, int]:
+    """Seconds and workspace of the higher-order op of a forward."""
+    w = torch.randn(8, 8, requires_grad=True)
+    problem = checkmate.trace(lambda x: run(x @ w).sum(), torch.randn(4, 8), profile=profile)
+    (k,) = (k for k, op in enumerate(problem.graph.ops) if op.target in HIGHER and op.phase == "forward")
+    return float(problem.seconds[k]), int(problem.workspace[k])
+
+
+HIGHER = {"cond", "map_impl"}
+
+
+def test_of_two_graphs_that_counts_which_takes_longer() -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x @ x.t().sin() @ x, (x,))
+
+    bytes_each, products = 4 * 4 * 8, 4 * (4 * 8 + 8 * 4 + 4 * 4)
+    sine = 2 * bytes_each
+    assert _by_graphs(run, "roofline:bytes")[0] == pytest.approx(sine + 2 * products)
+    assert _by_graphs(run, "roofline:flop")[0] == pytest.approx(2 * 2 * 4 * 4 * 8)
+    assert _by_graphs(run, "roofline:flop")[1] == 4 * 4 * 4  # the sine beside the result
+
+
+def test_a_graph_counts_once_for_each_row() -> None:
+    seconds, workspace = _by_graphs(lambda x: map_rows(lambda row: (row.sin() * 2).cos(), x), "roofline:bytes")
+    assert seconds == pytest.approx(4 * 3 * 2 * 8 * 4)
+    assert workspace == 4 * 8 * 4 + 8 * 4  # the rows of the result before they are one tensor, and what is within one
+
+
+def test_flop_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "flop", replace(FLOP, capability=(9, 0)))  # PyTorch has no backward of it on the CPU
+    torch.ones(1, requires_grad=True).sum().backward()  # autograd has its threads from then on, and none for a GPU
+    with torch.device("meta"):
+        q = torch.randn(2, 4, 256, 32, requires_grad=True)
+    problem = checkmate.trace(lambda q: flex_attention(q, q, q).sum(), q, profile="roofline:flop")
+    seconds = {op.target: s for op, s in zip(problem.graph.ops, problem.seconds.tolist(), strict=True)}
+    product = 2 * 2 * 4 * 256 * 256 * 32
+    assert seconds["flex_attention"] == pytest.approx(2 * product)
+    assert seconds["flex_attention_backward"] == pytest.approx(5 * product)

@@ -17,7 +17,7 @@ from tests.support.bits import assert_same_bits
 aten = torch.ops.aten
 
 
-def _backward_of(x: torch.Size, weight: torch.Size, *, bias: bool = True) -> Any:
+def backward_of(x: torch.Size, weight: torch.Size, *, bias: bool = True) -> Any:
     """The node of a convolution's backward."""
 
     def step(*args: torch.Tensor) -> Any:
@@ -31,7 +31,7 @@ def _backward_of(x: torch.Size, weight: torch.Size, *, bias: bool = True) -> Any
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_two_gradients_are_the_same_apart(bias: bool) -> None:
-    node = _backward_of(torch.Size([4, 3, 9, 9]), torch.Size([5, 3, 3, 3]), bias=bias)
+    node = backward_of(torch.Size([4, 3, 9, 9]), torch.Size([5, 3, 3, 3]), bias=bias)
     before = torch.get_rng_state()
     assert same_in_two(node)
     assert_same_bits(torch.get_rng_state(), before)
@@ -39,7 +39,7 @@ def test_the_two_gradients_are_the_same_apart(bias: bool) -> None:
 
 def test_other_bits_and_ops_that_do_not_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_known", {})
-    node = _backward_of(torch.Size([2, 2, 7, 7]), torch.Size([3, 2, 3, 3]))
+    node = backward_of(torch.Size([2, 2, 7, 7]), torch.Size([3, 2, 3, 3]))
     real = node.target
 
     def other(*args: Any) -> Any:

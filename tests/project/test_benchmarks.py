@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, profile
+from benchmarks import profile
 from benchmarks.common import timing as measuring
 from benchmarks.common.apart import apart
 from benchmarks.common.rows import add_names, append, latest, origin, read
+from benchmarks.gpu import budgets
+from benchmarks.gpu.__main__ import main, rows_of
+from benchmarks.gpu.alone import VARIABLE as LOCK
+from benchmarks.gpu.alone import alone
+from benchmarks.gpu.items import Asked
 from benchmarks.networks import CASES
 from benchmarks.start.script import started
 from checkmate.backends.tensor_state import differing
@@ -130,64 +137,89 @@ def test_how_true_predictions_are_is_summed_up() -> None:
 @pytest.mark.long
 def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
-    printed = run_python("-m", "benchmarks.gpu", "unet", "--device", "cpu", "--quick", "--out", str(out)).stdout
+    asked = ["--device", "cpu", "--small", "--out", str(out), "--seconds", "600", "--jobs", "2"]
+    items = ["machine", "unet", "whole", "second", "largest", "peers gpt2"]
+    printed = run_python("-m", "benchmarks.gpu", *asked, "--only", *items).stdout
     rows = read(out)
-    assert len(rows) == 2 * 3
-    assert {(row["network"], row["precision"]) for row in rows} == {("unet", "float32"), ("unet", "bfloat16")}
-    assert all(row["bitwise"] and row["plain_repeats"] for row in rows)
-    assert [row["measured_peak"] for row in rows] == [row["predicted_peak"] for row in rows]
-    assert all(row["predicted_peak"] <= row["budget"] for row in rows)
-    assert printed.count("same bits") == 2 * len(rows)
+    within = [row for row in rows if row["item"].startswith("unet ") and "share" in row]
+    assert {row["item"] for row in within} == {"unet float32", "unet bfloat16"}
+    assert len(within) == 2 * 3
+    assert all(row["bitwise"] and row["plain_repeats"] for row in within)
+    assert [row["measured_peak"] for row in within] == [row["predicted_peak"] for row in within]
+    assert {row["item"] for row in rows if row.get("ended") == "at its end"} == {row["item"] for row in rows}
+    assert printed.count("ended=at its end") == len({row["item"] for row in rows})
+    assert {row["way"] for row in rows if "way" in row} == {"plain", "each block", "planned", "planned, by its plans"}
+    shown = run_python("-m", "benchmarks.gpu", "--table", str(out)).stdout
+    assert len(shown.splitlines()) == len(rows)
+
+
+def test_what_fails_in_an_item_is_a_row_and_no_item_begins_without_time(tmp_path: Path) -> None:
+    asked = Asked(torch.device("cpu"), small=True, pairs=2, time_limit=1.0, seconds=60.0)
+    failed, *others = rows_of("no such item", asked, time.monotonic() + 60, str(tmp_path / "lock"))
+    assert not others
+    assert failed["error"].startswith("KeyError")
+    assert "items.py" in failed["traceback"]
+    (late,) = rows_of("machine", asked, time.monotonic() + 1, str(tmp_path / "lock"))
+    assert late["ended"] == "not begun: no time was left"
+
+
+@pytest.mark.slow
+def test_what_is_timed_waits_for_others_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOCK, str(tmp_path / "lock"))
+    order: list[str] = []
+
+    def other() -> None:
+        with alone():
+            order.append("other")
+
+    with alone():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
 
 
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_benchmark_for_a_gpu_runs_small_on_one(tmp_path: Path) -> None:
-    """Each row in a process with those before it, of which nothing stays on the device."""
+    """Items side by side, each in a process of its own."""
     out = tmp_path / "gpu.jsonl"
-    run_python("-m", "benchmarks.gpu", "gpt2", "--quick", "--out", str(out), **environment())
+    asked = ["--small", "--out", str(out), "--seconds", "600", "--jobs", "2", "--only", "machine", "gpt2 f", "limit"]
+    run_python("-m", "benchmarks.gpu", *asked, **environment())
     rows = read(out)
-    assert len(rows) == 2 * 3 + 1
     (limited,) = (row for row in rows if "limit" in row)
     assert limited["plain_ran_out_of_memory"]
-    assert all(row["within"] for row in rows if row is not limited)
+    within = [row for row in rows if "share" in row]
+    assert len(within) == 3
+    assert all(row["within"] for row in within)
+    (workspaces,) = (row["bytes"] for row in rows if "workspaces" in row)
+    assert workspaces == sorted(workspaces)
     if is_installed():  # on a GPU attention's gradients need not repeat
-        assert all(row["bitwise"] for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "gpu_peers.jsonl"
-    printed = run_python("-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out)).stdout
-    rows = read(out)
-    ours = [row for row in rows if row["family"] == "checkmate"]
-    assert {row["model"] for row in ours} == {"gpt2-medium", "resnet50-256", "unet-32"}
-    assert all(row["peak"] <= row["budget"] and row["same_gradients"] for row in ours)
-    assert {row["family"] for row in rows} > {"eager", "checkpoint", "selective", "compile + checkpoint"}
-    assert "| gpt2-medium |" in printed
+        assert all(row["bitwise"] for row in within)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_for_a_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["gpu"])
     with pytest.raises(SystemExit, match=r"^There is no CUDA device here\."):
-        gpu.main()
+        main()
 
 
 def test_numbers_that_differ_are_held_against_the_spread_of_plain_runs() -> None:
     ones = torch.ones(3)
-    same = gpu.compare([ones], [[ones], [ones.clone()]])
+    same = budgets.compare([ones], [[ones], [ones.clone()]])
     assert same == {"plain_repeats": True, "bitwise": True, "difference": 0.0, "plain_spread": 0.0}
-    spread = gpu.compare([ones * 1.5], [[ones], [ones * 2]])
+    spread = budgets.compare([ones * 1.5], [[ones], [ones * 2]])
     assert spread == {"plain_repeats": False, "bitwise": False, "difference": 0.25, "plain_spread": 1.0}
 
 
 def test_adam_is_in_place_and_moved_nothing() -> None:
     module = torch.nn.Linear(3, 2)
     before = [parameter.clone() for parameter in module.parameters()]
-    optimizer = gpu.adam(module)
+    optimizer = budgets.adam(module)
     assert_same_bits(module.parameters(), before)
     assert all(optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape for parameter in module.parameters())
 
@@ -240,9 +272,9 @@ def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    setting = gpu.Setting(gpu.NETWORKS["gpt2"], torch.device("cpu"), amp=False, small=True)
-    plain = gpu.measured_plain(setting)
-    row = gpu.limited_row(setting, plain, time_limit=1.0)
+    setting = budgets.Setting(budgets.NETWORKS["gpt2"], torch.device("cpu"), amp=False, small=True)
+    plain = budgets.measured_plain(setting)
+    row = budgets.limited_row(setting, plain, time_limit=1.0)
     facts = plain["facts"]
     assert facts["min_budget"] < row["budget"] < row["limit"] < facts["plain_peak"]
     assert fractions == [row["limit"] / 10**9, 1.0]
@@ -250,6 +282,4 @@ def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     assert len(row["losses"]) == 2
     assert row["bitwise"]
     assert not row["plain_ran_out_of_memory"]
-    cells = gpu._cells({"network": "gpt2", "precision": "float32", **row})
-    assert len(cells) == len(gpu.HEADER)
-    assert cells[-2:] == ["PLAIN FITS", "same losses"]
+    assert row["losses"] == row["plain_losses"]

@@ -21,7 +21,7 @@ from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.plan_store import Question, Record, lookup, store
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.solve import attempt, min_budget, solve
 from tests.support.offers import plan
 
 
@@ -37,7 +37,7 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 
     def watched(problem: Problem, budget: int, **options: object) -> Solution:
         seen.append(options)
-        return solve(problem, budget, **options)
+        return attempt(problem, budget, **options)
 
     monkeypatch.setattr(planning, "attempt", watched)
     return seen
@@ -210,7 +210,7 @@ def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: py
     def fails(problem: Problem, budget: int, **options: object) -> Solution:
         if "start" in options:
             return Solution(Status.NOT_FOUND, problem, budget, "auto")
-        return solve(problem, budget, **options)
+        return attempt(problem, budget, **options)
 
     monkeypatch.setattr(planning, "attempt", fails)
     _check(plan(small, budget, time_limit=5, earlier=[first]))

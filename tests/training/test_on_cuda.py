@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.nodes import target_name
 from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import accelerator, measure, trial
@@ -237,9 +240,9 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
     measured: list[str] = []
     measure_ops = accelerator.measure_ops
 
-    def noted(nodes: list[Any]) -> Any:
+    def noted(nodes: list[Any], known: Any) -> Any:
         measured.extend(target_name(node) for node in nodes)
-        return measure_ops(nodes)
+        return measure_ops(nodes, known)
 
     monkeypatch.setattr(measure, "_known", {})
     monkeypatch.setattr(accelerator, "measure_ops", noted)
@@ -247,6 +250,50 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
         checkmate.trace(net, x)
     assert len(measured) == 2  # once forward, once backward
     assert all("convolution" in name for name in measured)
+
+
+def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of a convolution are those that the first process measured, though it runs anew in each."""
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+    ticks = itertools.count(1)
+    time_call = accelerator.time_call
+    monkeypatch.setattr(accelerator, "time_call", lambda *about: time_call(*about) * (1 + next(ticks) / 8))
+    layers = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
+    net, x = nn.Sequential(*layers).cuda(), torch.randn(2, 4, 16, 16, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    monkeypatch.setattr(measure, "_known", {})
+    problem = checkmate.trace(step, x)
+    budget = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
+    origins = []
+    for _ in range(2):
+        monkeypatch.setattr(measure, "_known", {})  # as in another process
+        compiled = checkmate.compile(step, budget=budget, time_limit=5, wait="best")
+        compiled(x)
+        (plan,) = compiled.plans
+        assert plan.problem.seconds.tolist() == problem.seconds.tolist()
+        origins.append(plan.origin)
+    assert origins[1] == "plan cache" != origins[0]
+
+
+def test_another_kernel_of_a_convolution_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes other bytes than the file of costs says: the seconds there are not its own."""
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measure, "_known", {})
+    net, x = nn.Conv2d(3, 8, 3).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
+    before = checkmate.trace(net, x)
+    allocated, timed = accelerator.allocated_bytes, []
+    time_call = accelerator.time_call
+    monkeypatch.setattr(accelerator, "allocated_bytes", lambda *about: allocated(*about) + 512)
+    monkeypatch.setattr(accelerator, "time_call", lambda *about: timed.append(about) or time_call(*about) * 2)
+    monkeypatch.setattr(measure, "_known", {})
+    after = checkmate.trace(net, x)
+    assert len(timed) == 2  # once forward, once backward
+    convolutions = [k for k, op in enumerate(before.graph.ops) if "convolution" in op.target]
+    assert (after.seconds[convolutions] > before.seconds[convolutions]).all()
+    assert (after.workspace[convolutions] == before.workspace[convolutions] + 512).all()
 
 
 def test_steps_on_two_streams_of_the_users() -> None:
@@ -259,10 +306,14 @@ def test_steps_on_two_streams_of_the_users() -> None:
         return net(x).square().mean()
 
     expected = [torch.autograd.grad(step(x), wanted) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs * 2]
+    for stream in streams:  # on each, libraries take workspaces and keep them
+        with torch.cuda.stream(stream):
+            have_libraries_take_workspaces(xs[0].device)
     budget = checkmate.min_budget(checkmate.trace(step, xs[0]), time_limit=1).peak
     compiled, found = checkmate.compile(step, budget=budget, time_limit=1, wait="best"), []
-    for x in xs * 2:
-        with torch.cuda.stream(torch.cuda.Stream()):
+    for x, stream in zip(xs * 2, streams, strict=True):
+        with torch.cuda.stream(stream):
             found.append(torch.autograd.grad(compiled(x), wanted))
     torch.cuda.synchronize()
     assert_same_bits(found, expected * 2)

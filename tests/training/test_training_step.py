@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -166,6 +169,85 @@ def test_refusals() -> None:
         step(X)
     with torch.no_grad(), pytest.raises(checkmate.Unsupported, match="no_grad"):
         step(X)
+
+
+def _clipped(optimizer: optim.Optimizer) -> None:
+    own = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        return own(closure)
+
+    optimizer.step = step
+
+
+def _clipped_as_method(optimizer: optim.Optimizer) -> None:
+    own = type(optimizer).step
+
+    @functools.wraps(own)
+    def step(self: Any, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        return own(self, closure)
+
+    optimizer.step = types.MethodType(step, optimizer)
+
+
+def _noted(optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad = functools.partial(optimizer.zero_grad)
+
+
+@pytest.mark.parametrize("replace", [_clipped, _clipped_as_method, _noted])
+def test_a_step_that_is_replaced_on_the_optimizer_is_refused(replace: Any) -> None:
+    model = _model()
+    optimizer = _adamw(model)
+    optim.lr_scheduler.StepLR(optimizer, 1)  # puts what counts the steps around the optimizer's own
+    step = checkmate.training_step(_loss_of(model), optimizer, budget="1 GB")
+    step(X, Y)
+    before = [p.clone() for p in model.parameters()]
+
+    replace(optimizer)
+
+    name = "zero_grad" if replace is _noted else "step"
+    refused = pytest.raises(checkmate.Unsupported, match=rf"(?s)AdamW\.{name} was replaced.* clip_norm=.* reserve=")
+    with refused as error:
+        step(X, Y)
+    assert ("test_training_step.py:" in str(error.value)) is (replace is not _noted)
+    assert_same_bits(before, [*model.parameters()])
+    with refused:
+        checkmate.training_step(_loss_of(model), optimizer, budget="1 GB")
+
+
+def test_a_step_that_is_replaced_in_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    optimizer, own = _adamw(model), optim.AdamW.step
+    monkeypatch.setattr(optim.AdamW, "step", lambda self, closure=None: own(self, closure))
+    with pytest.raises(checkmate.Unsupported, match=r"AdamW\.step was replaced \(test_training_step\.py:"):
+        checkmate.training_step(_loss_of(model), optimizer, budget="1 GB")
+
+
+def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, _ = _step("1 GB")
+    step(X, Y)
+    before, inside, go_on = [p.clone() for p in model.parameters()], threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(step, "_begin", wait)
+        first = pool.submit(step, X, Y)
+        assert inside.wait(60)
+        with pytest.raises(checkmate.Unsupported, match=r"Another thread is in a call .* one call at a time"):
+            step(X, Y)
+        assert_same_bits(before, [*model.parameters()])
+        go_on.set()
+        first.result()
+    loss = step(X, Y)
+    assert loss.isfinite()
+    with pytest.raises(checkmate.Unsupported, match="arguments"):
+        step(X, Y, None)
+    assert step(X, Y) < loss  # an error lets go of it
 
 
 @pytest.mark.parametrize(

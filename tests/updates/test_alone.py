@@ -80,7 +80,8 @@ def _made(make: Make, *, is_ours: bool, **how: Any) -> tuple[Any, nn.Module, opt
     model = AllKinds()
     optimizer = make(_groups(model))
     if is_ours:
-        return checkmate.training_step(model, optimizer, budget="1 MB", time_limit=1.0, **how), model, optimizer
+        how = {"budget": "1 MB", "time_limit": 1.0, "alone": True, **how}
+        return checkmate.training_step(model, optimizer, **how), model, optimizer
     return plain_step(model, [optimizer], **how), model, optimizer
 
 
@@ -158,7 +159,7 @@ def test_a_skipped_update_counts_nothing() -> None:
 
         step: Any = plain_step(loss_fn, [optimizer], scaler=scaler)
         if is_ours:
-            step = checkmate.training_step(loss_fn, optimizer, budget="1 MB", scaler=scaler, time_limit=1.0)
+            step = checkmate.training_step(loss_fn, optimizer, budget="1 MB", scaler=scaler, time_limit=1.0, alone=True)
         for factor in (1.0, float("inf"), 1.0):
             step(torch.full((2, 4), factor))
         both.append((optimizer.state_dict(), model.state_dict(), scaler.get_scale()))
@@ -198,7 +199,7 @@ def test_a_large_parameter(make: Any) -> None:
     embedding = nn.Embedding(2000, 64)
     optimizer = make(embedding.parameters())
     step = checkmate.training_step(
-        lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", time_limit=1.0, wait="best"
+        lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", time_limit=1.0, wait="best", alone=True
     )
     x = torch.arange(16)
     step(x)
@@ -219,7 +220,7 @@ def test_a_late_update_is_estimated_where_none_runs() -> None:
     """On another device, by the update of a small parameter in proportion: as measured, or little more."""
     embedding = nn.Embedding(2000, 64)
     optimizer = own.OwnAdamW(embedding.parameters())
-    step = checkmate.training_step(lambda x: embedding(x).square().sum(), optimizer, budget="1 GB")
+    step = checkmate.training_step(lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", alone=True)
     measured, estimated = (checkmate.trace(step, torch.arange(16), profile=p) for p in ("measure", "roofline:h100"))
     temporary = embedding.weight.nbytes
     assert temporary <= max(measured.workspace) <= max(estimated.workspace) <= max(measured.workspace) + 1024
@@ -251,11 +252,11 @@ def test_another_code_is_measured_anew() -> None:
     for cell in (0, 0, 1):
         optimizer = own.Lamb([nn.Parameter(torch.ones(2))])
         vars(optimizer)["depth"] = cell
-        checked(optimizer)
+        checked(optimizer, alone=True)
         found.append(about(optimizer, optimizer.param_groups[0]))
     assert found[0] == found[1] != found[2]
     counting = own.LambByGroups([nn.Parameter(torch.ones(2))])
-    checked(counting)
+    checked(counting, alone=True)
     before = about(counting, counting.param_groups[0])
     counting.step()
     assert about(counting, counting.param_groups[0]) == before
@@ -271,12 +272,31 @@ def test_refused_by_name_with_the_way_out(name: str) -> None:
     optimizer = make(_groups(model))
     groups = repr(optimizer.param_groups)
     with pytest.raises(checkmate.Unsupported, match=words) as error:
-        checkmate.training_step(model, optimizer, budget="1 MB")
+        checkmate.training_step(model, optimizer, budget="1 MB", alone=True)
     assert type(optimizer).__name__ in str(error.value)
     assert "reserve=" in str(error.value)
     assert_same_bits((model.state_dict(), torch.get_rng_state()), (before, drawn))
     assert not optimizer.state
     assert repr(optimizer.param_groups) == groups
+
+
+class ByLargeOnes(own.OwnAdamW):
+    """Divides gradients by the norm of all large ones, of which copies of three elements a dimension are none."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        large = [p.grad.norm() for p in group["params"] if p.grad is not None and p.numel() > 100]
+        for p in group["params"] if large else ():
+            p.grad /= 1 + torch.stack(large).norm()
+
+
+@pytest.mark.parametrize("make", [ByLargeOnes, own.Lion])
+def test_what_is_not_known_takes_a_promise(make: Make) -> None:
+    """A trial on small copies cannot tell the first of these from the second: it does not update each alone."""
+    model = AllKinds()
+    with pytest.raises(checkmate.Unsupported, match=r"(?s)is not known to update .* alone=True.* reserve="):
+        checkmate.training_step(model, make(_groups(model)), budget="1 MB")
+    checked(make(_groups(model)), alone=True)
+    checked(Adafactor(_groups(model)))
 
 
 def test_of_a_shard_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

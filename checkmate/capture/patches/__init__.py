@@ -40,6 +40,7 @@ PATCHES = (
     Patch("small_changes", OURS, "addcdiv and others, taken apart", "the parts round otherwise than the whole"),
     Patch("small_changes", OURS, "torch.backends.cudnn.flags", "on the CPU it changes nothing"),
     Patch("small_changes", OURS, "x.to() and its like", "where there is nothing to convert, it is x itself"),
+    Patch("small_changes", OURS, "calls of compiled functions", "their flex_attention is one kernel"),
     Patch("small_changes", OURS, "the description of results", "some fail that kernels make"),
     Patch("small_changes", PROCESS, "shortcuts past guards", "they miss a parameter that is frozen later"),
     Patch("results.statistics", PROCESS, "descriptions of normalizations", "the types of their statistics"),

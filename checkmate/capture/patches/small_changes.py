@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from checkmate.capture.patches.only_our_captures import follow, follow_function, follow_method
 from checkmate.torch_internals.dynamo import (
+    AttrSource,
     FakeTensorObservedException,
     NullContextVariable,
     TorchRuntimeError,
@@ -22,6 +26,11 @@ Plain = Callable[..., Any]
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
     *("half", "bfloat16", "float", "double"),
+}
+COMPILED = "checkmate_compiled"  # among the options of an attention: those of its compilation that are not usual
+OPTIONS = {  # by name of the op: position of its options
+    op.name(): [*inspect.signature(op.__call__).parameters].index("kernel_options")
+    for op in (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
 }
 _CHANGE_SHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # methods
 
@@ -112,9 +121,57 @@ def _said(error: Exception) -> str:
     return (quoted.split("\n")[0].strip(")'\"") if found else text.split("\n")[0]).rstrip(".')\"")
 
 
+def _note_compiled(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Attention within a function of `torch.compile` is one kernel in plain PyTorch, and else dense: say which it is.
+
+    Dynamo follows such a function as if it was not compiled. What the options of the call say the backward's have, too.
+    """
+    return _noting(self.wrapper_obj, plain, self, tx, args, kwargs)
+
+
+def _note_compiled_attribute(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch 2.11 takes a compiled function that a module holds for the plain one; where it was found tells."""
+    source = self.source
+    if not isinstance(source, AttrSource) or source.member != "_torchdynamo_inline":
+        return plain(self, tx, args, kwargs)
+    scopes = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+    compiled = source.base.get_value(scopes, {}, weakref.WeakKeyDictionary())
+    return _noting(compiled, plain, self, tx, args, kwargs)
+
+
+def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    before = set(_calls(tx.output.graph))
+    result = plain(self, tx, args, kwargs)
+    config = _config(compiled)
+    if config is not None:
+        usual = _config(torch.compile(_nothing)) or {}
+        changed = {name: value for name, value in config.items() if usual.get(name) != value}
+        for node in _calls(tx.output.graph):
+            if node not in before:
+                position = OPTIONS["flex_attention"]
+                options: Any = node.args[position]
+                node.update_arg(position, {**options, COMPILED: changed})
+    return result
+
+
+def _config(function: Any) -> dict[str, Any] | None:
+    """Inductor's settings for what it compiles; other compilers have none."""
+    ask = getattr(function, "get_compiler_config", None)
+    return None if ask is None else ask()
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+
+
+def _nothing() -> None: ...
+
+
 put_in_place("guards of parameters", _guard_each_parameter)
 follow("TensorVariable.call_method", _convert)
 follow("get_fake_value", _describe)
+follow("WrapperUserFunctionVariable.call_function", _note_compiled)
+follow("UserFunctionVariable.call_function", _note_compiled_attribute)
 follow_function(torch.backends.cudnn.flags, _pass_over_flags)
 for dropout in (torch.dropout, torch.nn.functional.dropout):
     follow_function(dropout, _drop_of_nothing)

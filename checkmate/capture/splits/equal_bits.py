@@ -20,7 +20,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.nodes import ancestors, tensors
+from checkmate.capture.device import in_autograds_thread, main_device
+from checkmate.capture.nodes import ancestors, is_view, target_name, tensors
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.lanes import same_lanes
 from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
@@ -28,7 +29,9 @@ from checkmate.capture.splits.parts import InParts, about_of, part_of
 from checkmate.capture.splits.table import SUMMED, Argument, OpSplit, argument_of
 from checkmate.capture.splits.write_loss import LossSplit, in_parts
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
-from checkmate.capture.ways.rounding_probes import cancel, made_up, same_bytes
+from checkmate.capture.ways.rounding_probes import DRAWN, cancel, made_up, repeat, same_bytes
+from checkmate.memory import CPU
+from checkmate.memory.room import ran_out_of_memory, within_memory
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.trees import tree_leaves
 
@@ -47,23 +50,46 @@ def off_in_parts(parts: InParts) -> float:
     """The most that sums over parts are off by, with as many threads as now: a share of their largest element.
 
     0.0: all bits are those of the whole. Infinite: something that is no such sum may have other bits, or half of the
-    digits of a sum's type are others, which rounding does not explain.
+    digits of a sum's type are others, which rounding does not explain. Where there is no memory for the whole, its ops
+    answer for it, each for its own bits, unless it sums over the parts.
 
     max |in parts - whole|  /  max |whole|
     """
-    key = parts.text, parts.length, torch.get_num_threads()
+    key = _key_of(parts)
     if key in _tried:
         return _tried[key]
     off = sum(map(off_of, parts.whole.nodes)) if all(_keeps(op) for op in _ops(parts)) else inf
+    if off == inf:
+        return inf
     trial = partial(_of_region, parts, fx.GraphModule({}, parts.whole).forward)
-    return _once(key, lambda: off + _most_off(trial, range(inputs_of(parts) if off < inf else 0)))
+    names = dict.fromkeys(target_name(node) for node in parts.region.splits if not is_view(node))
+    about = f"{', '.join(names)} at once", "each is tried alone"
+    found = _once(key, lambda: off + _most_off(trial, range(inputs_of(parts))), *about)
+    return found if any(parts.summed) or is_tried(parts) else off
 
 
-def _once(key: tuple[Any, ...], trial: Callable[[], float]) -> float:
-    """What a trial finds that is made once in a process."""
+def is_tried(parts: InParts) -> bool:
+    """Whether a region was tried as a whole, for which there may have been no memory."""
+    return _key_of(parts) in _tried
+
+
+def _key_of(parts: InParts) -> tuple[Any, ...]:
+    return parts.text, parts.length, torch.get_num_threads()
+
+
+def _once(
+    key: tuple[Any, ...], trial: Callable[[], float], what: str, instead: str = "it does not run in parts"
+) -> float:
+    """What a trial finds that is made once in a process; infinite, and to be tried again, if there is no memory for it.
+
+    ``what`` is tried, and what happens ``instead``, is for the log.
+    """
     if key not in _tried:
         with outside_tracing(), torch.no_grad():
-            _tried[key] = trial()
+            found = within_memory(trial, what, instead)
+        if not found:
+            return inf
+        _tried[key] = found[0]
     return _tried[key]
 
 
@@ -74,9 +100,12 @@ def _most_off(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) 
         for whole, found, summed in chain.from_iterable(map(trial, seeds)):
             if (most := max(most, _distance(whole, found, summed=summed))) == inf:
                 break
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+            del whole, found  # before those of the next inputs are made
+    except torch.AcceleratorError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError):
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if ran_out_of_memory(error):
+            raise
         return inf
     return most
 
@@ -183,7 +212,7 @@ def _keeps(op: _Op) -> bool:
         return argument is not None
     if all(dim in (None, SUMMED) for dim in op.split.results):
         return True
-    return _once(op.key, lambda: _most_off(op.compared, range(op.inputs()))) == 0
+    return _once(op.key, lambda: _most_off(op.compared, range(op.inputs())), target_name(op.whole)) == 0
 
 
 def _results(made: Any) -> tuple[Any, ...]:
@@ -200,7 +229,7 @@ def off_of(node: fx.Node) -> float:
     key = node.target, like.shape, like.stride(), like.dtype, like.device, kind, torch.get_num_threads()
     # a rounding more or less shows in one of four elements
     seeds = range(min(MOST_INPUTS, max(INPUTS, -(-OP_COMPARED // max(1, like.numel())))))
-    return _once(key, lambda: _most_off(partial(_of_batch_norm, node.target, like, kind), seeds))
+    return _once(key, lambda: _most_off(partial(_of_batch_norm, node.target, like, kind), seeds), target_name(node))
 
 
 def _of_batch_norm(target: Any, like: Tensor, kind: torch.dtype | None, seed: int) -> Iterator[Compared]:
@@ -239,10 +268,16 @@ def inputs_of(parts: InParts) -> int:
 
 
 def _of_region(parts: InParts, whole: Callable[..., Any], seed: int) -> Iterator[Compared]:
-    """What a region makes."""
+    """What a region makes; on a device in autograd's thread, too, for which a library chooses kernels anew."""
     draw = torch.Generator().manual_seed(seed)
     inputs = [made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
-    return zip(whole(*inputs), parts(*inputs), parts.summed, strict=True)
+
+    def made() -> Iterator[Compared]:
+        return zip(whole(*inputs), parts(*inputs), parts.summed, strict=True)
+
+    yield from made()
+    if (device := main_device(inputs)) != CPU:
+        yield from in_autograds_thread(device, made)
 
 
 def _distance(whole: Tensor, found: Tensor, *, summed: bool | None) -> float:
@@ -253,8 +288,8 @@ def _distance(whole: Tensor, found: Tensor, *, summed: bool | None) -> float:
         return 0.0
     if not summed or not whole.dtype.is_floating_point:
         return inf
-    wide = whole.double()
-    off = float((found.double() - wide).abs().max() / wide.abs().max())
+    wide, other = (t.float() if t.element_size() < 4 else t for t in (whole, found))
+    off = float((other - wide).abs().max() / wide.abs().max())
     return off if off <= _half_of_the_digits(whole.dtype) else inf  # not a number: no
 
 
@@ -274,7 +309,7 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
     def trial() -> float:
         return _most_off(whole, range(inputs_of_loss(loss))) or _most_off(products, range(OP_INPUTS))
 
-    return _once((about, split, torch.get_num_threads()), trial) == 0
+    return _once((about, split, torch.get_num_threads()), trial, str(split)) == 0
 
 
 def inputs_of_loss(loss: Loss) -> int:
@@ -328,7 +363,7 @@ def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -
     for node in graph.find_nodes(op="placeholder"):
         one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
         if node is loss.forward.args[1]:
-            one.copy_(torch.randint(columns, one.shape, generator=draw))
+            repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))
             one[:: 2 + len(one) // 8] = loss.ignore_index
         made.append(one.mul_(scale * depth**-0.5) if node in weights else one)
     return made

@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from checkmate.capture.device import WAVERS
 from checkmate.capture.nodes import storage, target_name, tensors
 from checkmate.capture.splits.table import SUMMED, OpSplit
 from checkmate.capture.ways.rounding_probes import packet_of
@@ -77,7 +78,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
             target, args = split.call
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
-        copy.meta["val"] = _result(copy, node.meta["val"])
+        copy.meta = {"val": _result(copy, node.meta["val"]), WAVERS: node.meta.get(WAVERS)}
         splits[copy] = OpSplit(split.results, {here[n]: at for n, at in split.reads.items()})
     results = tuple(copies[node] for node in region.made)
     for node, copy in zip(region.made, results, strict=True):

@@ -14,39 +14,63 @@ is zero, and what is left is what the order has rounded. Two orders then agree i
 
 (`benchmarks/results/orders.jsonl`). An order differs in all elements of a block, a row or a column,
 not in one; and four inputs at least are tried.
+
+Numbers are drawn on the host, so that they are the same for each device, `DRAWN` of a tensor at most, and repeated over
+its memory on the device. These tell two orders apart as all drawn ones would. The order in which an op sums depends on
+shapes and layouts, not on numbers. Whether an element of the result shows another order depends on the terms of its own
+sum, which are random numbers all the same. Two rows, tiles, channels or images have the same numbers only if they begin
+a multiple of `DRAWN` apart. That is a prime, so of rows of n elements this holds for row i and row i + `DRAWN`, but for
+none in between: an order that is wrong in some of them only shows on as many different sums as are drawn, and a row in
+the place of another one shows too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkmate.capture.higher_order.fused_attention import Fused
+from checkmate.capture.nodes import storage
 from checkmate.capture.random_draws import Drawn
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 SPREAD = 6  # factors are powers of two, from -SPREAD to SPREAD
+DRAWN = 2**20 - 3  # numbers of a tensor that are drawn, and then repeated: a prime
 
 
 def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
     """Normal numbers, or such between 0.1 and 0.9, which are valid variances; bools; zeros, which are valid indices."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    memory = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))  # an element may be many
-    if like.dtype.is_floating_point:
-        numbers = torch.empty(len(memory))
-        memory.copy_(numbers.uniform_(0.1, 0.9, generator=draw) if seed % 2 else numbers.normal_(generator=draw))
-    elif like.dtype.is_complex:
-        pairs = torch.view_as_real(memory)
-        pairs.copy_(torch.empty(pairs.shape, dtype=pairs.dtype).normal_(generator=draw))
+    memory = flat(made)  # an element may be many
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        memory = torch.view_as_real(memory).view(-1) if like.dtype.is_complex else memory
+        numbers = torch.empty(min(DRAWN, len(memory)))
+        repeat(memory, numbers.normal_(generator=draw) if seed % 2 == 0 else numbers.uniform_(0.1, 0.9, generator=draw))
     elif like.dtype is torch.bool:
-        memory.copy_(torch.rand(len(memory), generator=draw) < 0.7)
+        repeat(memory, torch.rand(min(DRAWN, len(memory)), generator=draw) < 0.7)
     else:
         memory.zero_()
     return made
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """(N,) all of the memory of a tensor."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def repeat(memory: Tensor, numbers: Tensor) -> None:
+    """Fill memory with numbers again and again; these may be its own first ones."""
+    whole = len(memory) // len(numbers) * len(numbers) if len(numbers) else 0
+    if numbers.data_ptr() != memory.data_ptr() or numbers.device != memory.device:
+        memory[: len(numbers)] = numbers[: len(memory)]
+    if whole:
+        memory[:whole].view(-1, len(numbers))[1:] = memory[: len(numbers)]
+        memory[whole:] = memory[: len(memory) - whole]
 
 
 def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
@@ -65,7 +89,7 @@ def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
 
 def packet_of(target: Any) -> Any:
     """An op of PyTorch's, whichever its overload; a function as it is."""
-    op = target.op if isinstance(target, Drawn) else target
+    op = target.op if isinstance(target, (Drawn, Fused)) else target
     return op.overloadpacket if isinstance(op, OpOverload) else op
 
 
@@ -89,25 +113,43 @@ class _Pairs:
         """Have elements of many sizes."""
         for t in given:
             if t.is_floating_point() and _is_plain(t):
-                powers = torch.randint(-SPREAD, SPREAD + 1, t.shape, generator=self.draw)
-                sizes = torch.ldexp(torch.ones(t.shape, dtype=torch.float64), powers).to(t.device)
-                t.copy_((t.double() * sizes).to(t.dtype))
+                memory = flat(t)
+                powers = torch.randint(0, len(_SIZES), (min(DRAWN, len(memory)),), generator=self.draw)
+                sizes = _SIZES[powers].to(t.device, t.dtype)
+                for some in memory.split(max(1, len(sizes))):
+                    some.mul_(sizes[: len(some)])
 
-    def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int], groups: int = 1) -> bool:
+    def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int]) -> bool:
         """Have entries along a dimension be equal in some tensors, opposite in another, by twos; False: it is one."""
         given = [*same, opposite]
-        size = opposite[0].shape[opposite[1]] // groups
-        if size < 2 or not all(_is_plain(t) for t, _ in given) or len({t.data_ptr() for t, _ in given}) < len(given):
+        size = opposite[0].shape[opposite[1]]
+        if size < 2 or not all(_is_plain(t) for t, _ in given):
             return False
-        order = torch.randperm(size, generator=self.draw).to(opposite[0].device)
-        one, other, rest = order[: size // 2], order[size // 2 : size // 2 * 2], order[size // 2 * 2 :]
-        for t, dim in given:
-            sign = -1 if t is opposite[0] else 1
-            for group in t.tensor_split(groups, dim):
-                group.index_copy_(dim, other, sign * group.index_select(dim, one))
-                if t is opposite[0]:
-                    group.index_fill_(dim, rest, 0)
+        if len({(storage(t), t.storage_offset()) for t, _ in given}) < len(given):
+            return False
+        for one, other in self._places(size, opposite[0].device):
+            for t, dim in given:
+                t.index_copy_(dim, other, t.index_select(dim, one).mul_(-1 if t is opposite[0] else 1))
+        if size % 2:
+            opposite[0].select(opposite[1], size // 2).zero_()
         return True
+
+    def _places(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """All places but the middle one of an odd number, in pairs at random.
+
+        Of many places some at either end are paired at a time, in an order that is drawn once. Repeated from one end
+        only, it could pair each place of the first half with one as far into the other: a sum by halves would be exact.
+        """
+        half, most = size // 2, DRAWN // 2
+        drawn = torch.randperm(2 * min(half, most), generator=self.draw)
+        for begin in range(0, half, most):
+            count = min(most, half - begin)
+            order = drawn[drawn < 2 * count].to(device)
+            order += torch.where(order < count, begin, size - begin - 2 * count)
+            yield order[:count], order[count:]
+
+
+_SIZES = torch.tensor([2.0**power for power in range(-SPREAD, SPREAD + 1)])
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -126,32 +168,31 @@ def _product(pairs: _Pairs, *args: Any) -> None:
 def _convolution(pairs: _Pairs, x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> None:
     *_, transposed, _, groups = geometry
     pairs.scale(w)
-    done = pairs.pair([(x, 1)], (w, 0), groups) if transposed else _within(pairs, x, w, groups)
+    done = _across(pairs, x, w, groups) if transposed else _within(pairs, x, w, groups)
     if done and bias is not None:
         bias.zero_()
 
 
 def _within(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
     """Pairs of the channels that a convolution reads; if that is one for each, of the places that it reads."""
-    size = w.shape[1]
-    if size < 2:
-        x.copy_(x.flatten(2)[..., :1].reshape(*x.shape[:2], *[1] * (x.dim() - 2)).expand_as(x).clone())
+    if w.shape[1] < 2:
+        first = x
+        for dim in range(2, x.dim()):
+            first = first.narrow(dim, 0, 1)
+        x.copy_(first.clone().expand_as(x))
         return w.is_contiguous() and pairs.pair([], (w.view(*w.shape[:2], -1), 2))
-    order = torch.randperm(size, generator=pairs.draw).to(w.device)
-    one, other, rest = order[: size // 2], order[size // 2 : size // 2 * 2], order[size // 2 * 2 :]
-    w.index_copy_(1, other, -w.index_select(1, one))
-    w.index_fill_(1, rest, 0)
-    for group in x.tensor_split(groups, 1):
-        group.index_copy_(1, other, group.index_select(1, one))
-    return True
+    return pairs.pair([(group, 1) for group in x.tensor_split(groups, 1)], (w, 1))
+
+
+def _across(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
+    """Pairs of the channels that a convolution reads where its weight has these first."""
+    by_group = zip(x.tensor_split(groups, 1), w.tensor_split(groups, 0), strict=True)
+    return all(pairs.pair([(of_x, 1)], (of_w, 0)) for of_x, of_w in by_group)  # which are alike
 
 
 def _of_input(pairs: _Pairs, grad: Tensor, w: Tensor, transposed: bool, groups: int) -> None:
     pairs.scale(w)
-    if transposed:
-        _within(pairs, grad, w, groups)
-    else:
-        pairs.pair([(grad, 1)], (w, 0), groups)
+    (_within if transposed else _across)(pairs, grad, w, groups)
 
 
 def _convolution_backward(pairs: _Pairs, grad: Tensor, x: Tensor, w: Tensor, *others: Any) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ import torch
 
 from checkmate.capture.without_device.attention_choice import Attention, choose
 from checkmate.memory.native import Source, Unbuildable
+from checkmate.torch_internals.dispatcher import triton_utils
 
 log = logging.getLogger("checkmate.capture")
 CUDNN = 91900  # of the builds for CUDA 13 of PyTorch 2.11; taken where PyTorch was built without it
@@ -66,7 +69,24 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
             with (
                 patch.object(common, "amp_definitely_not_available", lambda: False),
                 patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+                triton_for(capability),
             ):
                 yield True
         finally:
             library.checkmate_no_longer()
+
+
+@contextmanager
+def triton_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Within the block kernels of Triton's are captured, and looked into for what they write, as on such a device."""
+    triton: Any = sys.modules.get("triton")
+    if triton is None:  # then no kernel of a user's is there
+        yield
+        return
+    target = triton.backends.compiler.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    with (
+        patch.object(triton_utils, "has_triton", lambda **_: True),
+        patch.object(triton.runtime.driver, "_active", driver),
+    ):
+        yield

@@ -60,6 +60,23 @@ def test_another_answer_is_another_plan_and_an_earlier_one_its_own() -> None:
     assert "masked_fill" not in str([op.target for op in compiled.plans[0].problem.graph.ops])
 
 
+@torch.amp.autocast("cuda", enabled=False)
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_question_behind_a_region_of_autocast_for_a_device_that_is_not_here() -> None:
+    """As samplers of diffusion are decorated."""
+
+    def step(x: Tensor) -> Tensor:
+        x = _doubled(x)
+        if x.max() > 0:
+            x = x.cos()
+        return (weight * x).sum()
+
+    _assert_same_bits(step, _compiled(step), UP)
+
+
 def _repeated(x: Tensor) -> Tensor:
     while x.abs().max() > 1:
         x = x / 2

@@ -101,9 +101,9 @@ def _changed(change: Callable[[dict[str, Any]], object], *, checksum: bool = Tru
     """The file of the plan with something else in it, signed anew or not."""
     document = plan_cache.as_document(RECORD)
     del document["checksum"]
-    signed = plan_cache._hash(document)
+    signed = files.hash_of(document)
     change(document)
-    return json.dumps({**document, "checksum": plan_cache._hash(document) if checksum else signed})
+    return json.dumps({**document, "checksum": files.hash_of(document) if checksum else signed})
 
 
 T = len(PROBLEM.graph.ops)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.networks import dags
 from checkmate.core.host import Host
 from checkmate.core.plan import Fetch, Run
 from checkmate.core.problem import Problem
@@ -23,6 +24,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
+from checkmate.solvers.search.min_budget import _known as known_ends
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.offers import plan
 from tests.support.oracle import (
@@ -160,6 +162,18 @@ def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 0.03])
+def test_a_budget_that_is_named_has_a_plan_on_a_slow_machine_too(seconds: float) -> None:
+    """Halfway between the smallest budgets with and without a second memory, as if nothing was known of them."""
+    problem = dags.gpt(4)
+    there = problem.with_host(Host(10**9, send=5e9, fetch=4e9))
+    least, alone = (min_budget(one, time_limit=1).peak for one in (there, problem))
+    assert least < alone
+    for budget in (least, (least + alone) // 2):
+        known_ends.clear()
+        assert solve(there, budget, time_limit=seconds).plan is not None
+
+
 def test_a_plan_that_sends_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))

@@ -5,6 +5,7 @@ for pytest; `private_use` gives the device to PyTorch as one of PrivateUse1, of 
 simulated: two devices; PyTorch's caching allocator with its blocks, segments, pools, expandable segments, statistics,
 snapshots and a capacity; memory that is poisoned when it is new and when it is freed; streams and events, where an
 access that nothing orders after another is an error and copies run as late as they may; generators of seed and offset;
-cuDNN's batch norm, attention by three kernels, whose sums may waver. What is not: bits and seconds of a GPU, cuBLAS and
-cuDNN with their workspaces and heuristics, RNNs, CUDA graphs.
+workspaces that cuBLAS and cuBLASLt keep for each thread and stream; the kernels that cuDNN's benchmark chooses for each
+thread; cuDNN's batch norm, attention by three kernels; sums that waver. What is not: bits and seconds of a GPU, cuDNN's
+heuristics, RNNs, CUDA graphs.
 """

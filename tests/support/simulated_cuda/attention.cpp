@@ -259,6 +259,6 @@ std::set<std::string> register_attention(torch::Library& aten) {
 
 } // namespace simulated
 
-extern "C" void simulated_waver(int on) {
+extern "C" void simulated_waver_attention(int on) {
   simulated::waver = on != 0;
 }

@@ -42,7 +42,7 @@ def missing() -> str:
 def library(*, private_use: bool = False) -> Path:
     """The compiled device: built if there is none yet.
 
-    ``private_use``: for PyTorch's dispatch key PrivateUse1, not CUDA's, and without CUDA's attention.
+    ``private_use``: for PyTorch's dispatch key PrivateUse1, not CUDA's, and without CUDA's attention and libraries.
 
     Raises:
         RuntimeError: with what the compiler says, if it fails, or with what lacks.
@@ -51,7 +51,8 @@ def library(*, private_use: bool = False) -> Path:
         raise RuntimeError(lacks)
     version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
     flags = [*FLAGS, *["-DSIMULATED_PRIVATEUSE1"] * private_use]
-    compiled = [path for path in HERE.glob("*.cpp") if not (private_use and path.stem == "attention")]
+    of_cuda = ("attention", "libraries") if private_use else ()
+    compiled = [path for path in HERE.glob("*.cpp") if path.stem not in of_cuda]
     key = hashlib.sha256("\0".join([torch.__version__, torch.__file__, version, *flags]).encode())
     for path in sources():
         key.update(path.name.encode() + path.read_bytes())

@@ -34,8 +34,10 @@ def is_installed() -> bool:
 
 def environment() -> dict[str, str]:
     """For other processes of a test: if this one has the simulated device, Python starts it there before all else."""
-    here = Path(__file__).parent
-    return {"PYTHONPATH": os.pathsep.join(map(str, [here / "startup", here.parents[2]]))} if is_installed() else {}
+    if not is_installed():
+        return {}
+    here, before = Path(__file__).parent, os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*map(str, [here / "startup", here.parents[2]]), *[before] * bool(before)])}
 
 
 def lib() -> Any:
@@ -50,9 +52,9 @@ def set_option(name: str, on: bool) -> None:
     _options[name] = on
 
 
-def set_waver(on: bool) -> None:
-    """Whether attention's backward sums in another order each time."""
-    lib().simulated_waver(int(on))
+def set_waver(on: bool, *, what: str = "attention") -> None:
+    """Whether the backward of ``attention``, or ``convolutions``, sum in another order from call to call."""
+    getattr(lib(), f"simulated_waver_{what}")(int(on))
 
 
 def set_capacity(nbytes: int, device: int = 0) -> None:
@@ -258,6 +260,7 @@ def _answer_for_cuda() -> None:
             _lib.simulated_end_pool(device, *pool), "endAllocateToPool"
         ),
         "_cuda_releasePool": lambda device, pool: _check(_lib.simulated_release_pool(device, *pool), "releasePool"),
+        "_cuda_clearCublasWorkspaces": lambda: _lib.simulated_clear_workspaces(),
         "_has_cudnn": True,
         "_get_cudnn_batch_norm_reserve_space_size": _reserve_bytes,
     }

@@ -246,6 +246,14 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   device = device < 0 ? current_device() : device;
   OnDevice current(device);
   Launch launch(name, device, bytes);
+#ifndef SIMULATED_PRIVATEUSE1
+  std::vector<c10::IValue> given(stack->begin() + static_cast<int64_t>(first), stack->end());
+  take_workspaces(launch, given);
+  auto other_kernel = by_another_kernel(launch, given); // with its workspace
+#else
+  std::optional<c10::DataPtr> other_kernel;
+#endif
+  std::optional<at::ScalarType> rounded; // from double
   Aliases aliases(launch);
   std::optional<Draws> draws;
   bool takes_generator = false;
@@ -267,6 +275,10 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
       value = c10::Device(c10::kCPU);
     } else {
       value = mapped(value, [&](const Tensor& t) { return aliases.on_cpu(t); });
+      if (other_kernel && value.isTensor() && value.toTensor().defined()) {
+        rounded = value.toTensor().scalar_type();
+        value = value.toTensor().to(at::kDouble);
+      }
     }
   }
   {
@@ -283,7 +295,9 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   for (size_t i = 0; i < count; i++) {
     c10::IValue& value = (*stack)[from + i];
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
-      value = mapped(value, [&](const Tensor& t) { return aliases.on_device(t); });
+      value = mapped(value, [&](const Tensor& t) {
+        return aliases.on_device(rounded && t.defined() ? t.to(*rounded) : t);
+      });
     } else if (!value.isNone()) {
       synchronize(launch.stream); // a number that the host is told
     }

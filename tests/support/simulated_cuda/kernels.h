@@ -7,6 +7,7 @@
 #include <list>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "device.h"
 
@@ -45,6 +46,12 @@ class Aliases {
 
 // Any op, by the CPU's kernel.
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// What the library that does an op takes at its first, and keeps.
+void take_workspaces(const Launch& launch, const std::vector<c10::IValue>& arguments);
+
+// Where a convolution runs by another kernel than the CPU's, the workspace of that.
+std::optional<c10::DataPtr> by_another_kernel(const Launch& launch, const std::vector<c10::IValue>& arguments);
 
 // The three kernels of attention and their choice; which ops these are.
 std::set<std::string> register_attention(torch::Library& aten);

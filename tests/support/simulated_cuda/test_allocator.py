@@ -27,6 +27,7 @@ OTHER = 1  # the device that no other test uses
 def _empty() -> Iterator[None]:
     """Nothing is on the device, before and after; it is as large as before."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # which steps on that device have left
     with torch.cuda.device(OTHER):
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == 0, "what ran before holds memory of this device"

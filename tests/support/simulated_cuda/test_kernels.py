@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -152,6 +153,69 @@ def test_sums_repeat_unless_a_test_has_them_waver(request: pytest.FixtureRequest
     assert len({query() for _ in range(5)}) == 1
     request.getfixturevalue("wavering")
     assert len({query() for _ in range(5)}) > 1
+
+
+def test_libraries_of_products_keep_a_workspace_for_each_thread_and_stream() -> None:
+    """32 MiB for cuBLAS, 1 for cuBLASLt, which adds a bias."""
+    torch._C._cuda_clearCublasWorkspaces()
+    taken = []
+
+    def products(stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            x = torch.randn(8, 8, device="cuda")
+            for product in (lambda: x @ x, lambda: torch.addmm(x[0], x, x), lambda: torch.addmm(x, x, x)):
+                before = torch.cuda.memory_allocated()
+                product()
+                taken.append(torch.cuda.memory_allocated() - before)
+
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with ThreadPoolExecutor(1) as other:
+            for _ in range(2):
+                products(stream)
+            for _ in range(2):
+                other.submit(products, stream)
+        assert taken == [32 << 20, 1 << 20, 0, 0, 0, 0] * 2
+        taken.clear()
+
+
+def test_a_convolution_has_the_kernel_that_its_thread_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread tries kernels out where it first meets a convolution; without a search all have the same."""
+    x, w = torch.randn(2, 8, 9, 9, device="cuda"), torch.randn(4, 8, 3, 3, device="cuda")
+
+    def convolved() -> bytes:
+        return F.conv2d(x, w).cpu().numpy().tobytes()
+
+    def bytes_of(call: Any) -> tuple[Any, int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        made = call()
+        return made, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+    def elsewhere(call: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    result = 4 * 2 * 4 * 7 * 7
+    plain = convolved()
+    assert elsewhere(lambda: bytes_of(convolved)) == (plain, result)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert bytes_of(convolved) == (plain, 16 * (x.nbytes + w.nbytes))
+    assert bytes_of(convolved) == (plain, result)
+    searched, again = elsewhere(lambda: [bytes_of(convolved) for _ in range(2)])
+    assert searched[1] == 16 * (x.nbytes + w.nbytes)
+    assert searched[0] == again[0] != plain
+    assert again[1] == x.nbytes + w.nbytes + result
+
+
+def test_convolutions_repeat_unless_a_test_has_them_waver() -> None:
+    x, w = torch.randn(2, 8, 9, 9, device="cuda"), torch.randn(4, 8, 3, 3, device="cuda")
+    results = lambda: {F.conv2d(x, w).cpu().numpy().tobytes() for _ in range(4)}  # noqa: E731
+    assert len(results()) == 1
+    install.set_waver(True, what="convolutions")
+    try:
+        assert len(results()) == 2
+    finally:
+        install.set_waver(False, what="convolutions")
 
 
 def test_amp_trains_as_on_a_device() -> None:

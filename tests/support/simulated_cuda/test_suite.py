@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.simulated_cuda import build
+from tests.support.simulated_cuda import build, install
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -56,3 +56,14 @@ def test_without_a_compiler_it_is_said_what_lacks(monkeypatch: pytest.MonkeyPatc
     assert "is compiled by nowhere++, which is not here" in build.missing()
     with pytest.raises(RuntimeError, match=re.escape(build.missing())):
         build.library()
+
+
+@pytest.mark.parametrize("before", ["/somewhere/else", ""])
+def test_other_processes_have_the_device_beside_what_is_on_their_path(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "is_installed", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", before)
+    startup, root, *others = install.environment()["PYTHONPATH"].split(os.pathsep)
+    assert (startup, root) == (str(HERE / "startup"), str(ROOT))
+    assert others == ([before] if before else [])

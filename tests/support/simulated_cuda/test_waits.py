@@ -243,16 +243,18 @@ def an_op_is_timed() -> None:
 
 def an_op_is_counted_while_other_streams_end() -> None:
     """What another stream still uses when it is let go of is taken off the count when that stream has come so far."""
-    to, side, runs = torch.zeros(SIZE).pin_memory(), torch.cuda.Stream(), iter(range(10**6))
-    source = value()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
-    source.record_stream(side)
-    del source
+    sides, runs = {run: torch.cuda.Stream() for run in (2, 3)}, iter(range(10**6))  # those that are counted
+    pinned = [torch.zeros(SIZE).pin_memory() for _ in sides]
+    for side, to in zip(sides.values(), pinned, strict=True):
+        source = value()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            to.copy_(source, non_blocking=True)
+        source.record_stream(side)
+        del source
 
     def run() -> Tensor:
-        if next(runs) == 1:
+        if (side := sides.get(next(runs))) is not None:
             side.synchronize()
         return torch.ones(1024, device=DEVICE)
 
@@ -260,7 +262,7 @@ def an_op_is_counted_while_other_streams_end() -> None:
         patch.setattr(accelerator, "device_of_op", lambda node: DEVICE)
         patch.setattr(accelerator, "call_of", lambda node: run)
         patch.setattr(accelerator, "ways_of", lambda node, run, count: {})
-        assert accelerator._measure(None).allocated_bytes == 4096
+        assert accelerator._measure(None, None).allocated_bytes == 4096
 
 
 def a_call_is_measured() -> None:

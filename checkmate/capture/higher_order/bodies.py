@@ -1,0 +1,86 @@
+"""The graphs that higher-order ops are given, and what these compute, in words."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+
+from checkmate.capture.nodes import storage, target_name, tensors
+
+
+def bodies(node: fx.Node) -> list[Any]:
+    """The graphs that a higher-order op is given, as modules."""
+    return [body for a in node.all_input_nodes if (body := body_of(a)) is not None]
+
+
+def body_of(node: fx.Node) -> nn.Module | None:
+    """The module that a node stands for; None if it stands for anything else."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    held: Any = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    return held if isinstance(held, nn.Module) else None
+
+
+def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
+    """What a graph computes, in words that hold in every process.
+
+    Args:
+        body: the graph; describe: how to write what is no node in the arguments of an op.
+    """
+    if not isinstance(body, fx.GraphModule):
+        return str(body)
+    numbers = {node: i for i, node in enumerate(body.graph.nodes)}
+
+    def write(arg: Any) -> Any:
+        if not isinstance(arg, fx.Node):
+            return describe(arg)
+        inner = body_of(arg)
+        return f"%{numbers[arg]}" if inner is None else text_of(inner, describe)
+
+    calls = (node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr"))
+    return "; ".join(
+        f"%{numbers[n]} {target_name(n) if n.op == 'call_function' else n.op} "
+        f"{fx.node.map_aggregate((n.args, n.kwargs), write)!r}"
+        for n in calls
+    )
+
+
+def rows_of(node: fx.Node) -> int:
+    """How often an op runs the graphs that it is given: once for each row, or once."""
+    given: Any = node.args[_ROWS_IN[node.target.name()]] if node.target.name() in _ROWS_IN else ()  # type: ignore[union-attr]
+    return max([n.meta["val"].shape[0] for n in given], default=1)
+
+
+_ROWS_IN = {"map_impl": 1, "scan": 2}  # position of the tensors whose rows they are
+
+
+def bytes_within(node: fx.Node) -> int:
+    """What is there at most of what an op's graphs compute, but for their results, and of results row by row."""
+    made = sum(t.untyped_storage().nbytes() for t in tensors(node.meta.get("val")))
+    stacked = made if node.target.name() == "map_impl" else 0  # type: ignore[union-attr]
+    return stacked + max(bytes_of_graph(body) for body in bodies(node) if isinstance(body, fx.GraphModule))
+
+
+def bytes_of_graph(body: fx.GraphModule) -> int:
+    """What is there at most of what a graph computes, but for its results."""
+    nodes = list(body.graph.nodes)
+    given = {storage(t) for n in nodes if n.op == "placeholder" for t in tensors(n.meta.get("val"))}
+    sizes: dict[int, int] = {}  # of each storage that the graph makes
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}  # where it is read last: the results by the node at the end
+    for i, n in enumerate(nodes):
+        for t in (t for a in (n, *n.all_input_nodes) for t in tensors(a.meta.get("val"))):
+            if (key := storage(t)) not in given:
+                sizes[key], last[key] = t.untyped_storage().nbytes(), i
+                first.setdefault(key, i)
+    change = [0] * (len(nodes) + 1)
+    for key, size in sizes.items():
+        change[first[key]] += size
+        change[last[key] + 1] -= size
+    there = [*accumulate(change)]
+    return max(there) - there[-2]

@@ -1,0 +1,200 @@
+"""`flex_attention` that the user has compiled: one kernel of Inductor's, the op alone, as plain PyTorch runs it.
+
+Called plainly, `flex_attention` is dense ops in plain PyTorch, with other bits: there it stays so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from checkmate.capture.device import main_device
+from checkmate.capture.higher_order.bodies import body_of, text_of
+from checkmate.capture.nodes import tensors
+from checkmate.capture.patches.small_changes import COMPILED, OPTIONS
+from checkmate.capture.provenance import where
+from checkmate.errors import Unsupported
+from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
+from checkmate.torch_internals.aot import tracing
+from checkmate.torch_internals.descriptions import FakeTensorMode
+from checkmate.torch_internals.dispatcher import (
+    HigherOrderOperator,
+    outside_tracing,
+    sdpa_dense,
+    sdpa_dense_backward,
+    triton_utils,
+)
+from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
+
+CPU = torch.device("cpu")
+_kernels: dict[str, Callable[..., Any]] = {}  # by what they compute, as compiled in this process
+_FAILS = (RuntimeError, AssertionError, NotImplementedError)  # what Inductor raises: its own errors are RuntimeErrors
+_INSTALL = {
+    "cpu": "It takes g++ or clang++ (the environment variable CXX names another) and the header files of Python "
+    "(package python3-dev).",
+    "cuda": "It takes Triton (pip install triton) and a GPU of compute capability 7.0 or more.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """Calls the kernel for an op, with the op's arguments; gives its results, None for those that nobody reads."""
+
+    op: HigherOrderOperator
+    key: str
+
+    __name__ = "fused_attention"
+
+    def __call__(self, *args: Any) -> Any:
+        """The results."""
+        return _kernels[self.key](*tensors(args))
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+def is_compiled(node: fx.Node) -> bool:
+    """Whether an op is an attention that the user has compiled."""
+    position = OPTIONS.get(str(node.target))
+    return position is not None and COMPILED in node.args[position]  # type: ignore[operator]
+
+
+def compile_attention(graph: fx.Graph) -> None:
+    """Have each attention of a step that the user has compiled run by its kernel.
+
+    Raises:
+        Unsupported: if there is no compiler for the device, or it cannot compile one of them.
+    """
+    for node in filter(is_compiled, [*graph.nodes]):
+        read = {user.args[1] for user in node.users if user.users}
+        node.meta["val"] = tuple(val if i in read else None for i, val in enumerate(node.meta["val"]))
+        key = _key(node)
+        if key not in _kernels:
+            _kernels[key] = _compiled(node)
+        node.target = Fused(node.target, key)
+
+
+def dense_ops(node: fx.Node) -> fx.GraphModule | None:
+    """The ops that an attention is that the user has not compiled; None for any other op, and for the kernel."""
+    dense = {"flex_attention": sdpa_dense, "flex_attention_backward": sdpa_dense_backward}.get(str(node.target))
+    if dense is None or is_compiled(node):
+        return None
+    with outside_tracing(), tracing(None), torch.no_grad():
+        given: list[Tensor] = []
+
+        def make(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            if (body := body_of(arg)) is not None:
+                return _on_cpu(body)
+            val: Tensor = arg.meta["val"]
+            given.append(torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=CPU))
+            return given[-1]
+
+        with FakeTensorMode():
+            args = fx.node.map_aggregate(node.args, make)
+            leaves, spec = tree_flatten(args)
+
+            def run(*tensors: Tensor) -> Any:
+                left = iter(tensors)
+                return dense(*tree_unflatten([next(left) if isinstance(x, Tensor) else x for x in leaves], spec))
+
+            return make_fx(run)(*given)
+
+
+def _on_cpu(body: nn.Module) -> nn.Module:
+    """A graph that makes its tensors on the CPU, as there may be no other device here."""
+    if not isinstance(body, fx.GraphModule):
+        return body
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.graph, {}))
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda arg: CPU if isinstance(arg, torch.device) else arg
+        )
+    return fx.GraphModule(body, graph)
+
+
+def _key(node: fx.Node) -> str:
+    def describe(arg: Any) -> Any:
+        if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
+            return text_of(body, describe)
+        value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
+        if isinstance(value, Tensor):
+            return f"{value.dtype}{[*value.shape]}{[*value.stride()]}{value.device}"
+        return value
+
+    made = [describe(val) for val in tree_flatten(node.meta["val"])[0]]
+    return f"{node.target} {fx.node.map_aggregate(node.args, describe)!r} {made}"
+
+
+def _compiled(node: fx.Node) -> Callable[..., Any]:
+    device = main_device(tensors(node.meta["val"]))
+    options: Any = node.args[OPTIONS[str(node.target)]]
+    try:
+        if device.type == "cpu":
+            inductor.get_cpp_compiler()
+        elif not triton_utils.has_triton():
+            raise RuntimeError(f"there is no Triton for {device}.")
+        with outside_tracing(), tracing(None), torch.no_grad():
+            alone, inputs = _alone(node)
+            settings = options[COMPILED] | {"triton.cudagraphs": False}  # whose memory would be in no plan
+            run = inductor.compile_fx(alone, inputs, config_patches=settings)
+    except _FAILS as error:
+        said = str(error).strip().splitlines()
+        raise Unsupported(
+            f"{where(node)}: {node.target} is called by a function of torch.compile. Inductor is to compile it on "
+            f"{device}, as in plain PyTorch, and that does not work. {_INSTALL.get(device.type, '')} Without "
+            "torch.compile it needs no compiler, but memory for all scores.\n"
+            f"{type(error).__name__}: {said[0] if said else ''}"
+        ) from error
+    leaves, spec = tree_flatten(node.meta["val"])
+
+    def call(*given: Tensor) -> Any:
+        with torch.no_grad():
+            made = iter(run(*given))
+        return tree_unflatten([None if leaf is None else next(made) for leaf in leaves], spec)
+
+    return call
+
+
+def _alone(node: fx.Node) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A module that runs an op on tensors alone, and gives those of its results that are read; and such tensors."""
+    root, graph, inputs = nn.Module(), fx.Graph(), list[Tensor]()
+
+    def copy(arg: Any) -> Any:
+        if not isinstance(arg, fx.Node):
+            return arg
+        if (body := body_of(arg)) is not None:
+            name = f"body{len(root._modules)}"
+            root.add_module(name, body)
+            return graph.get_attr(name)
+        val: Tensor = arg.meta["val"]
+        with mode:
+            inputs.append(torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device))
+        return graph.placeholder(f"given{len(inputs)}")
+
+    mode = FakeTensorMode()
+    args: list[Any] = [fx.node.map_aggregate(arg, copy) for arg in node.args]
+    position = OPTIONS[str(node.target)]
+    args[position] = {name: value for name, value in args[position].items() if name != COMPILED}
+    made = graph.call_function(node.target, tuple(args))  # type: ignore[arg-type]
+    graph.output(tuple(_parts(graph, made, node.meta["val"])))
+    return fx.GraphModule(root, graph), inputs
+
+
+def _parts(graph: fx.Graph, made: fx.Node, val: Any) -> Iterator[fx.Node]:
+    """The tensors of a result, in order."""
+    if isinstance(val, Tensor):
+        yield made
+    elif isinstance(val, (tuple, list)):
+        for i, part in enumerate(val):
+            if tensors(part):
+                yield from _parts(graph, graph.call_function(operator.getitem, (made, i)), part)

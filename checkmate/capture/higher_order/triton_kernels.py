@@ -1,0 +1,164 @@
+"""Kernels of Triton that a step launches itself, as ops which make what they write.
+
+PyTorch captures a launch as ``triton_kernel_wrapper_functional``, which copies all that the kernel writes to, runs it
+on the copies and gives these. What is written to is mostly empty memory: `make_what_they_write` has the op take that
+itself, as a kernel of PyTorch's does, so that nothing is copied and nothing empty waits.
+
+A kernel computes from its arguments alone, in programs of which each has its own order: another run leaves the same
+bits. Not so where programs add to the same memory by atomic operations, or where a kernel asks the processor for
+something by assembly; either is seen in its source, or in that of a function which it calls. On a device it is tried
+besides, before it is planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from inspect import getclosurevars
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.nodes import call
+from checkmate.torch_internals.dispatcher import kernel_side_table
+from checkmate.torch_internals.dispatcher import triton_kernel_wrapper_functional as WRAPPER
+
+_TAKEN = ("kernel_idx", "constant_args_idx", "kwargs", "tensors_to_clone")
+_UNORDERED = re.compile(r"\b(?:atomic_\w+|\w*inline_asm\w*|globaltimer|smid)\b")
+_EMPTY = {
+    *(torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default),
+    *(torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a kernel's result is written to."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def take(self) -> torch.Tensor:
+        """Take it, with anything in it."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Calls a kernel on tensors, by name, and gives all that it writes, by name; writes to none that it is given."""
+
+    kernel: int  # its number, and that of its other arguments, in PyTorch's table of this process
+    constants: int
+    options: dict[str, Any]  # the grid, and what else the wrapper takes
+    makes: dict[str, Memory]  # what is written to memory that is new
+    bases: tuple[str, ...] = ()  # what it copies and is a view; the whole is handed in before all else
+    once: str | None = None  # why it must run exactly once, in words
+
+    __name__ = "triton_kernel"
+
+    def __call__(self, *bases: Any, **given: Any) -> dict[str, torch.Tensor]:
+        """What it writes."""
+        made = {name: memory.take() for name, memory in self.makes.items()}
+        options = self.options | ({"tensor_bases": dict(zip(self.bases, bases, strict=True))} if bases else {})
+        copied: dict[str, torch.Tensor] = WRAPPER(
+            kernel_idx=self.kernel, constant_args_idx=self.constants, kwargs=given | made, **options
+        )
+        return copied | made
+
+    def __str__(self) -> str:
+        return f"triton.{self.name}"
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(_plain(kernel_side_table.get_kernel(self.kernel)).fn.__name__)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether it tries configurations when it first runs in a process, in memory of their own."""
+        return hasattr(kernel_side_table.get_kernel(self.kernel), "configs")
+
+    @cached_property
+    def key(self) -> str:
+        """What tells it from others but for the tensors that it is given, in words that hold in every process."""
+        configs = [str(config) for config in getattr(kernel_side_table.get_kernel(self.kernel), "configs", ())]
+        constants = kernel_side_table.get_constant_args(self.constants)
+        text = repr((*_sources(self.kernel, self.constants), configs, constants, self.options, self.makes))
+        return sha256(text.encode()).hexdigest()[:16]
+
+
+def why_once(kernel: int, constants: int) -> str | None:
+    """Why a kernel must run exactly once, in words; None if it may run again, as far as its source tells."""
+    found = next((match for source in _sources(kernel, constants) if (match := _UNORDERED.search(source))), None)
+    return None if found is None else f"runs a kernel of Triton's that calls {found[0]}"
+
+
+def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
+    """Have launches of kernels make what they write where that was empty.
+
+    Args:
+        graph: of the step.
+        same_again: whether an op leaves the same bits when it runs again, as tried; None: each does.
+    """
+    for node in graph.find_nodes(op="call_function", target=WRAPPER):
+        options = dict(node.kwargs)
+        kernel, constants, given, written = (options.pop(name) for name in _TAKEN)
+        makes = {name: _memory(given[name]) for name in written if _is_unused(given[name], node)}
+        bases = {name: base for name, base in options.pop("tensor_bases", {}).items() if name not in makes}
+        options["tensors_to_clone"] = [name for name in written if name not in makes]
+        if _holds_nodes(options):  # a grid that depends on a number which may be another in the next call
+            continue
+        given = {name: arg for name, arg in given.items() if name not in makes}
+        launch = Launch(kernel, constants, options, makes, tuple(bases), why_once(kernel, constants))
+        with graph.inserting_before(node):
+            launched = call(node, launch, tuple(bases.values()), launch.name, node.meta["val"], given)
+        if launch.once is None and same_again is not None and not same_again(launched):
+            launched.target = replace(launch, once="left other bits when it ran again here")
+        node.replace_all_uses_with(launched)
+        graph.erase_node(node)
+
+
+def _holds_nodes(options: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(options, found.append)
+    return bool(found)
+
+
+def _is_unused(arg: Any, by: fx.Node) -> bool:
+    """Whether it is memory in which nothing is, for this op alone."""
+    return arg.target in _EMPTY and list(arg.users) == [by] and isinstance(arg.meta["val"], torch.Tensor)
+
+
+def _memory(arg: fx.Node) -> Memory:
+    val: torch.Tensor = arg.meta["val"]
+    return Memory(tuple(val.shape), tuple(val.stride()), val.dtype, val.device)
+
+
+def _plain(kernel: Any) -> Any:
+    """A kernel without what chooses its configuration."""
+    while not hasattr(kernel, "src"):
+        kernel = kernel.fn
+    return kernel
+
+
+def _sources(kernel: int, constants: int) -> Iterator[str]:
+    """The source of a kernel, and those of Triton's functions that it calls or is given, each once."""
+    function = _plain(kernel_side_table.get_kernel(kernel))
+    todo, seen = [function, *kernel_side_table.get_constant_args(constants).values()], set[int]()
+    while todo:
+        one = todo.pop()
+        if type(one) is not type(function) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one.src
+        names = getclosurevars(one.fn)
+        reach = [*names.globals.values(), *names.nonlocals.values()]
+        modules = [module for module in reach if isinstance(module, ModuleType)]
+        todo += [*reach, *(getattr(module, name, None) for module in modules for name in sorted(names.unbound))]

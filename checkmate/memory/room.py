@@ -1,0 +1,46 @@
+"""Whether there is room for what is tried or measured, which a step itself need not have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+log = logging.getLogger("checkmate.memory")
+T = TypeVar("T")
+
+NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the CPU, other devices and libraries say
+
+
+def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
+    """What a call gives, as the one element of a list; none if memory runs out, once all that it had made is gone.
+
+    Args:
+        run: the call.
+        what: runs, and what happens ``instead``: for the log, which says it once in a process.
+
+    >>> within_memory(lambda: len(torch.empty(8)), "a few numbers", "there are none")
+    [8]
+    >>> within_memory(lambda: torch.empty(2**60), "too many numbers", "there are none")
+    []
+    """
+    try:
+        return [run()]
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+    _warn(what, instead)
+    return []
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, a library on it or the host has no memory for what was asked for."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+@cache
+def _warn(what: str, instead: str) -> None:
+    log.warning("%s: too large for the memory that is free, so %s", what, instead)

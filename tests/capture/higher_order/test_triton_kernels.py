@@ -1,0 +1,214 @@
+"""Kernels of Triton's within a step: run by its interpreter here, looked into as for an H100, and run on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture.higher_order.triton_kernels import Launch
+from checkmate.core import files
+from checkmate.core.graph import Op
+from checkmate.profiling import measure, trial
+from checkmate.profiling.one_op import key_of
+from tests.support.bits import assert_same_bits
+from tests.support.stepping import Trained, assert_same, train
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from benchmarks.networks.triton_norm import TritonRMSNorm
+from tests.support.interpreted_triton import interpreted
+from tests.support.simulated_cuda.install import is_installed
+
+WIDTH, ROWS = 24, 6
+
+
+@triton.jit
+def add_all(x, total, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.atomic_add(total, tl.sum(tl.load(x + tl.program_id(0) * SIZE + tl.arange(0, SIZE))))
+
+
+@triton.jit
+def collect(total, value):  # type: ignore[no-untyped-def]
+    tl.atomic_add(total, value)
+
+
+@triton.jit
+def add_all_by_another(x, total, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    collect(total, tl.sum(tl.load(x + tl.program_id(0) * SIZE + tl.arange(0, SIZE))))
+
+
+@triton.jit
+def scale(x, y, by, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + at, tl.load(x + at) * by)
+
+
+@triton.jit
+def half(x, y, by, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + at, tl.load(x + at) * 0.5)
+
+
+def _net(device: str = "cpu") -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), TritonRMSNorm(WIDTH), nn.Tanh())]
+    net, x = nn.Sequential(*layers).to(device), torch.randn(ROWS, WIDTH).to(device)
+    return net, lambda x: net(x).square().mean(), x
+
+
+def _pinned(problem: checkmate.Problem) -> checkmate.Problem:
+    ops = tuple(replace(op, pinned="as before") if "triton" in op.target else op for op in problem.graph.ops)
+    return replace(problem, graph=replace(problem.graph, ops=ops), smaller=None)
+
+
+def _trained(device: str = "cpu", budget: int | None = None) -> tuple[Trained, list[checkmate.Solution]]:
+    net, step, x = _net(device)
+    if budget is None:
+        return train(net, step, (x,)), []
+    compiled = checkmate.compile(step, budget=budget, time_limit=1, wait="best")
+    return train(net, compiled, (x,)), compiled.plans
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    """Kernels that have run, by the interpreter."""
+    with interpreted() as names:
+        yield names
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_kernel_runs_again(ran: list[str]) -> None:
+    _, step, x = _net()
+    problem = checkmate.trace(step, x)
+    smallest = checkmate.min_budget(problem, time_limit=1).peak
+    assert smallest < checkmate.min_budget(_pinned(problem), time_limit=1).bound
+
+    found, (plan,) = _trained(budget=smallest)
+
+    assert_same(found, _trained()[0])
+    again = {op.target for op, times in zip(plan.problem.graph.ops, plan.schedule.recomputed, strict=True) if times}
+    assert "triton.norm" in again
+    assert {"norm", "norm_backward"} == {*ran}
+    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+
+
+def _ops(step: Callable[..., Tensor], *batch: Tensor, **options: Any) -> dict[str, Op]:
+    """The launches of a step, by the kernel's name."""
+    return {op.name: op for op in checkmate.trace(step, *batch, **options).graph.ops if "triton" in op.target}
+
+
+def _total(x: Tensor, kernel: Any) -> Tensor:
+    """The sum of a tensor, that of each row added by a program of its own."""
+    total = x.new_zeros(())
+    kernel[(x.shape[0],)](x, total, SIZE=x.shape[1])
+    return total
+
+
+@pytest.mark.usefixtures("ran")
+@pytest.mark.parametrize("kernel", [add_all, add_all_by_another])
+def test_a_kernel_that_adds_by_atomic_operations_runs_once(kernel: Any) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    (op,) = _ops(lambda x: ((x @ w) * _total(x, kernel)).sum(), x).values()
+    assert op.pinned == "runs a kernel of Triton's that calls atomic_add"
+
+
+def _scaled(x: Tensor, kernel: Any = scale, by: float = 2.0) -> Tensor:
+    y = torch.empty_like(x)
+    kernel[(x.shape[0],)](x, y, by, SIZE=x.shape[1])
+    return y
+
+
+def test_a_kernel_that_leaves_other_bits_when_it_runs_again_runs_once(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    runs = JITFunction.run
+
+    def run(kernel: Any, x: Tensor, y: Tensor, *args: Any, **options: Any) -> None:
+        runs(kernel, x, y, *args, **options)
+        y.view(-1)[5] += len(ran)
+
+    def step(x: Tensor) -> Tensor:
+        return ((x @ w) * _scaled(x)).sum()
+
+    assert _ops(step, x)["scale"].pinned is None
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(trial, "_known", {})
+    assert _ops(step, x)["scale"].pinned == "left other bits when it ran again here"
+
+
+@pytest.mark.usefixtures("ran")
+def test_what_a_kernel_writes_over_is_copied_also_where_it_is_a_view() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).detach()
+        half[(y.shape[0],)](y, y, 1.0, SIZE=y.shape[1])
+        rows = torch.zeros(3, *x.shape)
+        half[(x.shape[0],)](y, rows[1], 1.0, SIZE=x.shape[1])
+        return ((x @ w) * (y + rows.sum(0))).sum()
+
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    compiled = checkmate.compile(step, budget="1 MB")
+    compiled(x, w).backward()
+    found, w.grad = w.grad, None
+    step(x, w).backward()
+    assert_same_bits(found, w.grad)
+
+
+@pytest.mark.usefixtures("ran")
+def test_keys_of_costs_tell_kernels_apart_and_hold_in_every_process() -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+
+    def key(**options: Any) -> str:
+        solution = checkmate.solve(checkmate.trace(lambda x: ((x @ w) * _scaled(x, **options)).sum(), x), "1 MB")
+        (node,) = (n for n in solution.modules.forward.graph.nodes if isinstance(n.target, Launch))
+        return key_of(node)
+
+    assert key() == key()
+    assert len({key(), key(kernel=half), key(by=3.0)}) == 3
+    assert not re.search(r" at 0x|kernel_idx", key())
+
+
+@pytest.mark.usefixtures("ran")
+def test_measured_costs_of_kernels_are_kept_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "folder", lambda: tmp_path)
+    _, step, x = _net()
+    problem = checkmate.trace(step, x)
+    measure.export(tmp_path / "ops.json")
+    monkeypatch.setattr(measure, "_known", {})
+    elsewhere = checkmate.trace(step, x, profile=str(tmp_path / "ops.json"))
+    kernels = [k for k, op in enumerate(problem.graph.ops) if "triton" in op.target]
+    assert [elsewhere.seconds[k] for k in kernels] == [problem.seconds[k] for k in kernels]
+    assert not {*kernels} & {*problem.profile.estimated, *elsewhere.profile.estimated}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
+def test_kernels_are_planned_for_a_gpu_from_a_machine_without_one() -> None:
+    _, step, x = _net("meta")
+    problem = checkmate.trace(step, x, profile="roofline:h100")
+    kernels = {op.target: op for op in problem.graph.ops if "triton" in op.target}
+    assert {name: op.pinned for name, op in kernels.items()} == {"triton.norm": None, "triton.norm_backward": None}
+    assert checkmate.min_budget(problem, time_limit=1).peak < checkmate.min_budget(_pinned(problem), time_limit=1).bound
+
+
+if not is_installed():  # the simulated device runs no kernels of Triton's
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_a_kernel_runs_again_on_a_gpu() -> None:
+        _, step, x = _net("cuda")
+        smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
+        found, (plan,) = _trained("cuda", smallest)
+        assert_same(found, _trained("cuda")[0])
+        assert any("norm" in name for name in plan.modules.again)

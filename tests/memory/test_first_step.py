@@ -1,0 +1,76 @@
+"""A plan is held against what the first step by it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.memory import build
+from checkmate.profiling import cost_table
+from checkmate.profiling import measure as measuring
+from checkmate.units import format_bytes
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, on_cuda])]
+
+
+class Pooled(nn.Module):
+    """Its first op takes much more memory than it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.logsumexp(1)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build.start()
+    assert build.wait() is None  # an arena from the first step on
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measuring, "_known", {})
+
+
+def _pooling(costs: cost_table.Costs) -> dict[str, cost_table.OpCost]:
+    return {key: cost for key, cost in costs.items() if "aten.logsumexp" in key and cost is not None}
+
+
+def _taken(net: nn.Module, x: Tensor) -> int:
+    problem = checkmate.trace(net, x)
+    return problem.keep_all_peak - problem.resident
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stale", [False, True], ids=["costs that hold", "costs that do not"])
+def test_a_step_that_takes_more_than_its_plan_says_so_and_its_ops_are_measured_anew(
+    device: str, stale: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x = Pooled().to(device), torch.randn(64, 1024, 64, device=device)
+    right = _taken(net, x)
+    conditions = cost_table.conditions_on(torch.device(device))
+    known = _pooling(cost_table.load(conditions))
+    assert known
+    if stale:
+        cost_table.store(conditions, {key: replace(cost, allocated_bytes=1) for key, cost in known.items()})
+    monkeypatch.setattr(measuring, "_known", {})  # as in another process
+    compiled = checkmate.compile(net, budget="1 GB", wait="best")
+    for _ in range(3):
+        compiled(x).backward()
+    said = [message for message in caplog.messages if "than was measured before" in message]
+    (plan,) = compiled.plans
+    assert plan.peak is not None
+    if not stale:
+        assert said == []
+        return
+    assert plan.peak - plan.problem.resident < right
+    (words,) = said
+    assert f"where its plan takes {format_bytes(plan.peak)}: " in words
+    assert not _pooling(cost_table.load(conditions))
+    assert _taken(net, x) == right
