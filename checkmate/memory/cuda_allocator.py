@@ -9,8 +9,10 @@ neighbours are one block. With ``expandable_segments:True`` each pool has one ra
 units, and everything is split. Each stream, and each `torch.cuda.MemPool`, has pools of its own.
 
 The bytes given and held are those of the allocator, to the byte of a simulated device, on which alone it was tried.
-Not known: where a segment is beside those before (the next one is taken to be above them), and other settings than
-``expandable_segments`` (`checkmate.memory.cuda_replay.DeviceState.now` knows them).
+Not known: where a segment is beside those before (the next one is taken to be above them); how many addresses without
+memory an expandable segment has below its first block (a snapshot does not list them: taken to be none, which can make
+``reserved`` wrong by a unit of 20 MiB); other settings than ``expandable_segments``
+(`checkmate.memory.cuda_replay.DeviceState.now` knows them).
 """
 
 from __future__ import annotations
