@@ -37,7 +37,14 @@ from checkmate.capture.higher_order.regions import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
-from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
+from checkmate.capture.patches import (
+    averages_by_count,
+    context_variables,
+    ctc_lengths,
+    logging_calls,
+    numpy_draws,
+    small_changes,
+)
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.only_our_captures import Answer
@@ -78,7 +85,7 @@ from checkmate.updates.insert import Insert
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
-IN_PLACE = context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
+IN_PLACE = averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 

@@ -270,12 +270,12 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(
 
 
 def _averages_by_count(fn: Callable[..., Any]) -> str:
-    """What batch norms without a momentum do, and which they are."""
+    """What batch norms over ranks without a momentum do, and which they are; others are captured."""
     norms = [
         f"{name} ({type(one).__name__})"
         for module in held_modules(fn, ())
         for name, one in module.named_modules()
-        if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.momentum is None
+        if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
     ]
     return (
         f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, another "
