@@ -109,9 +109,10 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     ),
     (r"ScriptModule", "Compile the original eager nn.Module, which torch.jit was given."),
     (
-        r"requires_grad_\(\) call[\s\S]*(adapter|peft|requires_grad_\(requires_grad\))",
-        "A step leaves the flags of parameters alone, also where it puts them back: compute what takes a model with "
-        "its adapter off, such as the reference of DPO, before the step, under torch.no_grad(), and pass it in.",
+        r"calls requires_grad_\(",
+        "A step may freeze parameters for a while, and puts back what it changes: set such flags before it. What takes "
+        "the model with another adapter, such as the reference of DPO, compute before the step, under torch.no_grad(), "
+        "and pass it in.",
     ),
     (
         r"requires_grad_\(\) call",

@@ -76,6 +76,10 @@ def input_names(module: fx.GraphModule) -> list[str]:
     names = []
     for node in module.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
-        traced = node.name if source is None else source.name
-        names.append(module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L."))
+        names.append(readable(node.name if source is None else source.name))
     return names
+
+
+def readable(traced: str) -> str:
+    """How a person calls what Dynamo calls ``L['self']._modules['layer1']``."""
+    return module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L.")

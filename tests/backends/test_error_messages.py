@@ -76,38 +76,6 @@ def test_a_batch_norm_over_ranks_that_averages_over_all_batches_is_named(monkeyp
     assert not net[1].running_mean.any()
 
 
-def test_flags_of_parameters_that_a_step_puts_back_are_refused_with_what_to_do() -> None:
-    """As an adapter that is off while the reference of DPO is computed."""
-    base, adapter, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8)
-
-    def step(x: Tensor) -> Tensor:
-        policy = base(x) + adapter(x)
-        for requires_grad in (False, True):
-            with torch.no_grad():
-                reference = base(x)
-            for parameter in adapter.parameters():
-                parameter.requires_grad_(requires_grad)
-        return (policy - reference).square().mean()
-
-    with pytest.raises(checkmate.Unsupported, match="such as the reference of DPO, before the step"):
-        checkmate.compile(step, budget="1 GB")(x)
-    assert all(parameter.requires_grad for parameter in adapter.parameters())
-
-    def with_reference(x: Tensor, reference: Tensor) -> Tensor:
-        return (base(x) + adapter(x) - reference).square().mean()
-
-    with torch.no_grad():
-        reference = base(x)
-    gradients = [
-        torch.autograd.grad(run(*given), [*adapter.parameters()])
-        for run, given in (
-            (checkmate.compile(with_reference, budget="1 GB"), (x, reference)),
-            (step, (x,)),
-        )
-    ]
-    assert_same_bits(*gradients)
-
-
 @pytest.mark.slow
 def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731

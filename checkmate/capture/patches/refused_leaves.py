@@ -1,4 +1,4 @@
-"""What Dynamo refuses of autograd and our backends capture: one tensor given twice, intermediates that become leaves.
+"""What Dynamo refuses of autograd and our backends capture: tensors given twice, leaves made on the way, frozen inputs.
 
 Importing this module has Dynamo take these in what our backends capture, and in nothing else.
 
@@ -10,6 +10,9 @@ An intermediate that is given ``requires_grad_()`` is a leaf in plain PyTorch, w
 refuses results that depend on one, since AOTAutograd computes gradients of the inputs only. Where nobody can ask for
 the leaf's own gradient, that is all there is to compute; `refuse_lost_leaves` refuses the rest. Dynamo refuses
 ``t.requires_grad = True``, too, which is the same.
+
+A parameter that is frozen within the step and thawed again, as an adapter that is off while the reference of DPO is
+computed, is no gradient's concern in between: until then its name stands for what ``detach()`` makes of it.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import storage
 from checkmate.capture.patches.only_our_captures import follow
-from checkmate.capture.provenance import where
+from checkmate.capture.provenance import readable, where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dynamo import wrap_fx_proxy
+from checkmate.torch_internals.dynamo import unimplemented, wrap_fx_proxy
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of each capture: inputs, with their own proxies
 
 
 def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -100,11 +105,46 @@ def _leaves_pass(plain: Callable[..., None], self: Any, *args: Any) -> None:
 
 def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
     """An attribute is set, which may be whether a tensor needs a gradient."""
-    given = [a.as_python_constant() if a.is_python_constant() else None for a in (name, value)]
-    if given != ["requires_grad", True] or not obj.is_tensor():
+    attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
+    if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_input(obj)):
         return plain(self, tx, obj, name, value)
-    obj.call_method(tx, "requires_grad_", [], {})
+    obj.call_method(tx, "requires_grad_", [value], {})
     return value
+
+
+def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A method of a tensor, which may freeze an input or thaw it."""
+    if name != "requires_grad_" or not _is_input(self) or not tx.output.is_root_tracer():
+        return plain(self, tx, name, args, kwargs)
+    needed = next((a.as_python_constant() for a in (*args, *kwargs.values())), True)
+    frozen = _frozen.setdefault(tx.output.tracing_context, {})
+    if needed and self in frozen:
+        self.proxy, self.requires_grad = frozen.pop(self), True
+    elif not needed and self.requires_grad:
+        frozen[self] = self.proxy
+        value = wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "detach", (self.proxy,), {}))
+        self.proxy, self.requires_grad = value.as_proxy(), False
+    elif needed and not self.requires_grad:
+        _refuse_flag(self, "True", "which was frozen before it")
+    return self
+
+
+def _is_input(variable: Any) -> bool:
+    """Whether this is a leaf that the step is given, or holds."""
+    return bool(variable.source) and variable.as_proxy().node.meta["example_value"].is_leaf
+
+
+def _end(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """The end of a capture, at which nothing may be frozen that was not at its beginning."""
+    for variable in _frozen.pop(self.tracing_context, {}):
+        _refuse_flag(variable, "False", "and leaves it so")
+    return plain(self, tx, *args, **kwargs)
+
+
+def _refuse_flag(variable: Any, needed: str, what: str) -> None:
+    name = readable(variable.source.name)
+    explanation = f"The step calls requires_grad_({needed}) on {name}, {what}."
+    unimplemented(gb_type="A flag is changed", context=name, explanation=explanation, hints=[])
 
 
 def _apply(plain: Callable[..., Any], self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +168,8 @@ def _needs_one_now(variable: Any, node: Any) -> bool:
     return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
+follow("OutputGraph.compile_subgraph", _end)
+follow("TensorVariable.call_method", _call_method)
 follow("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
 follow("SetAttrBuiltinVariable._call_setattr", _set_attribute)
 follow("AutogradFunctionApplyVariable.call_function", _apply)

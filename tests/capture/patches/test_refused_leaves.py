@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.backends.tensor_state import same_bits
+from tests.support.bits import assert_same_bits
 from tests.support.versions import needs
 
 FOLLOWED = needs("2.12", "Dynamo refuses requires_grad_() of what a step computes")
@@ -161,3 +162,79 @@ def test_a_view_of_what_has_come_to_need_a_gradient() -> None:
 
     found = [torch.autograd.grad(run(), weight) for run in (checkmate.compile(step, budget="1 MB"), step)]
     assert same_bits(*found[0], *found[1])
+
+
+def _frozen_for_a_while(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
+    policy = base(x) + adapter(x)
+    adapter.requires_grad_(False)
+    with torch.no_grad():
+        reference = base(x)
+    fixed = adapter(policy)  # its gradient reaches the policy, and not the adapter here
+    assert not adapter.weight.requires_grad
+    adapter.requires_grad_(True)
+    return (policy - reference).square().mean() + fixed.sin().mean() + adapter(policy).mean()
+
+
+def _by_attribute(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
+    adapter.weight.requires_grad = False
+    fixed = adapter(base(x))
+    adapter.weight.requires_grad = True
+    return fixed.square().mean() + adapter(x).sin().mean()
+
+
+@pytest.mark.parametrize("step", [_frozen_for_a_while, _by_attribute])
+def test_parameters_frozen_for_a_while(step: Callable[..., Tensor]) -> None:
+    """As those of an adapter that is off, or of a critic that judges."""
+    torch.manual_seed(0)
+    base, adapter, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(4, 6)
+    weights = [*base.parameters(), *adapter.parameters()]
+    compiled = checkmate.compile(lambda x: step(base, adapter, x), budget="1 MB", time_limit=1)
+    found = [torch.autograd.grad(run(x), weights) for run in (compiled, lambda x: step(base, adapter, x))]
+    assert_same_bits(*found)
+    assert all(weight.requires_grad for weight in weights)
+
+
+def test_the_adapter_of_peft_is_off_for_the_reference() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model, x = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"])), torch.randn(4, 8)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for weight in weights:
+        nn.init.normal_(weight)
+
+    def loss(x: Tensor) -> Tensor:
+        policy = model(x).log_softmax(-1)
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(x).log_softmax(-1)
+        return -nn.functional.logsigmoid(policy - reference).mean()
+
+    found = [torch.autograd.grad(run(x), weights) for run in (checkmate.compile(loss, budget="1 MB"), loss)]
+    assert_same_bits(*found)
+
+
+def _left(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
+def _thawed(layer: nn.Module) -> None:
+    layer.bias.requires_grad_(True).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(_left, "on weight, and leaves it so"), (_thawed, "on bias, which was frozen before it")]
+)
+def test_flags_that_stay_changed_and_frozen_parameters_that_are_thawed_are_refused(
+    change: Callable[[nn.Module], None], said: str
+) -> None:
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).sum()
+        change(layer)
+        return loss
+
+    with pytest.raises(checkmate.Unsupported, match=said):
+        checkmate.compile(step, budget="1 MB")(torch.ones(2, 4))
+    assert [p.requires_grad for p in layer.parameters()] == [True, False]
