@@ -194,6 +194,7 @@ def test_parameters_frozen_for_a_while(step: Callable[..., Tensor]) -> None:
     assert all(weight.requires_grad for weight in weights)
 
 
+@needs("2.14", "Dynamo refuses what peft asks of its layers before it switches an adapter off")
 def test_the_adapter_of_peft_is_off_for_the_reference() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
