@@ -37,18 +37,12 @@ from checkmate.capture.higher_order.regions import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
-from checkmate.capture.patches import (
-    averages_by_count,
-    context_variables,
-    ctc_lengths,
-    logging_calls,
-    numpy_draws,
-    small_changes,
-)
+from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.refused_leaves import refuse_lost_leaves
+from checkmate.capture.patches.results import averages_by_count
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out

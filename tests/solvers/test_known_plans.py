@@ -204,7 +204,7 @@ def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solv
 
 def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = _problem(8), _problem(7)
-    budget = _between(large, 0.1)
+    budget = _between(large, 0.2)
     first = plan(large, budget, time_limit=5)
 
     def fails(problem: Problem, budget: int, **options: object) -> Solution:

@@ -23,7 +23,12 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
-    Patch("averages_by_count", OURS, "batch norms with momentum=None", "their count is another number in each step"),
+    Patch(
+        "results.averages_by_count",
+        OURS,
+        "batch norms with momentum=None",
+        "their count is another number in each step",
+    ),
     Patch("branches", OURS, "jumps, bool(), item(), checks", "a question on a tensor is answered"),
     Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
@@ -44,6 +49,7 @@ PATCHES = (
     Patch("small_changes", OURS, "calls of compiled functions", "their flex_attention is one kernel"),
     Patch("small_changes", OURS, "the description of results", "some fail that kernels make"),
     Patch("small_changes", PROCESS, "shortcuts past guards", "they miss a parameter that is frozen later"),
+    Patch("results.averages_by_count", OURS, "batch norms with momentum=None", "each step counts with another number"),
     Patch("results.statistics", PROCESS, "descriptions of normalizations", "the types of their statistics"),
     Patch("results.strides", WITHIN, "AOTAutograd's form of writes in place", "a write leaves strides as they are"),
     Patch("results.strides", PROCESS, "descriptions of some twenty kernels", "the strides of their results"),
