@@ -20,6 +20,7 @@ import checkmate
 from checkmate.memory import build
 from checkmate.memory.arena import Arena
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long, slow
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -105,8 +106,15 @@ def _train(make: Callable[..., tuple[Any, Callable[[], object]]], **options: Any
     return _held()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way"), [*((kind, "second memory") for kind in KINDS), ("function", "allocator")])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        long("function", "second memory"),
+        long("module", "second memory"),
+        slow("training step", "second memory"),
+        slow("function", "allocator"),
+    ],
+)
 def test_what_a_deleted_step_held_is_given_back(kind: str, way: str, budgets: dict[str, int]) -> None:
     before = _held()
     during = _train(KINDS[kind], budget=budgets[way], time_limit=1, **WAYS[way])

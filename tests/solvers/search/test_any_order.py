@@ -24,7 +24,7 @@ from tests.support.oracle import (
     random_problem_with_overwrites,
     random_problem_with_ways,
 )
-from tests.support.sampling import in_turn, long
+from tests.support.sampling import in_turn, long, slow
 
 KINDS: list[Callable[[int], Problem]] = [
     random_dag,
@@ -66,8 +66,7 @@ def test_a_schedule_lowered_by_its_runs_is_the_same_plan(make: Callable[..., Pro
             assert plan.is_a_schedule
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [dags.vgg, dags.resnet, dags.unet, dags.mobilenet])
+@pytest.mark.parametrize("make", [slow(dags.vgg), slow(dags.resnet), long(dags.unet), long(dags.mobilenet)])
 def test_on_training_steps_it_fits_where_a_schedule_does_and_proves_as_much(make: Callable[[], Problem]) -> None:
     problem = make()
     sets, width = ValueSets(problem), 64

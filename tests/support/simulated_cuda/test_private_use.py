@@ -69,7 +69,7 @@ for budget in (least, (least + most) // 2, most):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_values_wait_in_pinned_memory_beside_it() -> None:
     """Copies run as late as they may, and an access that nothing orders is an error."""
     run_python(
@@ -111,7 +111,7 @@ for says, run in (
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ops_that_have_no_room_whole_run_in_parts_there(tmp_path: Path) -> None:
     """An activation and its gradient are too large to be measured, and are estimated."""
     run_python(
