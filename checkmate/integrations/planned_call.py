@@ -37,7 +37,7 @@ Outside = Callable[[Any, Any], int]  # of the arguments of the planned part; byt
 SCALARS = 4096  # bytes of counters, norms and logged losses that a loop keeps for a moment
 SAMPLE = 4096  # elements of a parameter by which the update of a larger one is measured
 _PLANNED = "_checkmate_planned"  # the attribute of a module that holds it
-_NO_SAMPLE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_NO_SAMPLE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
+from torch import nn
 
 from checkmate.capture.nodes import storage
 from checkmate.capture.patches.only_our_captures import follow
@@ -106,42 +107,48 @@ def _leaves_pass(plain: Callable[..., None], self: Any, *args: Any) -> None:
 def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
     """An attribute is set, which may be whether a tensor needs a gradient."""
     attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
-    if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_input(obj)):
+    if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_parameter(obj)):
         return plain(self, tx, obj, name, value)
     obj.call_method(tx, "requires_grad_", [value], {})
     return value
 
 
 def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A method of a tensor, which may freeze an input or thaw it."""
-    if name != "requires_grad_" or not _is_input(self) or not tx.output.is_root_tracer():
+    """Freeze a parameter until it is thawed; other methods, and other tensors, are Dynamo's."""
+    if name != "requires_grad_" or not _is_parameter(self):
         return plain(self, tx, name, args, kwargs)
     needed = next((a.as_python_constant() for a in (*args, *kwargs.values())), True)
+    if needed == self.requires_grad:
+        return self
+    if not tx.output.is_root_tracer():
+        _refuse_flag(self, needed, "in a part that is a graph of its own, such as a checkpoint")
     frozen = _frozen.setdefault(tx.output.tracing_context, {})
-    if needed and self in frozen:
-        self.proxy, self.requires_grad = frozen.pop(self), True
-    elif not needed and self.requires_grad:
+    if not needed:
         frozen[self] = self.proxy
         value = wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "detach", (self.proxy,), {}))
         self.proxy, self.requires_grad = value.as_proxy(), False
-    elif needed and not self.requires_grad:
-        _refuse_flag(self, "True", "which was frozen before it")
+    elif self in frozen:
+        self.proxy, self.requires_grad = frozen.pop(self), True
+    else:
+        _refuse_flag(self, needed, "which was frozen before it")
     return self
 
 
-def _is_input(variable: Any) -> bool:
-    """Whether this is a leaf that the step is given, or holds."""
-    return bool(variable.source) and variable.as_proxy().node.meta["example_value"].is_leaf
+def _is_parameter(variable: Any) -> bool:
+    """Whether a tensor is a parameter, frozen within the step or not."""
+    node = variable.as_proxy().node
+    made_of = node.args[0] if node.target == "detach" else node
+    return bool(variable.source) and isinstance(made_of.meta["example_value"], nn.Parameter)
 
 
 def _end(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """The end of a capture, at which nothing may be frozen that was not at its beginning."""
+    """End a capture, unless a parameter is left frozen."""
     for variable in _frozen.pop(self.tracing_context, {}):
-        _refuse_flag(variable, "False", "and leaves it so")
+        _refuse_flag(variable, False, "and leaves it so")
     return plain(self, tx, *args, **kwargs)
 
 
-def _refuse_flag(variable: Any, needed: str, what: str) -> None:
+def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
     name = readable(variable.source.name)
     explanation = f"The step calls requires_grad_({needed}) on {name}, {what}."
     unimplemented(gb_type="A flag is changed", context=name, explanation=explanation, hints=[])

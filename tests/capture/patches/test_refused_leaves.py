@@ -222,8 +222,17 @@ def _thawed(layer: nn.Module) -> None:
     layer.bias.requires_grad_(True).requires_grad_(False)
 
 
+def _within_a_checkpoint(layer: nn.Module) -> None:
+    checkpoint(lambda x: layer.weight.requires_grad_(False) * x, torch.ones(4), use_reentrant=False)
+
+
 @pytest.mark.parametrize(
-    ("change", "said"), [(_left, "on weight, and leaves it so"), (_thawed, "on bias, which was frozen before it")]
+    ("change", "said"),
+    [
+        (_left, "on weight, and leaves it so"),
+        (_thawed, "on bias, which was frozen before it"),
+        (_within_a_checkpoint, "on weight, in a part that is a graph of its own, such as a checkpoint"),
+    ],
 )
 def test_flags_that_stay_changed_and_frozen_parameters_that_are_thawed_are_refused(
     change: Callable[[nn.Module], None], said: str
@@ -239,3 +248,26 @@ def test_flags_that_stay_changed_and_frozen_parameters_that_are_thawed_are_refus
     with pytest.raises(checkmate.Unsupported, match=said):
         checkmate.compile(step, budget="1 MB")(torch.ones(2, 4))
     assert [p.requires_grad for p in layer.parameters()] == [True, False]
+
+
+def test_a_batch_that_the_step_has_need_a_gradient_is_refused_as_such() -> None:
+    """It was frozen by nobody."""
+    layer = nn.Linear(4, 4)
+    with pytest.raises(checkmate.Unsupported, match=r"pass it in with requires_grad_\(\)"):
+        checkmate.compile(lambda x: layer(x.requires_grad_()).sum(), budget="1 MB")(torch.ones(2, 4))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_tied_weight_frozen_by_one_name_is_frozen_by_the_other() -> None:
+    table, head, i = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False), torch.arange(6)
+    head.weight = table.weight
+
+    def step(i: Tensor) -> Tensor:
+        hidden = table(i).sin()
+        head.requires_grad_(False)
+        fixed = head(hidden).square().mean() + table(i).cos().mean()
+        table.weight.requires_grad_(True)
+        return fixed + head(hidden).sin().mean()
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1)
+    assert_same_bits(*(torch.autograd.grad(run(i), table.weight) for run in (compiled, step)))
