@@ -94,7 +94,7 @@ class Measure:
 
 
 def forget(joint: Joint) -> None:
-    """Have the ops of a step measured anew by whoever captures one with them next, in this process or another."""
+    """Forget the measured costs of a step's ops, so that the next capture measures them anew, in any process."""
     all_conditions, keys = _keys(joint)
     gone = {key for key in keys if key is not None}
     for key in gone:
@@ -104,7 +104,7 @@ def forget(joint: Joint) -> None:
 
 
 def _keys(joint: Joint) -> tuple[dict[torch.device, Conditions], list[Key | None]]:
-    """Where the ops of a step are measured, and by what each is known."""
+    """The conditions under which the ops of a step are measured, and the key of each op."""
     devices = {device_of_op(node) for node in joint.nodes if node is not None}
     found = {device: conditions_on(device) for device in devices}
     return found, [None if node is None else (found[device_of_op(node)], key_of(node)) for node in joint.nodes]

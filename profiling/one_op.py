@@ -134,7 +134,7 @@ def call_of(node: fx.Node) -> partial[Any]:
 
 
 def _see_all(mask: Any) -> None:
-    """Have the mask of a `flex_attention` name all blocks; one that leaves out some takes less."""
+    """Fill the mask of a `flex_attention` with all blocks; a mask that leaves out some takes less time."""
     for numbers, indices in (mask[2:4], mask[6:8]):  # of keys for each block of queries, and the other way round
         if isinstance(numbers, torch.Tensor):
             numbers.fill_(indices.shape[-1])

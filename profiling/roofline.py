@@ -156,14 +156,14 @@ def launches(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Graphs:
-    """What an op runs: the ops of its graphs, one graph of these at a time, so often."""
+    """The ops that an op runs, those of its graphs, and the number of their runs."""
 
     times: int
     ops: list[list[fx.Node]]
 
 
 def graphs_of(node: fx.Node) -> Graphs | None:
-    """What an op runs in parts or row by row, or chooses to run; None of one that is a kernel, as attention is."""
+    """The graphs that an op runs row by row or chooses from; None if it is one kernel, as attention is."""
     if isinstance(node.target, InParts):
         return Graphs(node.target.parts, [_ops_of(node.target.part)])
     if not isinstance(node.target, HigherOrderOperator) or str(node.target) in _FLEX:

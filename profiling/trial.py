@@ -239,7 +239,7 @@ def _is_same_again(node: fx.Node) -> bool:
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
-    """What a trial of an op finds here; nothing where the op does not run on made-up inputs, or there is no memory."""
+    """The result of a trial of an op on this machine; none if it does not run on made-up inputs, or memory ran out."""
     device = device_of_op(node)
     key = name, conditions_on(device), key_of(node)
     if key not in _known:

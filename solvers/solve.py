@@ -124,7 +124,7 @@ def attempt(
     watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
 ) -> Solution:
-    """What `solve` does with a problem as it is, not split further; an answer without a plan does not say why.
+    """Solve a problem as it is, not split further; an answer without a plan does not say why.
 
     ``patience``: seconds after which "auto" ends if there is no plan.
     """

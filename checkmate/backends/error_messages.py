@@ -271,7 +271,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(
 
 
 def _averages_by_count(fn: Callable[..., Any]) -> str:
-    """What batch norms over ranks without a momentum do, and which they are; others are captured."""
+    """Name the batch norms over ranks that have no momentum, and say why they are refused; others are captured."""
     norms = [
         f"{name} ({type(one).__name__})"
         for module in held_modules(fn, ())
@@ -307,7 +307,7 @@ def _explanation(error: Exception) -> str:
 
 
 def _around(error: Exception) -> str:
-    """In which function of autograd's Dynamo was, as far as that changes the advice."""
+    """Name the part that Dynamo was in, a backward or a checkpoint, where that changes the advice."""
     if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
         return f"\n{_IN_BACKWARD}"
     return f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""

@@ -93,7 +93,7 @@ def allocated_on(device: torch.device) -> int | None:
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:
-    """Have cuBLAS and cuBLASLt, which adds a bias, take their workspaces now, in this thread and in autograd's.
+    """Make cuBLAS and cuBLASLt, which adds a bias, allocate their workspaces now, for this thread and autograd's.
 
     On CUDA each takes one at its first product on a thread and stream, and keeps it. A step whose ops were all measured
     before, by another process, would meet these bytes only once it runs.
@@ -112,7 +112,7 @@ def have_libraries_take_workspaces(device: torch.device) -> None:
 
 
 def in_autograds_thread(device: torch.device, call: Callable[[], T]) -> T:
-    """What a call gives in the thread that runs backwards on a device; on the CPU that is the caller's.
+    """Run a call in the thread that runs backwards on a device, the caller's on the CPU, and return its result.
 
     Libraries keep handles, workspaces and choices of kernels for each thread. AOTAutograd traces with multithreading
     off, so that a backward stays in the caller's thread: here it does not.

@@ -81,5 +81,5 @@ def input_names(module: fx.GraphModule) -> list[str]:
 
 
 def readable(traced: str) -> str:
-    """How a person calls what Dynamo calls ``L['self']._modules['layer1']``."""
+    """The name that a person gives to what Dynamo calls ``L['self']._modules['layer1']``."""
     return module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L.")

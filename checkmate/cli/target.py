@@ -70,7 +70,7 @@ def maker(
 
 
 def _said(error: BaseException, lines: str, *, on_meta: bool) -> str:
-    """What an error of the user's function says, where, and what to write if the function trains or wants data."""
+    """Quote an error of the user's function with its place, and the lines to write if it trains or wants data."""
     from checkmate.capture.provenance import is_users
 
     frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]

@@ -97,7 +97,7 @@ def with_checksum(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_checksum(document: dict[str, Any], origin: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `with_checksum` was given.
+    """The document that `with_checksum` was given.
 
     Raises:
         InvalidProblem: if it says something else than then.

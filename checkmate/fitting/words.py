@@ -72,7 +72,7 @@ def notes(
     ways: tuple[Way, ...],
     largest: LargestSizes | None,
 ) -> Iterator[str]:
-    """What was assumed, and what the words of the page mean."""
+    """The assumptions, and the meaning of the words on the page."""
     yield "nothing run twice: a planned step that runs each op once, and lets go of each gradient at its update"
     looked_at = {way.name for way in ways if way.smallest is not None}
     if IN_PARTS in looked_at:

@@ -1,4 +1,4 @@
-"""Whether there is room for what is tried or measured, which a step itself need not have."""
+"""Calls that may run out of memory: trials and measurements, which need more than a step itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the 
 
 
 def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
-    """What a call gives, as the one element of a list; none if memory runs out, once all that it had made is gone.
+    """Run a call, and return its result in a list; the list is empty if memory ran out, and its tensors are freed.
 
     Args:
         run: the call.

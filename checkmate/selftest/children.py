@@ -26,7 +26,7 @@ VERDICTS = {True: "passed", False: "failed", None: "skipped"}
 
 
 def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
-    """What each check found, in their order; ``limit``: seconds for each, in place of its own.
+    """Results of the checks, in their order; ``limit``: seconds for each, in place of its own.
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """
@@ -51,7 +51,7 @@ def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = Non
 
 
 def places() -> int:
-    """How many checks run at a time, by the processors and the memory that there are."""
+    """The number of checks to run at a time, by processors and memory."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = min((limit.free for limit in limits()), default=0)
     return max(1, min(MOST, processors, free // OF_A_CHECK))

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter alone: known by a table, or promised by who made it, and then tried.
+"""Optimizers that update each parameter alone: known by a table, or promised by their author, and then tried.
 
 **Known.** What these compute of a parameter depends on nothing but its gradient, its state and its group's settings. A
 class that is derived from one has its parent's bits where it changes nothing that the parent's `step` runs: it may have

@@ -1,1 +1,1 @@
-"""Ops that run graphs or kernels which they are given: which may run again, and what they cost."""
+"""Higher-order ops, with the graphs and kernels that they run: recomputation and costs."""

@@ -1,4 +1,4 @@
-"""The graphs that higher-order ops are given, and what these compute, in words."""
+"""The graphs that higher-order ops are given: as modules, as text, and their bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def body_of(node: fx.Node) -> nn.Module | None:
 
 
 def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
-    """What a graph computes, in words that hold in every process.
+    """Describe a graph by text that is the same in every process.
 
     Args:
         body: the graph; describe: how to write what is no node in the arguments of an op.
@@ -51,7 +51,7 @@ def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
 
 
 def rows_of(node: fx.Node) -> int:
-    """How often an op runs the graphs that it is given: once for each row, or once."""
+    """Count the runs of an op's graphs: one for each row, or one."""
     given: Any = node.args[_ROWS_IN[node.target.name()]] if node.target.name() in _ROWS_IN else ()  # type: ignore[union-attr]
     return max([n.meta["val"].shape[0] for n in given], default=1)
 
@@ -60,14 +60,14 @@ _ROWS_IN = {"map_impl": 1, "scan": 2}  # position of the tensors whose rows they
 
 
 def bytes_within(node: fx.Node) -> int:
-    """What is there at most of what an op's graphs compute, but for their results, and of results row by row."""
+    """Peak bytes within an op's graphs, without their results; for `map` with the rows before they are stacked."""
     made = sum(t.untyped_storage().nbytes() for t in tensors(node.meta.get("val")))
     stacked = made if node.target.name() == "map_impl" else 0  # type: ignore[union-attr]
     return stacked + max(bytes_of_graph(body) for body in bodies(node) if isinstance(body, fx.GraphModule))
 
 
 def bytes_of_graph(body: fx.GraphModule) -> int:
-    """What is there at most of what a graph computes, but for its results."""
+    """Peak bytes of a graph's intermediates, without its results."""
     nodes = list(body.graph.nodes)
     given = {storage(t) for n in nodes if n.op == "placeholder" for t in tensors(n.meta.get("val"))}
     sizes: dict[int, int] = {}  # of each storage that the graph makes

@@ -1,4 +1,4 @@
-"""Say where a step differs from plain PyTorch because of `torch.utils.checkpoint`: it is captured as without it.
+"""Warnings about `torch.utils.checkpoint`, without which a step is captured: where plain PyTorch differs.
 
 Plain PyTorch runs a checkpoint again in the backward, and so it makes the writes of its beginning twice: batch norm's
 to its running statistics, and those of whatever else counts or averages. With ``use_reentrant=True`` it trains nothing
@@ -70,7 +70,7 @@ def _warn(nodes: Iterable[fx.Node], what: str) -> None:
 
 
 def _ends(at: dict[fx.Node, int]) -> dict[Any, int]:
-    """Up to where plain PyTorch runs each checkpoint again: the last op that saves something for its backward.
+    """The position up to which plain PyTorch runs each checkpoint again: that of the last op that saves a tensor.
 
     Nodes of an op and of its backward have one ``seq_nr``, and so do ops without a backward that follow it.
     """

@@ -45,7 +45,7 @@ _INSTALL = {
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """Calls the kernel for an op, with the op's arguments; gives its results, None for those that nobody reads."""
+    """A call of an op's compiled kernel, with the op's arguments. Results that nobody reads are None."""
 
     op: HigherOrderOperator
     key: str
@@ -67,7 +67,7 @@ def is_compiled(node: fx.Node) -> bool:
 
 
 def compile_attention(graph: fx.Graph) -> None:
-    """Have each attention of a step that the user has compiled run by its kernel.
+    """Replace each attention that the user has compiled by a call of its compiled kernel.
 
     Raises:
         Unsupported: if there is no compiler for the device, or it cannot compile one of them.

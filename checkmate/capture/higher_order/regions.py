@@ -1,4 +1,4 @@
-"""Regions of `torch.compiler.nested_compile_region`: what they run is put in place of their calls."""
+"""Inline the regions of `torch.compiler.nested_compile_region`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.capture.higher_order.bodies import body_of
 
 
 def put_regions_in_place(module: fx.GraphModule) -> None:
-    """Have a graph of Dynamo's run itself what its regions for nested compilation run, so that each op is planned."""
+    """Inline all regions of a graph of Dynamo's, so that each of their ops is planned."""
     region = torch.ops.higher_order.invoke_subgraph
     while calls := module.graph.find_nodes(op="call_function", target=region):
         for node in calls:

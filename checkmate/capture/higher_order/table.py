@@ -41,7 +41,7 @@ _MAY_NOT_END = {"while_loop"}  # on made-up numbers
 
 
 def runs_once(node: fx.Node) -> str | None:
-    """Why a higher-order op must run exactly once, in words; None if it may run again, or is another op."""
+    """The reason for which a higher-order op must run exactly once; None if it may run again, or is another op."""
     if isinstance(node.target, Launch):
         return node.target.once
     op = node.target.op if isinstance(node.target, Fused) else node.target
@@ -69,7 +69,7 @@ def _of_op(op: Any) -> str | None:
 
 
 def _of_body(body: Any) -> Iterator[str]:
-    """What keeps a graph from running again, in words."""
+    """Reasons for which a graph may not run again."""
     if not isinstance(body, fx.GraphModule):
         yield "cannot be looked into"
         return

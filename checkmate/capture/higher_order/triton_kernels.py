@@ -38,7 +38,7 @@ _EMPTY = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What a kernel's result is written to."""
+    """The layout of a tensor that a kernel writes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -46,13 +46,13 @@ class Memory:
     device: torch.device
 
     def take(self) -> torch.Tensor:
-        """Take it, with anything in it."""
+        """Allocate it, uninitialized."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Calls a kernel on tensors, by name, and gives all that it writes, by name; writes to none that it is given."""
+    """A functional launch of a kernel: takes tensors by name and returns those that the kernel writes, by name."""
 
     kernel: int  # its number, and that of its other arguments, in PyTorch's table of this process
     constants: int
@@ -64,7 +64,7 @@ class Launch:
     __name__ = "triton_kernel"
 
     def __call__(self, *bases: Any, **given: Any) -> dict[str, torch.Tensor]:
-        """What it writes."""
+        """Launch the kernel, and return the tensors that it wrote."""
         made = {name: memory.take() for name, memory in self.makes.items()}
         options = self.options | ({"tensor_bases": dict(zip(self.bases, bases, strict=True))} if bases else {})
         copied: dict[str, torch.Tensor] = WRAPPER(
@@ -87,7 +87,7 @@ class Launch:
 
     @cached_property
     def key(self) -> str:
-        """What tells it from others but for the tensors that it is given, in words that hold in every process."""
+        """A hash of the kernel and its options, without the tensors, which is the same in every process."""
         configs = [str(config) for config in getattr(kernel_side_table.get_kernel(self.kernel), "configs", ())]
         constants = kernel_side_table.get_constant_args(self.constants)
         text = repr((*_sources(self.kernel, self.constants), configs, constants, self.options, self.makes))
@@ -95,13 +95,13 @@ class Launch:
 
 
 def why_once(kernel: int, constants: int) -> str | None:
-    """Why a kernel must run exactly once, in words; None if it may run again, as far as its source tells."""
+    """The reason for which a kernel must run exactly once; None if its source has none."""
     found = next((match for source in _sources(kernel, constants) if (match := _UNORDERED.search(source))), None)
     return None if found is None else f"runs a kernel of Triton's that calls {found[0]}"
 
 
 def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
-    """Have launches of kernels make what they write where that was empty.
+    """Let launches allocate their results themselves where these were empty tensors.
 
     Args:
         graph: of the step.
@@ -132,7 +132,7 @@ def _holds_nodes(options: Any) -> bool:
 
 
 def _is_unused(arg: Any, by: fx.Node) -> bool:
-    """Whether it is memory in which nothing is, for this op alone."""
+    """Whether an argument is an empty tensor that only this op uses."""
     return arg.target in _EMPTY and list(arg.users) == [by] and isinstance(arg.meta["val"], torch.Tensor)
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo refuses of autograd and our backends capture: tensors given twice, leaves made on the way, frozen inputs.
+"""Uses of autograd that Dynamo refuses, captured: tensors given twice, leaves made on the way, frozen parameters.
 
 Importing this module has Dynamo take these in what our backends capture, and in nothing else.
 

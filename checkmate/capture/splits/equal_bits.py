@@ -80,7 +80,7 @@ def _key_of(parts: InParts) -> tuple[Any, ...]:
 def _once(
     key: tuple[Any, ...], trial: Callable[[], float], what: str, instead: str = "it does not run in parts"
 ) -> float:
-    """What a trial finds that is made once in a process; infinite, and to be tried again, if there is no memory for it.
+    """The result of a trial, which is made once in a process; infinite, and not kept, if there is no memory for it.
 
     ``what`` is tried, and what happens ``instead``, is for the log.
     """
@@ -268,7 +268,7 @@ def inputs_of(parts: InParts) -> int:
 
 
 def _of_region(parts: InParts, whole: Callable[..., Any], seed: int) -> Iterator[Compared]:
-    """What a region makes; on a device in autograd's thread, too, for which a library chooses kernels anew."""
+    """The results of a region; on a device also in autograd's thread, for which libraries choose kernels anew."""
     draw = torch.Generator().manual_seed(seed)
     inputs = [made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
 
