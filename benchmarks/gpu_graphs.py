@@ -5,9 +5,9 @@
 The networks of `benchmarks.graphs` on the meta device, traced as PyTorch dispatches on CUDA for this device: attention
 in one kernel, batch norm by cuDNN, dropout by its own generator; in float32, and in bfloat16 by autocast. No GPU runs
 anything. Costs and bytes are estimates, whose error `benchmarks/results/estimates.md` tells. Smallest budgets are with
-ops whole, and with those in parts that keep the bits by an argument, which the device would have to try. What is
-recomputed is a share of the step in the parts in which it is planned. A T5 in bfloat16 is refused, as plain PyTorch
-refuses it on an H100: attention by cuDNN has no gradient for a bias.
+the loss at once, and in parts, whose bits the device would have to try. What is recomputed is a share of the step in
+the parts in which it is planned. A T5 in bfloat16 is refused, as plain PyTorch refuses it on an H100: attention by
+cuDNN has no gradient for a bias.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
 
     Where nothing is said: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None,
     profile="measure", cache=True, backend="eager", max_plans=64, memory=None, wait="first", rules=None,
-    host_budget=None, host=None, numerics="exact"``.
+    host_budget=None, host=None``.
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
@@ -116,9 +116,6 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
         host: where that is: ``"file:/fast/disk"``, a folder on a fast disk in which a file without a name is kept, or
             ``"file:"``, the folder of temporary files, for a step on the CPU; ``"pinned"``, memory of the host, on
             CUDA. Without a choice ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
-        numerics: ``"exact"``, the bits of plain PyTorch; or ``"rounding"``: for a budget that no plan with these bits
-            fits, gradients of weights may be summed over parts of a batch too, which rounds otherwise. How far off
-            that is, is tried for each, and stands in ``.plans[0].problem.splits``; the forward keeps its bits.
         overlap: have what sharded parameters are gathered and reduced by go on beside other ops, where the plan has it:
             started before it is needed, and waited for later. The peak then is what was planned or less.
 
@@ -170,10 +167,8 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
     Args:
         fn: a module or function; args, kwargs: a batch for it.
         budget: as for `compile`, where none is given, too; so are method, time_limit, reserve, profile, cache, backend,
-            memory, rules, host_budget, host and numerics, which may be given too. Compiled by Inductor, a tensor may be
-            as far off as `torch.testing.assert_close` allows of its largest element. Where sums over parts were taken,
-            a gradient may be 16 times as far off as they were when they were tried, of its own or any gradient's
-            largest element, and the certificate says how far it is; all else has the bits of plain PyTorch.
+            memory, rules, host_budget and host, which may be given too. Compiled by Inductor, a tensor may be
+            as far off as `torch.testing.assert_close` allows of its largest element.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -227,7 +222,6 @@ def new_backend(
             begin=planner.begin,
             updates=updates,
             elsewhere=elsewhere or options.elsewhere,
-            rounding=options.rounding,
             overlap=options.overlap,
             asked=budget,
         )

@@ -50,13 +50,12 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.
-        numerics: as for `checkmate.compile`: with ``"rounding"`` the step may be split further, with sums over parts.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
         InvalidProblem: if a file is no file of measured ops.
         OSError: if it cannot be read.
-        ValueError: if there is no such profile, device or kind of numerics.
+        ValueError: if there is no such profile, or device.
         HostError: if there is no such second memory.
 
     >>> import torch
@@ -93,7 +92,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         ):
             backend = Backend(taken, _stop, find_costs, block_bytes)
             backend.updates, backend.elsewhere = updates, options.elsewhere
-            backend.rounding, backend.overlap = options.rounding, options.overlap
+            backend.overlap = options.overlap
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass
@@ -143,7 +142,6 @@ def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) ->
         top: how many of the pinned ops are printed.
         rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
         host_budget, host: as for `checkmate.compile`: the smallest budget is that with a second memory then.
-        numerics: as for `checkmate.compile`: the smallest budget is that with sums over parts then.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))

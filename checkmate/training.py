@@ -112,7 +112,7 @@ def training_step(
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
             with the planned one. Needs the memory of a plain step, once. Without a choice, as for `checkmate.compile`,
             where it can be compared.
-        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host, numerics: as for
+        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host: as for
             `checkmate.compile`.
 
     Returns:

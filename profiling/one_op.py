@@ -30,7 +30,6 @@ from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
-from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.rounding_probes import flat, packet_of, repeat
 from checkmate.memory.room import ran_out_of_memory
 from checkmate.torch_internals.aot import is_with_effects
@@ -101,7 +100,7 @@ def runs_alone(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return table.runs_alone(node)
-    if isinstance(target, (types.FunctionType, InParts, Drawn, Launch, Fused)):
+    if isinstance(target, (types.FunctionType, Drawn, Launch, Fused)):
         return True
     return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 

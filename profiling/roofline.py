@@ -34,10 +34,9 @@ from checkmate.capture.device import as_allocated
 from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
 from checkmate.capture.higher_order.fused_attention import dense_ops
 from checkmate.capture.joint import Joint
+from checkmate.capture.loss.kernels import estimate
 from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
-from checkmate.capture.splits.loss import estimate
-from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.legal import Candidate, candidates
 from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input
@@ -95,8 +94,6 @@ def roofline(joint: Joint, device: Device) -> Profile:
             seconds[k], launched[k] = roofline_seconds(node, device), launches(node)
             if (of_parts := estimate(node)) is not None:
                 inside = of_parts.workspace_bytes
-            elif isinstance(node.target, InParts):
-                inside = node.target.inner_bytes
             elif hasattr(node.target, "workspace_bytes"):
                 inside = node.target.workspace_bytes()
             elif graphs_of(node) is not None:
@@ -115,14 +112,12 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
 
 def _way(joint: Joint, candidate: Candidate, device: Device) -> Way:
-    """Its workspace is a block or a part, where it runs block by block or in parts, and else nothing."""
+    """A way with the workspace of a block, where the op runs block by block."""
     node = joint.nodes[candidate.op]
     assert node is not None
-    written, inside = written_of(node.target), block_bytes(node) or 0
+    written = written_of(node.target)
     assert written is not None
-    if isinstance(node.target, InParts):
-        inside = node.target.inner_bytes
-    workspace = as_allocated(inside, device.block_bytes)
+    workspace = as_allocated(block_bytes(node) or 0, device.block_bytes)
     return Way(candidate.op, candidate.makes, candidate.over, workspace, written.slower)
 
 
@@ -164,8 +159,6 @@ class Graphs:
 
 def graphs_of(node: fx.Node) -> Graphs | None:
     """The graphs that an op runs row by row or chooses from; None if it is one kernel, as attention is."""
-    if isinstance(node.target, InParts):
-        return Graphs(node.target.parts, [_ops_of(node.target.part)])
     if not isinstance(node.target, HigherOrderOperator) or str(node.target) in _FLEX:
         return None
     graphs = [_ops_of(body.graph) for body in bodies(node) if isinstance(body, fx.GraphModule)]

@@ -21,14 +21,13 @@ from checkmate.solvers.search.next_use import GRID
 WORTH = 0.01  # of the smallest budget: what another order must save
 
 
-def late_results(graph: Graph, *, by_floor: bool = False) -> list[int] | None:
+def late_results(graph: Graph) -> list[int] | None:
     """The order of a step's ops in which its smallest budget is lower; None where it is none, or hardly.
 
     Nothing but the bytes of values counts, so that the answer is the same wherever and whenever a step is captured.
 
     Args:
         graph: of the step.
-        by_floor: it is enough that every plan needs less; for a step that is split, as no budget fits it whole.
 
     >>> from checkmate.core.graph import Op, Value
     >>> forward = Op("a", "f", (), (0,)), Op("b", "f", (0,), (1,))
@@ -45,8 +44,6 @@ def late_results(graph: Graph, *, by_floor: bool = False) -> list[int] | None:
     later = graph.in_order(order)
     if _lowest(later) > (1 - WORTH) * least:
         return None
-    if by_floor:
-        return order
     stages = run_pass(Tables.of(_bare(later)), int((1 - WORTH) * least), GRID[0])
     return None if isinstance(stages, Stuck) else order
 

@@ -187,10 +187,8 @@ def cheapest_split(
         """The cheapest plan of the first problems that have one."""
         clock, best = Clock(time_limit), None
         for i, one in enumerate(problems):
-            if best is not None:
-                rounds = one.rounding > best.problem.rounding  # that is for budgets which nothing else fits
-                if clock.is_over or rounds or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost:
-                    break
+            if best is not None and (clock.is_over or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
+                break
             found = find(one, SHARES[min(i, len(SHARES) - 1)] * time_limit, patience)
             answers[id(one)] = one, found
             if found.plan is not None and (best is None or found.cost < best.cost):

@@ -15,7 +15,6 @@ import torch.fx as fx
 
 from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
-from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
 from checkmate.backends.planner import Budget
 from checkmate.backends.static_memory import FirstStep, serving, within
@@ -35,6 +34,7 @@ from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_o
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.higher_order.regions import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
+from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
@@ -146,7 +146,6 @@ class Backend:
     begin: Callable[[Problem], tuple[Solution, UnfinishedSearch | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
-    rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
     overlap: bool = False  # what ranks send each other may go on beside ops
     budget: int = 0  # bytes that a step may take when it runs; 0: as many as its plan
     asked: Budget | None = None  # what finds these when a graph is first planned; None: they are known
@@ -338,8 +337,8 @@ class Backend:
 
         problem = pose(joint)
         if self.exact:
-            about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
-            problem = with_parts(problem, joint_module, read, pose, **about)
+            in_data = not fakes and self.block_bytes == 1
+            problem = with_loss_in_parts(problem, joint_module, read, pose, tried=in_data)
         at_once = self.begin is None or not may_change(joint)
         find: Find = (lambda *asked: (self.plan(*asked), None)) if at_once else self.begin  # type: ignore[assignment]
         replays = Replays.now(device, self.budget) if self.budget and not fakes else None

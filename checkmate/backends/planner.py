@@ -31,7 +31,6 @@ log = logging.getLogger("checkmate.backends.planner")
 Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
-Numerics = Literal["exact", "rounding"]
 Bytes = int | float | str
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 _HOSTS = ("pinned", "memory")  # that are no files
@@ -52,7 +51,6 @@ class StepOptions(TypedDict, total=False):
     rules: Rules | None
     host_budget: Bytes | None
     host: str | None
-    numerics: Numerics
     overlap: bool
 
 
@@ -67,7 +65,6 @@ OF_TRACE = (
     "cache",
     "host_budget",
     "host",
-    "numerics",
     "overlap",
 )  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
@@ -101,7 +98,6 @@ class Options:
     rules: Rules | None = None
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
-    numerics: Numerics = "exact"
     overlap: bool = False  # what ranks send each other beside ops
 
     @classmethod
@@ -128,8 +124,6 @@ class Options:
             raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
-        if self.numerics not in get_args(Numerics):
-            raise ValueError(f'numerics is "exact", the bits of plain PyTorch, or "rounding", not {self.numerics!r}.')
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap is True or False, not {self.overlap!r}.")
         is_number = isinstance(self.wait, (int, float)) and not isinstance(self.wait, bool)
@@ -153,21 +147,11 @@ class Options:
             )
         if self.overlap:
             raise ValueError(f'overlap=True is for backend="eager" so far, not for {self.backend!r}.')
-        if self.rounding:
-            raise ValueError(
-                f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '
-                "plain PyTorch anyway, and runs nothing in parts."
-            )
 
     @property
     def patience(self) -> float:
         """Seconds to look for a plan before the first step runs."""
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
-
-    @property
-    def rounding(self) -> bool:
-        """Whether sums over parts may be taken, which are those of plain PyTorch but for rounding."""
-        return self.numerics == "rounding"
 
     @property
     def costs(self) -> tuple[Profiler, int]:
@@ -201,8 +185,17 @@ class Options:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 
 
+# Options that earlier versions had, and what to write instead.
+GONE = {
+    "numerics": "Every plan has the bits of plain PyTorch. Leave it out; for a lower budget give host_budget=, or take "
+    "a smaller batch and accumulate gradients",
+}
+
+
 def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
-    """What to say of an option that there is none of."""
+    """Say that there is no such option, with what to write instead."""
+    if name in GONE:
+        return f"{way_in} has no option {name!r} any more. {GONE[str(name)]}."
     near = get_close_matches(str(name), known, 1)
     meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
     return f"{way_in} has no option {name!r}. {meant}"

@@ -15,7 +15,6 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.questions import Questions
 from checkmate.capture.sharded.shards import local
-from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.second_memory import SecondMemory
 from checkmate.codegen.transfers import no_second_memory
@@ -52,8 +51,7 @@ def joint_of(problem: Problem) -> Joint:
 
 def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:
     """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
-    is_split = any(isinstance(node.target, InParts) for node in joint.module.graph.nodes)
-    order = late_results(joint.graph, by_floor=is_split)
+    order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
     costs, over = writable(joint, profile(joint))
     return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from checkmate.backends.planner import Bytes, Numerics, Options
+from checkmate.backends.planner import Bytes, Options
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.batch.size_search import (
@@ -71,7 +71,6 @@ def max_batch_size(
     time_limit: float = TIME_LIMIT,
     host_budget: Bytes | None = None,
     host: Host | str | None = None,
-    numerics: Numerics = "exact",
 ) -> LargestBatch:
     """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
 
@@ -97,7 +96,6 @@ def max_batch_size(
         time_limit: seconds for everything. What has begun is ended: a trace may take longer.
         host_budget, host: a second memory, in which values may wait: as for `checkmate.trace`, which measures it here;
             or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
-        numerics: as for `checkmate.compile`: with ``"rounding"`` sizes count that fit with sums over parts only.
 
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
@@ -119,8 +117,7 @@ def max_batch_size(
     known, asked = (host, None) if isinstance(host, Host) else (None, host)
     if known is not None and host_budget is not None:
         raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
-    costs: dict[str, Any] = {"profile": profile, "cache": cache, "numerics": numerics}
-    options = Options(**costs, host=asked, host_budget=host_budget)
+    options = Options(profile=profile, cache=cache, host=asked, host_budget=host_budget)
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     steps = SizedSteps(maker_of(make_step), make_batch, options, known)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -103,12 +102,7 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
     )
     smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
     host, splits = problems[0].host, problems[0].splits
-    about: dict[str, Any] = {
-        "splits": splits,
-        "smaller": smaller,
-        "rounding": max(known.rounding for known in problems),
-    }
-    return Problem(replace(graph, values=values), profile, host=host, **about)
+    return Problem(replace(graph, values=values), profile, host=host, splits=splits, smaller=smaller)
 
 
 def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:

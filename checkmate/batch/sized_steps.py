@@ -120,8 +120,7 @@ class SizedSteps:
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
         costs, block_bytes = profiler(solution.problem.profile)
-        about: dict[str, Any] = {"block_bytes": block_bytes, "rounding": self.options.rounding}
-        backend = Backend(partial(_again, solution), profile=costs, **about)
+        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes)
         compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)
 
         def run() -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -322,3 +324,21 @@ def without_dead_code(
     graph.eliminate_dead_code(has_effect)
     graph.lint()
     return kind(module, graph)
+
+
+def copy_of(module: fx.GraphModule) -> fx.Graph:
+    """A copy of a graph's nodes; their fake tensors are the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        return deepcopy(module.graph)
+
+
+class Unwritten(fx.GraphModule):
+    """A module whose code is not written: few of the splits that are looked at become a plan, and that is written."""
+
+    def recompile(self) -> Any:
+        """Nothing."""
+
+    def forward(self, *args: Any) -> Any:
+        """Run it node by node."""
+        return fx.Interpreter(self).run(*args)

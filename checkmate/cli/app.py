@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
     step, batch = make(args.size) if args.size else make()
     positional, named = arguments_of(batch)
     try:
-        problem = trace(step, *positional, profile=profile, numerics=args.numerics, **named)
+        problem = trace(step, *positional, profile=profile, **named)
     except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
         if args.debug:
             raise
@@ -216,7 +216,6 @@ def _max_batch(args: argparse.Namespace) -> int:
         largest=args.largest,
         time_limit=args.time_limit,
         host=host,
-        numerics=args.numerics,
     )
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE

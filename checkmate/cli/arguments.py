@@ -76,11 +76,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "problem": {"metavar": "PROBLEM.json"},
     "--device": {"metavar": "NAME", "help": "estimate for a device such as h100; nothing is allocated here or runs"},
     "--profile": {"metavar": "OPS.json", "help": "costs that were measured elsewhere"},
-    "--numerics": {
-        "choices": ("exact", "rounding"),
-        "default": "exact",
-        "help": "rounding: sums over parts too, where else nothing fits",
-    },
     "--size": {"type": size, "metavar": "N", "help": "call the function with this size"},
     "--save-problem": {**_FILE, "help": "write what was traced, as for checkmate solve"},
     "--budget": {
@@ -149,7 +144,7 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
             to = costs if option in ("--device", "--profile") else made
             to.add_argument(option, **(changed.get(option.strip("-").replace("-", "_")) or _OPTIONS[option]))
 
-    target = ("target", "--device", "--profile", "--numerics")
+    target = ("target", "--device", "--profile")
     about = _TARGET.format(more="With --size N it is called with N.")
     command("plan", "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
     command("solve", "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)

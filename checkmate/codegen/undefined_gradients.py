@@ -11,7 +11,6 @@ would call its hooks with None, so this one does not.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -22,7 +21,6 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.capture.splits.parts import InParts
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
 from checkmate.torch_internals.dispatcher import OpOverload
@@ -177,38 +175,17 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     """A backward as autograd runs it where the gradients in these placeholders are not defined.
 
     What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
-    kinds reads zeros, as autograd's own do. A region that reads one runs at once, op by op.
+    kinds reads zeros, as autograd's own do.
     """
     names, graph = set(missing), fx.Graph()
     known: dict[fx.Node, _Known] = {}
     for node in module.graph.find_nodes(op="placeholder"):
-        copy = graph.node_copy(node)
-        known[node] = None if node.name in names else copy, _is_tangent(node)
-    _write_defined(graph, module.graph, known)
-    output = module.graph.output_node()
-    results: Any = output.args[0]
-    graph.output(tuple(known[n][0] if isinstance(n, fx.Node) else n for n in results)).meta = output.meta
-    return without_dead_code(module, graph)
-
-
-def _write_defined(graph: fx.Graph, source: fx.Graph, known: dict[fx.Node, _Known]) -> None:
-    """Write what is defined of one graph into another; ``known`` has its placeholders, and gets all that it makes."""
-    made: dict[fx.Node, list[_Known]] = {}  # the results of regions that are written op by op
-    for node in source.nodes:
+        mine = graph.node_copy(node)
+        known[node] = None if node.name in names else mine, _is_tangent(node)
+    for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and node.args[0] in made:
-            known[node] = made[node.args[0]][node.args[1]]
-            continue
         given = [n for n in node.all_input_nodes if known[n][1]]
-        if isinstance(node.target, InParts) and any(known[n][0] is None for n in given):
-            whole = node.target.whole
-            inner = {n: known[a] for n, a in zip(whole.find_nodes(op="placeholder"), node.args, strict=True)}
-            _write_defined(graph, whole, inner)
-            results: Any = whole.output_node().args[0]
-            made[node] = [inner[result] for result in results]
-            known[node] = None, True
-            continue
         # autograd adds two gradients here; that of `torch.round` depends on none that is handed in
         is_sum = node.target is aten.add.Tensor and node.meta.get("is_gradient_acc")
         needed = node.all_input_nodes if is_sum else given
@@ -218,6 +195,10 @@ def _write_defined(graph: fx.Graph, source: fx.Graph, known: dict[fx.Node, _Know
         term = _only_term(node, [n for n in node.all_input_nodes if known[n][0] is not None])
         copy = known[term][0] if term is not None else None
         known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
+    output: Any = module.graph.output_node()
+    results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
+    graph.output(results).meta = output.meta
+    return without_dead_code(module, graph)
 
 
 def _only_term(node: fx.Node, defined: list[fx.Node]) -> fx.Node | None:

@@ -85,7 +85,6 @@ class Problem:
     rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
     host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
     splits: tuple[str, ...] = ()  # what runs in parts in it, in words; not in files
-    rounding: float = 0.0  # the most that sums over parts are off by, as tried, of their largest element; 0: equal bits
     smaller: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
     def __post_init__(self) -> None:

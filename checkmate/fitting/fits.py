@@ -37,7 +37,6 @@ from checkmate.fitting.memory_parts import (
     kept_parts,
     plain_lives,
     plain_parts,
-    without_rounding,
 )
 from checkmate.fitting.place import Place
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
@@ -157,7 +156,7 @@ def fits(
         largest=largest,
         why_no_largest=why_none,
         notes=tuple(notes(place, problem, host, make_batch, ways, largest)),
-        problem=without_rounding(problem),
+        problem=problem,
         trace_seconds=traced - began,
         seconds=time.perf_counter() - began,
     )
@@ -172,9 +171,9 @@ class _Step:
     place: Place
 
     def problem(self, batch: Any, named: Any) -> Problem:
-        """The whole step traced for a batch; it may be split further, in the end with sums over parts."""
+        """The whole step traced for a batch; its loss may run in parts."""
         step = training_step(loss_of(self.fn), self.optimizers, budget=max(1, self.place.room))
-        return trace(step, *batch, profile=self.place.profile, numerics="rounding", **named)
+        return trace(step, *batch, profile=self.place.profile, **named)
 
     def resident(self, batch: Any, named: Any, problem: Problem) -> Resident:
         """How many of the bytes that are there all the time are parameters and states."""
@@ -202,7 +201,7 @@ class _Sizes:
         try:
             size = size_of(self._batch)
             problems = SizedProblems(self._at)
-            problems.traced[size] = without_rounding(problem)
+            problems.traced[size] = problem
             about: dict[str, Any] = {"trace_seconds": trace_seconds, "plain_peak": plain_peak, "deadline": deadline}
             found = largest_sizes(problems, max(LEAST_SIZE, size), room, **about)
             return replace(found, given=size), ""
@@ -216,4 +215,4 @@ class _Sizes:
             batch, named = arguments_of(self._make_batch(size))
             if self._step.place.device is not None:
                 batch, named = StandIns().within((batch, named))
-        return without_rounding(self._step.problem(batch, named))
+        return self._step.problem(batch, named)

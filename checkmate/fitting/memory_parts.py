@@ -148,16 +148,5 @@ def _taken(problem: Problem, k: int, at: int, last: dict[int, int]) -> tuple[int
 
 
 def without_parts(problem: Problem) -> Problem:
-    """The same step, no op of which runs in parts, whatever the budget."""
+    """The step whose loss runs at once, whatever the budget."""
     return replace(problem, smaller=None)
-
-
-def without_rounding(problem: Problem) -> Problem:
-    """The same step, whose ops run in parts only where that keeps the bits."""
-
-    def split_further() -> Problem | None:
-        assert problem.smaller is not None
-        found = problem.smaller()
-        return None if found is None or found.rounding else without_rounding(found)
-
-    return replace(problem, smaller=None if problem.smaller is None else split_further)

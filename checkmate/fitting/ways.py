@@ -8,15 +8,15 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.fitting.answer import NOT_ASKED, Way
-from checkmate.fitting.memory_parts import without_parts, without_rounding
+from checkmate.fitting.memory_parts import without_parts
 from checkmate.fitting.place import Place, written
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split
 
 PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
-NAMES = ("recomputation", "with ops in parts", "with a second memory", "with rounding")
-RECOMPUTATION, IN_PARTS, WITH_HOST, ROUNDING = NAMES
+NAMES = ("recomputation", "with its loss in parts", "with a second memory")
+RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
 FOR_WANT_OF_TIME = "not looked at, for want of time"
 
 
@@ -35,9 +35,9 @@ def ways_of(
     Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
     none that would go on beyond the deadline if it took as long as the longest before it.
     """
-    exact, there = without_rounding(problem), place.host(host)
+    there = place.host(host)
     ways: list[Way] = []
-    known: Way | None = None  # what recomputation has found, with ops in parts where that was looked at
+    known: Way | None = None  # what recomputation has found, with its loss in parts where that was looked at
     longest = 0.0
     for name in NAMES:
         began = time.perf_counter()
@@ -48,20 +48,16 @@ def ways_of(
             way = _left_out(name, FOR_WANT_OF_TIME)
         elif name == RECOMPUTATION:
             way = known = _way(name, without_parts(problem), place, seconds)
-        elif name == IN_PARTS and (exact.smaller is None or exact.smaller() is None):
-            way = _left_out(name, "no op that would help")
+        elif name == IN_PARTS and (problem.smaller is None or problem.smaller() is None):
+            way = _left_out(name, "no loss that would help")
         elif name == IN_PARTS:
-            way = known = _way(name, exact, place, seconds, known=known)
+            way = known = _way(name, problem, place, seconds, known=known)
         elif name == WITH_HOST and there is None:
             way = _left_out(name, "give host=checkmate.Host(...)")
-        elif name == WITH_HOST:
+        else:
             assert there is not None
             options = {"host_budget": f'"{written(there.budget)}"'}
-            way = _way(name, exact.with_host(there), place, seconds, options=options, no_more_than=known)
-        elif not any(one.rounding for one in problem.and_smaller()):
-            way = _left_out(name, "no sum that would help")
-        else:
-            way = _way(name, problem, place, seconds, options={"numerics": '"rounding"'}, known=known)
+            way = _way(name, problem.with_host(there), place, seconds, options=options, no_more_than=known)
         ways.append(way)
         longest = max(longest, time.perf_counter() - began)
     return ways

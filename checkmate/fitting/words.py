@@ -9,7 +9,7 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.fitting.answer import LargestSizes, Way
 from checkmate.fitting.place import Place, written
-from checkmate.fitting.ways import IN_PARTS, RECOMPUTATION, ROUNDING, WITH_HOST
+from checkmate.fitting.ways import IN_PARTS, RECOMPUTATION, WITH_HOST
 from checkmate.units import format_bytes, format_seconds
 
 
@@ -46,9 +46,8 @@ def verdict(
 
 _HOW = {
     RECOMPUTATION: "by recomputation",
-    IN_PARTS: "by recomputation, with ops that run in parts",
+    IN_PARTS: "by recomputation, with its loss in parts",
     WITH_HOST: "only with a second memory",
-    ROUNDING: "only with sums over parts, so that its numbers differ from plain PyTorch's by rounding",
 }
 
 
@@ -76,7 +75,7 @@ def notes(
     yield "nothing run twice: a planned step that runs each op once, and lets go of each gradient at its update"
     looked_at = {way.name for way in ways if way.smallest is not None}
     if IN_PARTS in looked_at:
-        yield f"{IN_PARTS}: a large op runs on a piece of its tensors after the other, with the same bits"
+        yield f"{IN_PARTS}: logits of a language model are computed for some rows after the others, with the same bits"
     if WITH_HOST in looked_at:
         yield f"{WITH_HOST}: values wait in the memory of the host until the backward reads them"
     yield f"costs: {problem.profile.source}"

@@ -37,8 +37,6 @@ from checkmate.verification.outcomes import (
     as_error,
     compare_but_for_rounding,
     compare_with_spread,
-    compare_with_sums,
-    is_gradient,
     names_that_differ,
 )
 
@@ -61,7 +59,7 @@ class Certificate:
     predicted_peak: int | None  # bytes
     measured_peak: int | None  # bytes; None where the step returns more than a loss, whose backward begins outside it
     plain_peak: int | None  # bytes of the plain step
-    off: float = 0.0  # the most that a step differs by which may round differently: by Inductor, or by sums over parts
+    off: float = 0.0  # the most that a step differs by which may round differently: by Inductor
     calls: int = 1  # of the step before the backward
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
     reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
@@ -148,11 +146,8 @@ def compare_with_plain(
     again = run(plain)
     repeats = not names_that_differ(expected, again)
     different, spread, off = names_that_differ(expected, found), 0.0, 0.0
-    rounding = backend.plans[-1].problem.rounding if backend.plans else 0.0
     if not backend.exact:
         off = compare_but_for_rounding(different, expected, found, backend.rounds_in)
-    elif different and rounding and all(map(is_gradient, different)):
-        off = compare_with_sums(different, expected, found, rounding)
     elif different:
         if not may_waver(device):
             place = _place(capture, backend, once, plain, device)

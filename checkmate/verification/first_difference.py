@@ -1,9 +1,8 @@
 """Where a compiled step leaves plain PyTorch: the first op whose value is another.
 
 The step is captured once more and follows the same plan, op by op, with a fingerprint of each value. Beside it runs the
-captured graph in its own order, each op once: what differs there, the plan has done. If nothing does, what runs in
-parts runs at once, too: what differs there, the parts have done. If nothing does, the values of the captured graph are
-sought among those that plain PyTorch makes: the first that is not there, the capture has changed.
+captured graph in its own order, each op once: what differs there, the plan has done. If nothing does, the values of the
+captured graph are sought among those that plain PyTorch makes: the first that is not there, the capture has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from checkmate.capture.device import random_states, same_random_state, set_rando
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
-from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
 from checkmate.codegen.writing_over import written
@@ -60,7 +58,7 @@ def first_difference(
     run(capture(Backend(notes.plan, notes.lower, notes.profile, takes_none=False)))
     if notes.joint is None or not notes.as_captured:
         return None
-    return notes.by_plan() or notes.by_parts() or _by_capture(notes.joint, notes.as_captured, run, plain)
+    return notes.by_plan() or _by_capture(notes.joint, notes.as_captured, run, plain)
 
 
 @dataclass
@@ -72,7 +70,6 @@ class _Notes:
     joint: Joint | None = None
     as_planned: list[tuple[str, Prints]] = field(default_factory=list)  # in order
     as_captured: dict[str, Prints] = field(default_factory=dict)
-    off_in_parts: list[str] = field(default_factory=list)  # names of what has other bits in parts than at once
     inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder, as they were before the step
     states: list[torch.Tensor] = field(default_factory=list)
 
@@ -118,8 +115,7 @@ class _Notes:
     def _run_as_captured(self, joint: Joint, given: dict[str, Any]) -> None:
         with same_random_state(self.device):
             set_random_states(self.states, self.device)
-            recorder = _PartsRecorder(joint.module, self.as_captured.__setitem__)
-            recorder.off = self.off_in_parts
+            recorder = _Recorder(joint.module, self.as_captured.__setitem__)
             recorder.run(*(given[node.name] for node in joint.placeholders))
 
     def by_plan(self) -> str | None:
@@ -136,16 +132,6 @@ class _Notes:
                 continue
             time = f" when it runs for time {int(again.group(1)) + 1}" if again else ""
             return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
-        return None
-
-    def by_parts(self) -> str | None:
-        assert self.joint is not None
-        for node in self.joint.module.graph.nodes:
-            if node.name in self.off_in_parts:
-                return (
-                    f"{_described(node)}: in {node.target.parts} parts it has other bits than at once on these values, "
-                    "though not on those that it was tried on."
-                )
         return None
 
 
@@ -186,21 +172,6 @@ class _Recorder(fx.Interpreter):
         result = super().run_node(n)
         if n.op == "call_function":
             self.tell(n.name, _prints(result))
-        return result
-
-
-class _PartsRecorder(_Recorder):
-    """The same, which runs at once what runs in parts, and notes each whose bits differ, but for sums over them."""
-
-    off: list[str]
-
-    def run_node(self, n: fx.Node) -> Any:
-        if not isinstance(n.target, InParts):
-            return super().run_node(n)
-        at_once = _prints(fx.GraphModule({}, n.target.whole)(*self.fetch_args_kwargs_from_env(n)[0]))
-        result = super().run_node(n)
-        if any(a != b for a, b, summed in zip(at_once, _prints(result), n.target.summed, strict=True) if not summed):
-            self.off.append(n.name)
         return result
 
 

@@ -1,7 +1,7 @@
 """What a step leaves behind, and how far from plain PyTorch's it may be where bits cannot be compared.
 
-By as much as plain runs differ among themselves, by what sums over parts were off by when they were tried, or by what
-`torch.testing.assert_close` allows of kernels that round differently.
+By as much as plain runs differ among themselves, or by what `torch.testing.assert_close` allows of kernels that round
+differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from checkmate.torch_internals.kernels import default_tolerances
 
 log = logging.getLogger("checkmate.verification.compare")
 
-TIMES_OFF = 16  # as far off as in trials, of made-up numbers, sums over parts may be
 GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 TIMES_SPREAD = 4  # as far off as gradients of plain runs are among themselves, those of a compiled step may be
@@ -124,36 +123,6 @@ def _spread(name: str, plain: list[Outcome]) -> float:
 
 def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max())
-
-
-def compare_with_sums(
-    names: list[str], plain: Outcome, found: Outcome, rounding: float, kind: Callable[[str], Any] = is_gradient
-) -> float:
-    """Hold what differs against how far off sums over parts were when they were tried.
-
-    Args:
-        names: of what differs.
-        rounding: the most that such a sum was off by, of its largest element.
-        kind: of a result, by its name: it may be off by what the largest of its kind allows.
-
-    Returns the largest difference.
-
-    |found - plain|  <=  16 * rounding * max |all of its kind|
-    """
-    largest: dict[Any, float] = {}
-    for name, t in plain.results.items():
-        if t.numel() and t.is_floating_point():
-            largest[kind(name)] = max(largest.get(kind(name), 0.0), float(t.abs().max()))
-    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
-    for name in names:
-        allowed = TIMES_OFF * rounding * largest.get(kind(name), 0.0)
-        if not off[name] <= allowed:
-            raise VerificationError(
-                f"{name} of the compiled step, which sums over parts, differs from plain PyTorch by {off[name]:.3g}, "
-                f"where {allowed:.3g} are allowed, {TIMES_OFF} times what such sums were off by when they were tried. "
-                'numerics="exact" gives the bits of plain PyTorch.'
-            )
-    return max(off.values(), default=0.0)
 
 
 def compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, types: set[torch.dtype]) -> float:

@@ -1,7 +1,6 @@
 """Run a whole training step plainly and as it is planned, and compare all that it leaves behind, bit by bit.
 
-Both begin with the same parameters, states and random numbers; these are put back behind each. Where a plan sums over
-parts, parameters, the optimizer's state and gradients that are kept are plain PyTorch's but for rounding.
+Both begin with the same parameters, states and random numbers; these are put back behind each.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +21,7 @@ from checkmate.capture.device import main_device, may_waver
 from checkmate.capture.sharded.shards import local
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
-from checkmate.memory import CPU, measure_peak
+from checkmate.memory import measure_peak
 from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 from checkmate.updates.alone import known
 from checkmate.updates.optimizers import parameters_of
@@ -33,16 +31,12 @@ from checkmate.verification.outcomes import (
     Outcome,
     as_error,
     compare_with_spread,
-    compare_with_sums,
-    distance,
-    is_gradient,
     names_that_differ,
 )
 
 log = logging.getLogger("checkmate.verification.compare")
 
 NORM = "the norm of all gradients"
-_STATE = re.compile(r"(\w+) of \w+ for ")
 
 
 def compare_whole(
@@ -79,12 +73,7 @@ def compare_whole(
     to_come += _state_bytes([o for o in optimizers if known(o) is None])  # copied within what is metered
     expected, found = run(plain), run(planned)
     plan = plan_now()
-    rounding = 0.0 if plan is None else plan.problem.rounding
-    if (different := names_that_differ(expected, found)) and rounding:
-        before = {f"{names[id(p)]} of shape {tuple(p.shape)}": p.detach().to(CPU) for p in parameters}
-        off = compare_but_for_sums(different, before, expected, found, rounding)
-        log.info("verified: the whole step but for rounding, %.3g at most, where it sums over parts", off)
-    elif different:
+    if different := names_that_differ(expected, found):
         again = run(plain)
         if not may_waver(device):
             raise VerificationError(as_error(different[0], repeats=not names_that_differ(expected, again)))
@@ -97,43 +86,7 @@ def compare_whole(
     if plan is not None:
         # what the first step makes of the optimizer's state is in what is resident in a plan, and in the peak
         check_peak(plan.problem.resident - to_come + found.use.peak, plan, device, plan.budget)
-    if not (different and rounding):
-        log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.results))
-
-
-def compare_but_for_sums(
-    names: list[str], before: dict[str, torch.Tensor], plain: Outcome, found: Outcome, rounding: float
-) -> float:
-    """Hold what is made of gradients against how far off sums over parts were when they were tried.
-
-    A parameter whose gradient is nearly zero may go either way: by Adam as far as any other. So no more is asked of
-    parameters than that they end no further off than the longest way that plain PyTorch moves one, there and back.
-
-    Args:
-        names: of what differs.
-        before: the parameters before the step, by name.
-
-    Returns the largest difference, of what is no parameter.
-    """
-    longest = max(distance(plain.results.get(name), was) for name, was in before.items())
-    for name in before.keys() & names:
-        if not (off := distance(plain.results.get(name), found.results.get(name))) <= 2 * longest:
-            raise VerificationError(
-                f"{name} differs from plain PyTorch by {off:.3g} after the planned step, which sums over parts; plain "
-                f'PyTorch moves no parameter by more than {longest:.3g}. numerics="exact" gives its bits.'
-            )
-    others = [name for name in names if name not in before]
-    if exact := [name for name in others if _of_gradients(name) is None]:
-        raise VerificationError(as_error(exact[0], repeats=True))
-    return compare_with_sums(others, plain, found, rounding, _of_gradients)
-
-
-def _of_gradients(name: str) -> str | None:
-    """What kind of result this is among those that gradients make; None: none of these."""
-    if name == NORM:
-        return NORM
-    state = _STATE.match(name)
-    return "gradients" if is_gradient(name) else None if state is None else state[1]
+    log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.results))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def make_step(mesh: Any, size: int) -> tuple[Any, tuple[Tensor]]:
     return parallelize_module(net, mesh["tensor"], split), (torch.ones(size, 64),)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_mesh_and_size_has_a_plan_or_says_why_not() -> None:
     with ThreadPoolExecutor(2) as client:
         found = sweep_meshes(make_step, [(2,), (2, 2)], [16, 4096], "1 MB", time_limit=2, client=client)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.capture import cudnn
-from checkmate.capture.device import WAVERS, is_unordered
-from checkmate.capture.splits.equal_bits import same_bits
-from checkmate.capture.splits.parts import InParts, apart, in_parts
-from checkmate.capture.splits.table import split_of
 from checkmate.core.rules import with_rules
 from checkmate.memory import measure_peak
 from checkmate.profiling import trial
-from tests.capture.splits.test_table import node_of, region_of
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
 from tests.support.simulated_cuda.install import is_installed, set_waver
@@ -200,34 +193,3 @@ def test_a_convolution_that_wavers_runs_once(monkeypatch: pytest.MonkeyPatch) ->
         assert _pinned(checkmate.trace(step, x)) == {CONVOLUTION_WAVERS}
     finally:
         set_waver(False, what="convolutions")
-
-
-def _in_two_parts(x: Tensor, w: Tensor, *, wavers: bool = False) -> InParts:
-    """A convolution by halves of the batch."""
-    node = node_of(torch.ops.aten.convolution.default, (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
-    node.meta[WAVERS] = wavers
-    split = split_of(node, 0, 0, len(x))
-    alone = split and apart(region_of(node, split, len(x)))
-    parts = alone and in_parts(alone, len(x) // 2)
-    assert parts
-    return parts
-
-
-def test_a_convolution_that_wavers_does_so_in_parts() -> None:
-    for wavers in (False, True):
-        parts = _in_two_parts(torch.randn(4, 8, 11, 13), torch.randn(8, 8, 3, 3), wavers=wavers)
-        assert is_unordered(fx.Graph().call_function(parts)) == wavers
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not is_installed(), reason="only on the simulated device it is known which kernel is found fastest")
-def test_a_convolution_in_parts_has_the_bits_of_the_whole_in_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part is another convolution, for which autograd's thread may choose another kernel than for the whole."""
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    for others, same in ((0, True), (1, False)):
-        x, w = torch.randn(4, 8, 11 + others, 13, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda")
-        F.conv2d(x[:2], w, padding=1)
-        with ThreadPoolExecutor(1) as pool:  # of which each thread finds the other of two kernels fastest
-            for _ in range(others):
-                pool.submit(F.conv2d, x[:2], w, padding=1).result()
-        assert same_bits(_in_two_parts(x, w)) == same

@@ -36,11 +36,6 @@ def unhurried(n=4):
     time.sleep(0.1)
     return example(n)
 
-def wide(n=8):
-    down, up = (torch.nn.Conv2d(3, 16, 3, padding=1) for _ in range(2))
-    last = torch.nn.Conv2d(32, 4, 3, padding=1)
-    return (lambda x: last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()), torch.ones(n, 3, 24, 24)
-
 def named(n=4):
     step, x = example(n)
     return (lambda x, y: step(x) + step(y)), {"x": x, "y": x}
@@ -485,16 +480,3 @@ def test_a_second_memory_is_taken(capsys: pytest.CaptureFixture[str], folder: Pa
 def test_half_a_second_memory_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", "chain.json", "--budget", "6", *options]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_sums_over_parts_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of equal bits the smallest budget is above that with rounding."""
-    command = ["plan", "my_step:wide", "--device", "laptop", "--time-limit", "1", "--json"]
-    assert main([*command, "--budget", "1kB"]) == 1
-    smallest = json.loads(capsys.readouterr().out)["min_budget"]
-    assert main([*command, "--budget", "1kB", "--numerics", "rounding"]) == 1
-    rounding = json.loads(capsys.readouterr().out)["min_budget"]
-    assert rounding < smallest
-    assert main([*command, "--budget", str(rounding), "--numerics", "rounding"]) == 0
-    assert any("with sums over them" in text for text in json.loads(capsys.readouterr().out)["splits"])

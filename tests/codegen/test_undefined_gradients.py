@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.capture.splits.parts import InParts
-from checkmate.codegen.undefined_gradients import without
 from tests.support.bits import assert_same_bits
 
 
@@ -160,32 +155,6 @@ def test_a_gradient_of_zeros_is_one_where_another_is_not_defined() -> None:
     step = lambda: (x.round().sum(), F.hardsigmoid(x))  # noqa: E731
     found = [torch.autograd.grad(run()[0], x) for run in (checkmate.compile(step, budget="1 MB"), step)]
     assert_same_bits(*found)
-
-
-def test_what_a_region_makes_is_defined_or_not_by_itself() -> None:
-    """One region, called twice: of what was saved, of a gradient, and a sum of two gradients."""
-    whole = fx.Graph()
-    inner = [whole.placeholder(f"in_{i}") for i in range(3)]
-    parts = [
-        whole.call_function(torch.neg, (inner[0],)),
-        whole.call_function(torch.neg, (inner[2],)),
-        whole.call_function(torch.ops.aten.add.Tensor, (inner[1], inner[2])),
-    ]
-    parts[2].meta["is_gradient_acc"] = True
-    for node in (*inner, *parts):
-        node.meta["val"] = torch.ones(2)
-    whole.output(tuple(parts))
-    region = object.__new__(InParts)
-    region.__dict__["region"] = SimpleNamespace(made=tuple(parts))
-
-    graph = fx.Graph()
-    saved, one, two = (graph.placeholder(name) for name in ("saved", "tangents_1", "tangents_2"))
-    calls = [graph.call_function(region, (saved, *tangents)) for tangents in ((one, two), (two, one))]
-    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for call in calls for i in range(3)))
-
-    left = without(fx.GraphModule({}, graph), ["tangents_2"])
-    found = left(torch.full((2,), 3.0), torch.full((2,), 5.0), None)
-    assert [None if t is None else t.tolist()[0] for t in found] == [-3.0, None, 5.0, -3.0, -5.0, 5.0]
 
 
 def test_an_earlier_compiled_step_is_left_as_it_is() -> None:

@@ -71,7 +71,7 @@ def test_without_memory_for_model_and_state() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_largest_batch_of_whole_steps() -> None:
     """Parameters and state count once; what would need a plain backward is refused."""
     step, batch, _, _ = _made()

@@ -16,6 +16,7 @@ def test_every_script_is_run_here_or_by_torchrun() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*NAMES, "ranks"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [slow("whole_step"), *(long(name) for name in NAMES if name != "whole_step")])
 def test_a_script_takes_what_was_planned_or_less(name: str) -> None:
     (row,) = printed(name)

@@ -173,7 +173,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         _trainer([BatchSizeFinder("1 MB")]).fit(Automatic(), DataLoader(DATA))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_batch_size_that_is_found_trains_within_the_budget(tmp_path: Path) -> None:
     budget = 500_000
     finder, module = BatchSizeFinder(budget, time_limit=8), WithLoader()

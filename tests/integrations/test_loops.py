@@ -65,6 +65,7 @@ def _train(model: Any, accelerator: Accelerator, **within: Any) -> Any:
     return losses, {**model.state_dict()}, optimizer.state_dict(), torch.get_rng_state()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "accumulate"), [pytest.param("no", 2, marks=pytest.mark.slow), long("bf16", 1)])
 def test_the_training_example_of_diffusers_with_accelerate(precision: str, accumulate: int) -> None:
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True)

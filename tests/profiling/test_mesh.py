@@ -81,7 +81,7 @@ def _rank(rank: int, meeting: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without ranks")
 def test_two_ranks_measure_together(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)

@@ -1,4 +1,4 @@
-"""An op for which there is no memory whole is estimated, and runs in parts; nothing of it ends in an error."""
+"""An op for which there is no memory is estimated; nothing of it ends in an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
-from checkmate.capture.splits import equal_bits
 from checkmate.capture.ways import table
 from checkmate.capture.ways.table import TABLE, Written
 from checkmate.memory import room
@@ -25,7 +24,6 @@ from checkmate.profiling import accelerator, cpu, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.trial import same_in_two
 from tests.profiling.test_trial_in_two import backward_of
-from tests.support.bits import assert_same_bits
 
 MIB = 2**20
 ROWS = WIDTH = 1664  # of 11 MB, which is a segment of PyTorch's allocator for itself
@@ -35,7 +33,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module, name in ((measuring, "_known"), (trial, "_known"), (equal_bits, "_tried")):
+    for module, name in ((measuring, "_known"), (trial, "_known")):
         monkeypatch.setattr(module, name, {})
     room._warn.cache_clear()
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
@@ -86,16 +84,15 @@ def with_room() -> Iterator[Callable[[float], None]]:
 @pytest.mark.slow
 @on_cuda
 @pytest.mark.parametrize(
-    ("whole", "estimated", "said"),
-    [(3.7, {"aten.gelu_backward.default"}, " parts: bits equal by "), (2.6, {"aten.gelu.default"}, "(op by op: too ")],
+    ("whole", "estimated"),
+    [(3.7, {"aten.gelu_backward.default"}), (2.6, {"aten.gelu.default"})],
     ids=["its gradient does not fit", "nor does the op itself"],
 )
-def test_a_step_whose_ops_do_not_fit_whole_trains_in_parts(
-    whole: float, estimated: set[str], said: str, with_room: Callable[[float], None], caplog: pytest.LogCaptureFixture
+def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
+    whole: float, estimated: set[str], with_room: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     net, x = Wide().cuda(), torch.randn(ROWS, 32, device="cuda")
-    wanted = [*net.parameters()]
-    expected = torch.autograd.grad(net(x), wanted)
+    net(x).backward()
     with_room(whole * 4 * ROWS * WIDTH)
     problem = checkmate.trace(net, x)
     found = {problem.graph.ops[k].target for k in problem.profile.estimated}
@@ -104,25 +101,19 @@ def test_a_step_whose_ops_do_not_fit_whole_trains_in_parts(
     assert "gelu_backward of body.1 (GELU, test_too_large.py" in caplog.text
     plan = checkmate.solve(problem, problem.keep_all_peak)
     assert f"  costs      {problem.profile.source}" in str(plan)
-    smallest = checkmate.min_budget(problem, time_limit=1)
-    assert said in str(smallest)
-    compiled = checkmate.compile(net, budget=smallest.peak, time_limit=1, wait="best")
-    assert_same_bits(torch.autograd.grad(compiled(x), wanted), expected)
-    assert said in str(compiled.plans[0])
-    assert smallest.peak - problem.resident < 2 * 4 * ROWS * WIDTH  # an op that runs whole holds two of these
 
 
 @pytest.mark.cuda
 @pytest.mark.slow
 @on_cuda
-def test_the_largest_batch_is_found_though_its_ops_do_not_fit_whole(with_room: Callable[[float], None]) -> None:
+def test_the_largest_batch_is_found_though_its_ops_cannot_be_measured(with_room: Callable[[float], None]) -> None:
     net = Wide().cuda()
     with_room(2.6 * 4 * ROWS * WIDTH)
-    budget = torch.cuda.memory_allocated() + int(1.5 * 4 * ROWS * WIDTH)
+    budget = torch.cuda.memory_allocated() + int(3.2 * 4 * ROWS * WIDTH)
     about: dict[str, Any] = {"smallest": ROWS, "largest": ROWS + 64, "max_overhead": None, "time_limit": 8}
     found = checkmate.max_batch_size(net, lambda n: (torch.randn(n, 32, device="cuda"),), budget, **about)
     assert found.size >= ROWS
-    assert found.solution.problem.splits
+    assert found.solution.problem.profile.estimated
 
 
 # ---------------------------------------------------------------- one by one
@@ -201,24 +192,6 @@ def test_without_memory_for_two_gradients_they_are_computed_at_once(
         assert not same_in_two(node)
     assert "so its gradients are computed at once" in caplog.text
     assert same_in_two(node), "for want of memory it is not tried again"
-
-
-def test_what_cannot_be_tried_in_parts_is_not_offered_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its refusal names the smallest budget of the whole."""
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)), torch.randn(512, 8)
-    problem = checkmate.trace(lambda x: net(x).square().mean(), x)
-    with monkeypatch.context() as patch:
-        patch.setattr(equal_bits, "made_up", no_memory)
-        whole = checkmate.min_budget(problem, time_limit=1)
-        with pytest.raises(checkmate.InfeasibleBudget) as refusal:
-            checkmate.compile(lambda x: net(x).square().mean(), budget=whole.peak - 1, time_limit=1)(x)
-    assert whole.splits == ()
-    assert refusal.value.min_budget == whole.peak
-    again = checkmate.trace(lambda x: net(x).square().mean(), x)
-    smallest = checkmate.min_budget(again, time_limit=1)
-    assert smallest.splits
-    assert smallest.peak < whole.peak
 
 
 @pytest.mark.cuda

@@ -68,7 +68,7 @@ def test_a_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.endswith("return loss\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ["hunt", "--count", "3", "--block", "2", "--out", str(rows)]

@@ -31,7 +31,7 @@ def test_all_forms_compute_the_same(activation: str) -> None:
         assert (name in SAME_BITS) == (not differing(found, expected)), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_estimates_are_of_each_form_and_of_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged, "HALVINGS", 2)
     rows = {row["form"]: row for row in merged.estimated("norm and leaky ReLU", 1.0, TINY)}

@@ -113,6 +113,7 @@ def test_a_picture_keeps_the_hues_of_its_areas() -> None:
     assert len(small) < len(raw.getvalue()) / 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", [slow(path) if path.stem == "quickstart" else long(path) for path in NOTEBOOKS], ids=lambda path: path.stem
 )

@@ -22,7 +22,7 @@ def test_setting():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     tests, out = tmp_path / "test_tiny.py", tmp_path / "processors.jsonl"

@@ -128,7 +128,7 @@ def test_what_a_process_tells_arrives_and_what_ends_it_is_told() -> None:
         assert (str(caught.value), caught.value.late) == (why, late)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.wall_clock
 def test_a_process_is_heard_for_so_long() -> None:
     told = apart(partial(_counted_up, "late"), patience=20)

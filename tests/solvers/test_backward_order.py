@@ -64,14 +64,3 @@ def test_an_order_can_be_undone(seed: int) -> None:
     graph = _random_step(seed)
     swapped = [*range(len(graph.ops) - 2), len(graph.ops) - 1, len(graph.ops) - 2]
     assert graph.in_order(swapped).in_order(swapped) == graph
-
-
-def test_by_the_floor_alone_what_is_taken_has_a_lower_floor() -> None:
-    taken = 0
-    for graph in map(_random_step, range(60)):
-        order, sure = late_results(graph, by_floor=True), late_results(graph)
-        assert sure in (None, order)
-        if order is not None:
-            taken += 1
-            assert _floor(graph.in_order(order)) < 0.99 * _floor(graph)
-    assert 5 < taken < 60

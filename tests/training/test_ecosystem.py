@@ -53,7 +53,7 @@ def test_other_ways_in(name: str, one_thread: None) -> None:
         recipes.run(recipes.RECIPES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
     """In bfloat16, with several shapes, evaluation in between, checkpoints and what is saved in the end."""
     tokens = torch.randint(97, (14, 32))

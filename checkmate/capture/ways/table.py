@@ -19,7 +19,6 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.ways import over
-from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.capture.ways.shape_only import convolution_backward_input
 
 aten = torch.ops.aten
@@ -38,7 +37,6 @@ class Written:
     out: str | None = "out"  # what it calls the tensor that it writes to; None: it writes over its first argument
     pointwise: bool = True  # each element is made of the same element of the arguments: it holds on any device
     block: Callable[..., int | None] | None = None  # of the op's arguments: it runs block by block, of these bytes
-    by_parts: bool = False  # each part of an argument is read before it is written: it holds on any device, too
 
     @property
     def slower(self) -> bool:
@@ -66,7 +64,6 @@ def _backward(name: str) -> tuple[Any, Any]:
 
 
 TABLE: Mapping[Any, Written] = {
-    gradient_of_input: Written(gradient_of_input, (1,)),
     **{getattr(aten, name).default: Written(getattr(aten, name).out, (0,)) for name in _UNARY},
     **{getattr(aten, name).Tensor: Written(getattr(aten, name).out, (0, 1)) for name in _BINARY},
     **{getattr(aten, name).Scalar: Written(getattr(aten, name).out, (0,)) for name in _BINARY},
@@ -136,7 +133,7 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
     made = first_result(node)
     if written is None or made is None:
         return ()
-    if not (written.pointwise or written.by_parts or made.device.type == "cpu"):
+    if not (written.pointwise or made.device.type == "cpu"):
         return ()
     if written.block is not None and block_bytes(node) is None:
         return ()

@@ -184,6 +184,7 @@ def test_regions_within_regions_that_hold_constants_are_put_in_place() -> None:
     assert {op.target.partition(".")[0] for op in step.plans[0].problem.graph.ops} == {"aten", "autograd"}
 
 
+@pytest.mark.long
 def test_measured_are_both_graphs_of_a_cond_within_a_graph() -> None:
     """Made-up numbers are positive, and lead to the smaller one."""
 

@@ -130,6 +130,7 @@ def _scaled(x: Tensor, kernel: Any = scale, by: float = 2.0) -> Tensor:
     return y
 
 
+@pytest.mark.long
 def test_a_kernel_that_leaves_other_bits_when_it_runs_again_runs_once(
     ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_kernel_that_leaves_other_bits_when_it_runs_again_runs_once(
     assert _ops(step, x)["scale"].pinned == "left other bits when it ran again here"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ran")
 def test_what_a_kernel_writes_over_is_copied_also_where_it_is_a_view() -> None:
     def step(x: Tensor, w: Tensor) -> Tensor:
@@ -166,6 +168,7 @@ def test_what_a_kernel_writes_over_is_copied_also_where_it_is_a_view() -> None:
     assert_same_bits(found, w.grad)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ran")
 def test_keys_of_costs_tell_kernels_apart_and_hold_in_every_process() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)

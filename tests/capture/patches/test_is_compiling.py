@@ -156,7 +156,7 @@ def test_what_a_budget_refuses_is_not_tried_again(weight: Tensor) -> None:
     assert len(tries) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mamba_scans_as_in_plain_pytorch() -> None:
     """Compiled it would take an associative scan, whose loss is equal and whose gradients are not."""
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import TABLE, block_bytes, call_over, positions, positions_to_try
 from checkmate.memory import measure_peak
@@ -49,7 +48,7 @@ OTHERS: dict[Any, tuple[Any, ...]] = {  # arguments of an op after the tensors o
     aten._softmax_backward_data.default: (3, torch.float32),
     aten._log_softmax_backward_data.default: (1, torch.float32),
 }
-CONTIGUOUS_ONLY = {aten.nll_loss2d_backward.default, gradient_of_input}  # elsewhere signs of NaN may differ
+CONTIGUOUS_ONLY = {aten.nll_loss2d_backward.default}  # elsewhere signs of NaN may differ
 
 
 def _draw(dtype: torch.dtype, layout: str, seed: int) -> Tensor:
@@ -82,7 +81,6 @@ def _arguments(op: Any, dtype: torch.dtype, layout: str) -> tuple[tuple[Any, ...
         aten.native_batch_norm_backward.default: (x, y, weights[0], None, None, *weights[1:3], True, 1e-5, [True] * 3),
         aten.convolution.default: (x, kernel, weights[0], *SAME_SIZE),
         aten.convolution_backward.default: (x, y, kernel, None, *SAME_SIZE, [True, False, False]),
-        gradient_of_input: (x, y, *weights[:3], *weights[2:], 1040),
         convolution_backward_input: (x, kernel, SHAPE, x.stride(), *SAME_SIZE),
         aten.avg_pool2d_backward.default: (x[:, :, ::2, ::2].contiguous(), y, *size, False, True, None),
         aten.nll_loss_backward.default: (

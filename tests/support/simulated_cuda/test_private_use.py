@@ -5,8 +5,6 @@ Each test runs in a process of its own, as a process has one accelerator.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.processes import run_python
@@ -39,7 +37,7 @@ assert least < 0.8 * most, (least, most)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bits_and_bytes_on_a_device_that_only_torch_accelerator_knows() -> None:
     """At the smallest budget, between, and with room for all: dropout runs again as well."""
     run_python(
@@ -108,29 +106,4 @@ for says, run in (
     else:
         raise AssertionError(says)
 """,
-    )
-
-
-@pytest.mark.long
-def test_ops_that_have_no_room_whole_run_in_parts_there(tmp_path: Path) -> None:
-    """An activation and its gradient are too large to be measured, and are estimated."""
-    run_python(
-        "-c",
-        BEGIN
-        + """
-ROWS = LARGE = 1664  # of 11 MB, which is a segment of the allocator for itself
-net = nn.Sequential(nn.Linear(32, LARGE), nn.GELU(), nn.Linear(LARGE, 32)).to(SIM)
-x, wanted = torch.randn(ROWS, 32).to(SIM), [*net.parameters()]
-expected = torch.autograd.grad(step(x), wanted)
-torch.accelerator.empty_cache()
-lib.simulated_set_capacity(0, torch.accelerator.memory_reserved(SIM) + int(2.7 * 4 * ROWS * LARGE))
-problem = checkmate.trace(step, x)
-found = {problem.graph.ops[k].target for k in problem.profile.estimated}
-assert found == {"aten.gelu.default", "aten.gelu_backward.default"}, found
-smallest = checkmate.min_budget(problem, time_limit=1)
-assert smallest.splits and smallest.peak < problem.unavoidable_bytes.max(), smallest
-compiled = checkmate.compile(step, budget=smallest.peak, time_limit=1, wait="best")
-assert_same_bits(torch.autograd.grad(compiled(x), wanted), expected)
-""",
-        CHECKMATE_CACHE_DIR=str(tmp_path),
     )

@@ -20,7 +20,7 @@ gradients of log-probabilities do not add up exactly.
 
 Parts are about of one length: the last overlaps the one before where they do not divide. Blocks begin at multiples of
 64 columns, as the kernel of the bias's sum goes through blocks of columns. Kernels may still sum in another order for
-other lengths, so a split is taken only where `checkmate.capture.splits.equal_bits` found all bits equal.
+other lengths, so a split is taken only where `checkmate.capture.loss.equal_bits` found all bits equal.
 """
 
 from __future__ import annotations

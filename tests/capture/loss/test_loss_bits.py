@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import same_bits
-from checkmate.capture.splits import equal_bits
-from checkmate.capture.splits import loss as functions
-from checkmate.capture.splits.find_loss import Loss, losses
-from checkmate.capture.splits.loss import length, slices
-from checkmate.capture.splits.write_loss import LOSS_SPLITS, LossSplit, loss_splits_of
+from checkmate.capture.loss import equal_bits
+from checkmate.capture.loss import kernels as functions
+from checkmate.capture.loss.find import Loss, losses
+from checkmate.capture.loss.kernels import length, slices
+from checkmate.capture.loss.write import LOSS_SPLITS, LossSplit, loss_splits_of
 from tests.support.products import OneOrder
 from tests.support.sampling import few
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.loss.kernels import CAST, OF_RESULT, POINTWISE, Step
 from checkmate.capture.nodes import leaf_nodes, storage, viewed
-from checkmate.capture.splits.loss import CAST, OF_RESULT, POINTWISE, Step
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 2, aten.addmm.default: 3}  # with their numbers of arguments

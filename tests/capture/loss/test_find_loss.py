@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.backends.step_problem import joint_of
-from checkmate.capture.splits.find_loss import Loss, losses
-from checkmate.capture.splits.write_loss import loss_splits_of
+from checkmate.capture.loss.find import Loss, losses
+from checkmate.capture.loss.write import loss_splits_of
 
 ROWS, DEPTH, CLASSES = 32, 8, 40
 X, Y = torch.randn(2, ROWS // 2, DEPTH), torch.randint(CLASSES, (ROWS,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends import in_parts
+from checkmate.capture.loss import ladder
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.errors import InfeasibleBudget
@@ -49,22 +49,22 @@ def _floor(problem: Problem) -> int:
     return int(problem.unavoidable_bytes.max())
 
 
-def test_splits_go_on_where_ctrl_c_ended_one() -> None:
-    """An iterator that has raised is over: it once would have said that the step cannot be split further."""
-    problems = [Problem.from_dag([[]], [1], [size]) for size in (8, 4, 2)]
-    interrupted = iter([True])
+def test_splits_go_on_where_ctrl_c_ended_one(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split that was interrupted is asked for again; one that was found is made once."""
+    first = checkmate.trace(_Model(), TOKENS)
+    really, interrupted = ladder.in_parts, iter([True])
 
-    def splits() -> Iterator[Problem]:
-        yield problems[1]
+    def split(*asked: Any) -> Any:
         if next(interrupted, False):
             raise KeyboardInterrupt
-        yield problems[2]
+        return really(*asked)
 
-    first = in_parts._Chain(splits).linked(problems[0], 0)
+    monkeypatch.setattr(ladder, "in_parts", split)
     with pytest.raises(KeyboardInterrupt):
         list(first.and_smaller())
-    assert [one.keep_all_peak for one in first.and_smaller()] == [8, 4, 2]
-    assert first.smaller() is first.smaller()
+    assert [one.splits for one in first.and_smaller()] == [one.splits for one in problem.and_smaller()]
+    assert first.smaller is not None
+    assert first.smaller() is first.smaller() is not None
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_plan_of_a_split_step_says_so(model: _Model, problem: Problem) -> None
 def test_where_a_plan_fits_none_is_split_nor_tried(
     model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda *asked: pytest.fail("tried"))
+    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda *asked: pytest.fail("tried"))
     compiled = checkmate.compile(model, budget=_floor(problem) + 8 * TOKENS.numel() * DEPTH, time_limit=1)
     compiled(TOKENS).backward()
     assert compiled.plans[0].problem.splits == ()
@@ -101,10 +101,9 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
 @pytest.mark.slow
 def test_a_split_with_other_bits_is_not_offered(model: _Model, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checkmate.trace(model, TOKENS)  # what others split is known
-    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda loss, split: split == (8, False))
+    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, split: split == (8, False))
     assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
-    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda loss, parts: False)
-    monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)  # nor any part of the loss alone
+    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, parts: False)
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
         checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)
     assert refusal.value.min_budget >= _floor(problem)

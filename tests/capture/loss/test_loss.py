@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkmate.capture.splits.loss import (
+from checkmate.capture.loss.kernels import (
     CAST,
     Form,
     Layer,

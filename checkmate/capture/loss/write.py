@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import call
-from checkmate.capture.rewrite import without_dead_code
-from checkmate.capture.splits.find_loss import SLICES, Loss, is_of_rows, losses
-from checkmate.capture.splits.loss import (
+from checkmate.capture.loss.find import SLICES, Loss, is_of_rows, losses
+from checkmate.capture.loss.kernels import (
     Form,
     Layer,
     class_weights,
@@ -22,7 +20,8 @@ from checkmate.capture.splits.loss import (
     row_sums,
     weighted_loss,
 )
-from checkmate.capture.splits.parts import Unwritten, copy_of
+from checkmate.capture.nodes import call
+from checkmate.capture.rewrite import Unwritten, copy_of, without_dead_code
 
 aten = torch.ops.aten
 

@@ -1,0 +1,138 @@
+"""Whether a loss in parts has the bits of the whole: by trial, on made-up inputs, with as many threads as now.
+
+The whole is tried, and its three products by themselves: an order that differs shows in the gradients, which are sums
+in the type of the layer, and of half precision in its products alone, on numbers that cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from checkmate.capture.loss.find import Loss, losses
+from checkmate.capture.loss.kernels import COLUMNS, ROWS, length, slices
+from checkmate.capture.loss.write import LossSplit, in_parts
+from checkmate.capture.nodes import ancestors, tensors
+from checkmate.capture.ways.rounding_probes import DRAWN, cancel, made_up, repeat, same_bytes
+from checkmate.memory.room import ran_out_of_memory, within_memory
+from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.trees import tree_leaves
+
+INPUTS, MOST_INPUTS = 2, 32  # on which a loss is tried
+ENOUGH = 2**20  # logits made, on which another order of a sum shows
+PRODUCT_INPUTS = 4  # on which each product is tried, half of which cancel
+SCALES = (1.0, 8.0)  # of the logits: flat distributions, and some that are nearly certain
+_tried: dict[tuple[Any, ...], bool] = {}
+Compared = tuple[Tensor, Tensor]  # of the whole, of parts
+
+
+def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
+    """Whether the loss and its gradients in so many parts have the bits of the whole, with as many threads as now.
+
+    The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
+    """
+    module = alone(loss)
+    about = tuple(
+        (str(n.target), str(n.args), str(n.kwargs), *map(_about, tensors(n.meta.get("val"))))
+        for n in module.graph.nodes
+    )
+    key = about, split, torch.get_num_threads()
+    whole, products = partial(_of_loss, module, in_parts(module, split)), partial(_of_products, loss, split)
+
+    def trial() -> bool:
+        return _are_equal(whole, range(inputs_of_loss(loss))) and _are_equal(products, range(PRODUCT_INPUTS))
+
+    if key not in _tried:
+        with outside_tracing(), torch.no_grad():
+            found = within_memory(trial, str(split), "it does not run in parts")
+        if not found:
+            return False
+        _tried[key] = found[0]
+    return _tried[key]
+
+
+def _about(tensor: Tensor) -> tuple[Any, ...]:
+    return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type
+
+
+def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
+    """Whether parts have the bits of the whole on inputs of these seeds; not if an op refuses them."""
+    try:
+        return all(same_bytes(whole, found) for whole, found in chain.from_iterable(map(trial, seeds)))
+    except torch.AcceleratorError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if ran_out_of_memory(error):
+            raise
+        return False
+
+
+def inputs_of_loss(loss: Loss) -> int:
+    """How many inputs a loss is tried on: more if it is small."""
+    return min(MOST_INPUTS, max(INPUTS, ENOUGH // loss.product.meta["val"].numel()))
+
+
+def alone(loss: Loss) -> fx.GraphModule:
+    """A loss and its backward, of what they read, in the order of the whole; logits that the step shows are read."""
+    results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
+    nodes = sorted(ancestors([node for node in results if node is not None], until=loss.given_nodes))
+    graph = fx.Graph()
+    given = sorted({one for node in nodes for one in node.all_input_nodes} - {*nodes})
+    copies = {node: graph.create_node("placeholder", f"given{i}") for i, node in enumerate(given)}
+    for node, copied in copies.items():
+        copied.meta = {"val": node.meta["val"]}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results if node is not None))
+    return fx.GraphModule({}, graph)
+
+
+def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterator[Compared]:
+    """A loss and its gradients."""
+    (loss,) = losses(whole.graph)
+    inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
+    yield from zip(*(tree_leaves(run(*inputs)) for run in (whole, parts)), strict=True)
+
+
+def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
+    """The layer's product and those of its gradients, by rows and by columns."""
+    rows, columns = loss.product.meta["val"].shape
+    by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
+    by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
+    for node, some in (loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns):
+        if node is not None:
+            target: Any = node.target
+            *bias, a, b = _arguments(node, seed)
+            whole = target(*bias, a, b)
+            for at in some:
+                part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
+                yield whole[at], target(*bias, part, b)
+
+
+def _arguments(node: fx.Node, seed: int) -> list[Tensor]:
+    """Made-up tensors for what a product reads; its terms cancel in half of all seeds."""
+    draw = torch.Generator().manual_seed(seed)
+    args = [made_up(n.meta["val"], draw, seed // 2) for n in node.args]  # type: ignore[union-attr]
+    if not seed % 2:
+        cancel(node.target, tuple(args), draw)
+    return args
+
+
+def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:
+    """Inputs: normal numbers, positive class weights, and targets of which some do not count."""
+    depth, columns = loss.w.meta["val"].shape
+    weights = {loss.w, *loss.w.all_input_nodes}
+    made = []
+    for node in graph.find_nodes(op="placeholder"):
+        one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
+        if node is loss.forward.args[1]:
+            repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))
+            one[:: 2 + len(one) // 8] = loss.ignore_index
+        made.append(one.mul_(scale * depth**-0.5) if node in weights else one)
+    return made

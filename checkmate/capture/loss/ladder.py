@@ -1,0 +1,126 @@
+"""Where no plan fits the budget: the captured step with its loss in more and more parts, up to 64.
+
+Each rung of the ladder is captured, tried and posed only when a solver has no plan for the one before, so that a step
+whose budget needs none pays nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.joint import Joint
+from checkmate.capture.loss.equal_bits import inputs_of_loss, loss_keeps_bits
+from checkmate.capture.loss.find import Loss, losses
+from checkmate.capture.loss.write import LossSplit, in_parts, loss_splits_of
+from checkmate.core.problem import Problem
+from checkmate.errors import Unsupported
+
+log = logging.getLogger("checkmate.capture.loss")
+
+GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
+
+
+def with_loss_in_parts(
+    problem: Problem,
+    module: fx.GraphModule,
+    read: Callable[[fx.GraphModule], Joint],
+    pose: Callable[[Joint], Problem],
+    *,
+    tried: bool,
+) -> Problem:
+    """The problem of a step, whose `Problem.smaller` is the same step with its loss in more parts.
+
+    Args:
+        problem: of the step as it was captured.
+        module: its joint graph, prepared.
+        read: makes a captured step of such a graph.
+        pose: makes a problem of a captured step.
+        tried: whether bits of a split are compared before it is offered, which takes data.
+    """
+    ladder = _Ladder(module, read, pose, tried)
+    return ladder.linked(problem, 0, int(problem.unavoidable_bytes.max()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Ladder:
+    """The splits of a step's loss, from cheap to small."""
+
+    whole: fx.GraphModule  # the joint graph without any split
+    read: Callable[[fx.GraphModule], Joint]
+    pose: Callable[[Joint], Problem]
+    tried: bool
+    names: dict[LossSplit | None, set[str]] = field(default_factory=dict)  # of the nodes, by how the loss is split
+
+    @cached_property
+    def losses(self) -> list[Loss]:
+        """Losses that can be split."""
+        return losses(self.whole.graph)
+
+    @cached_property
+    def rungs(self) -> tuple[LossSplit, ...]:
+        """Splits of these, from cheap to small."""
+        return loss_splits_of(self.losses)
+
+    def linked(self, problem: Problem, rung: int, below: int) -> Problem:
+        """The problem with the next one to be had from it.
+
+        Args:
+            rung: how many splits were looked at.
+            below: bytes that no plan without kept logits goes below so far.
+        """
+        return replace(problem, smaller=cache(partial(self.next, problem, rung, below)))
+
+    def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
+        """The step with its loss in more parts, if that saves bytes; None: nothing more is to be gained."""
+        if not self.losses or not self.is_at_loss(problem, rung):
+            return None
+        for after, how in enumerate(self.rungs[rung:], rung + 1):
+            if self.tried and not all(loss_keeps_bits(loss, how) for loss in self.losses):
+                log.info("%s: not the bits of the whole", how)
+                continue
+            try:
+                split = self.pose(self.read(self.split(how)))
+            except Unsupported as error:
+                log.info("%s: %s", how, error)
+                return None
+            least = int(split.unavoidable_bytes.max())
+            # kept logits are beside other ops too: no op alone shows what they cost
+            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
+                said = f"{how}: {self.certificate()}"
+                return self.linked(replace(split, splits=(said,)), after, below if how.kept else least)
+            if not self.is_at_loss(split, after):
+                return None
+        return None
+
+    def is_at_loss(self, problem: Problem, rung: int) -> bool:
+        """Whether the op that needs the most is one of the loss's; kept logits are beside all ops."""
+        if rung and self.rungs[rung - 1].kept:
+            return True
+        # ops that the split so far has made, or that the smallest split will take away
+        now, other = (self.rungs[rung - 1], None) if rung else (None, self.rungs[-1])
+        for how in (now, other):
+            if how not in self.names:
+                self.split(how)
+        bytes_at = problem.unavoidable_bytes
+        high = {problem.graph.ops[k].name for k in (bytes_at == bytes_at.max()).nonzero()[0]}
+        return not high.isdisjoint(self.names[now] - self.names[other])
+
+    def split(self, how: LossSplit | None) -> fx.GraphModule:
+        """The step whose loss is split; None: as it is."""
+        module = self.whole if how is None else in_parts(self.whole, how)
+        self.names[how] = {node.name for node in module.graph.nodes}
+        return module
+
+    def certificate(self) -> str:
+        """How bits are known to be equal, in words."""
+        if not self.tried:
+            return "if the device keeps the bits: not tried here"
+        count = torch.get_num_threads()
+        threads = f"{count} threads" if count > 1 else "1 thread"
+        return f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"
