@@ -48,7 +48,7 @@ def test_the_cpu_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_CUDA
 def test_a_cuda_device_passes(tmp_path: Path) -> None:
     found = _whole("cuda", tmp_path / "found.json")
