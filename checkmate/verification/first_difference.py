@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.step_problem import Write
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.device import random_states, same_random_state, set_random_states
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
@@ -27,13 +26,12 @@ from checkmate.capture.provenance import where
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
 from checkmate.codegen.writing_over import written
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
 from checkmate.torch_internals.dispatcher import OpOverload, TorchDispatchMode
 from checkmate.torch_internals.trees import tree_map_only
 
 _ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
-Prints = tuple[str, ...]  # of the tensors of one node
 # of ops that run again how many results are not made of running statistics, which are other ones by then
 _OF_INPUT = {torch.ops.aten._native_batch_norm_legit_functional.default: 3}
 
@@ -54,99 +52,54 @@ def first_difference(
         plain: the step as plain PyTorch runs it.
         device: of the step.
     """
-    notes = _Notes(solution, device)
-    run(capture(Backend(notes.plan, notes.lower, notes.profile, takes_none=False)))
-    if notes.joint is None or not notes.as_captured:
-        return None
-    return notes.by_plan() or _by_capture(notes.joint, notes.as_captured, run, plain)
+    joint = joint_of(solution.problem)
+    planned: list[tuple[str, list[str]]] = []  # fingerprints by node, in the order of the plan
+    captured: dict[str, list[str]] = {}  # the same where each op runs once
+    inputs: dict[str, Any] = {}  # by placeholder, as they were before the step
+    states: list[torch.Tensor] = []
 
-
-@dataclass
-class _Notes:
-    """What each op made when the plan was followed, and when each op ran once."""
-
-    solution: Solution
-    device: torch.device
-    joint: Joint | None = None
-    as_planned: list[tuple[str, Prints]] = field(default_factory=list)  # in order
-    as_captured: dict[str, Prints] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder, as they were before the step
-    states: list[torch.Tensor] = field(default_factory=list)
-
-    def profile(self, joint: Joint) -> Profile:
-        self.joint = joint
-        known = self.solution.problem
-        if known.splits:  # whole here, and not planned
-            return Profile(np.zeros(len(joint.graph.ops)), np.zeros(len(joint.graph.ops)), known.resident)
-        return known.profile
-
-    def plan(self, problem: Problem) -> Solution:
-        known = self.solution.problem
-        assert isinstance(problem.emit, Write)
-        assert isinstance(known.emit, Write)
-        if known.splits:
-            self.joint = known.emit.joint  # that of the step as it is split
-            return self.solution
-        emit = replace(problem.emit, begin=known.emit.begin)  # values wait where they do in the step
-        return replace(self.solution, problem=replace(problem, host=known.host, emit=emit))
-
-    def lower(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
-        """Run a module node by node, as it is run otherwise: a value is looked at before another is written over it.
-
-        After the backward the whole captured graph runs on the same inputs.
-        """
+    def lower(module: fx.GraphModule, _: list[Any]) -> Callable[[list[Any]], Any]:
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
         steps = written(module)
 
         @takes_one_list
-        def run(inputs: list[Any]) -> Any:
-            given = dict(zip(names, inputs, strict=True))
+        def run_recorded(values: list[Any]) -> Any:
+            given = dict(zip(names, values, strict=True))
             if not is_backward:
-                self.inputs = _copied(given)
-                self.states = random_states(self.device)
-            elif self.joint is not None:
-                tangents = {name: given[name] for name in names if name not in self.inputs}
-                self._run_as_captured(self.joint, {**self.inputs, **_copied(tangents)})
-            return _Recorder(steps, lambda name, prints: self.as_planned.append((name, prints))).run(*inputs)
+                inputs.update(_copied(given))
+                states[:] = random_states(device)
+            else:  # the backward may write over what it reads: the captured graph runs before it
+                known = {**_copied({name: x for name, x in given.items() if name not in inputs}), **inputs}
+                with same_random_state(device):
+                    set_random_states(states, device)
+                    recorder = _Recorder(joint.module, captured.__setitem__)
+                    recorder.run(*(known[node.name] for node in joint.placeholders))
+            return _Recorder(steps, lambda *made: planned.append(made)).run(*values)
 
-        return run
+        return run_recorded
 
-    def _run_as_captured(self, joint: Joint, given: dict[str, Any]) -> None:
-        with same_random_state(self.device):
-            set_random_states(self.states, self.device)
-            recorder = _Recorder(joint.module, self.as_captured.__setitem__)
-            recorder.run(*(given[node.name] for node in joint.placeholders))
+    def no_costs(one: Joint) -> Profile:
+        return Profile(np.zeros(len(one.graph.ops)), np.zeros(len(one.graph.ops)), solution.problem.resident)
 
-    def by_plan(self) -> str | None:
-        assert self.joint is not None
-        nodes = {node.name: node for node in self.joint.module.graph.nodes}
-        for name, found in self.as_planned:
-            again = _ANOTHER.search(name)
-            node = nodes.get(_ANOTHER.sub("", name))
-            expected = self.as_captured.get(node.name) if node is not None else None
-            if node is None or expected is None:
-                continue
-            count = _OF_INPUT.get(node.target) if again else None
-            if expected[:count] == found[:count]:
-                continue
-            time = f" when it runs for time {int(again.group(1)) + 1}" if again else ""
-            return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
+    run(capture(Backend(lambda _: solution, lower, no_costs, takes_none=False)))
+    if not captured:
         return None
-
-
-def _by_capture(joint: Joint, as_captured: dict[str, Prints], run: Callable[..., Any], plain: Any) -> str | None:
-    """The first op of the captured graph that plain PyTorch runs too, but never with this result."""
-    made = _Made()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
-
-    with made:
-        run(watched)
+    # What the plan has done: a value that differs from that of the captured graph.
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    for name, found in planned:
+        again, node = _ANOTHER.search(name), nodes.get(_ANOTHER.sub("", name))
+        if node is None or node.name not in captured:
+            continue
+        count = _OF_INPUT.get(node.target) if again else None
+        if captured[node.name][:count] != found[:count]:
+            time = f" when it runs for time {int(again[1]) + 1}" if again else ""
+            return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
+    # What the capture has changed: an op that plain PyTorch runs too, but never with this result.
+    with _Made() as made:
+        run(lambda *args, **kwargs: plain(*args, **kwargs))
     for node in joint.module.graph.nodes:
-        known = made.prints.get(_family(node.target))
-        prints = as_captured.get(node.name, ())
+        known, prints = made.prints.get(_family(node.target)), captured.get(node.name, [])
         if node.op == "call_function" and known and prints and not known.issuperset(prints):
             return f"{_described(node)}: plain PyTorch makes no such value; it was captured as another computation."
     return None
@@ -162,9 +115,9 @@ def _family(target: Any) -> str:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a module node by node and tells of each what it made."""
+    """Runs a module node by node, and tells of each what it made before another is written over it."""
 
-    def __init__(self, module: fx.GraphModule, tell: Callable[[str, Prints], None]) -> None:
+    def __init__(self, module: fx.GraphModule, tell: Callable[[str, list[str]], None]) -> None:
         super().__init__(module)
         self.tell = tell
 
@@ -188,14 +141,10 @@ class _Made(TorchDispatchMode):
         return result
 
 
-def _prints(result: Any) -> Prints:
-    return tuple(map(_fingerprint, tensors(result)))
-
-
-def _fingerprint(tensor: torch.Tensor) -> str:
-    """What tells a tensor's bits, shape and type from others, whatever its strides."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
+def _prints(result: Any) -> list[str]:
+    """What tells the bits, shape and type of each tensor from others, whatever its strides."""
+    flat = [(t, t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)) for t in tensors(result)]
+    return [f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}" for t, raw in flat]
 
 
 def _copied(given: dict[str, Any]) -> dict[str, Any]:
