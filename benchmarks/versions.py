@@ -33,7 +33,7 @@ SELECTION = {  # by markers
     "slow and not long": (
         *("tests/training/test_random_programs.py", "tests/updates/test_random_updates.py"),
         *("tests/training/test_distributed.py", "tests/updates/test_exchange.py"),
-        *("tests/training/test_training_step.py", "tests/backends/test_inductor.py"),
+        "tests/training/test_training_step.py",
         *("tests/torch_internals", "tests/capture/patches/results", "tests/capture/loss"),
         *("tests/codegen/test_contributions.py", "tests/backends/test_captures.py", "tests/memory/test_arena.py"),
     ),

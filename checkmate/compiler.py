@@ -17,7 +17,6 @@ from checkmate.backends import ranks
 from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
-from checkmate.backends.inductor import Inductor, lower, require_compiler
 from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.backends.taking_over import Planning
@@ -56,7 +55,7 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
     Where nothing is said: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None,
-    profile="measure", cache=True, backend="eager", max_plans=64, memory=None, wait="first", rules=None,
+    profile="measure", cache=True, max_plans=64, memory=None, wait="first", rules=None,
     host_budget=None, host=None``.
 
     Args:
@@ -89,21 +88,18 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
         cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
             process, and keep new ones (`checkmate.core.files` says where). False measures and plans anew and keeps
             nothing.
-        backend: what runs the plan: ``"eager"``, PyTorch's own kernels, or ``"inductor"``, kernels that Inductor makes
-            for the step. These round differently, and their peak is no plan's: the first call runs the step once more,
-            measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.
         max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
             recently used goes first.
         memory: what serves the step's allocations: ``"arena"``, one mapping in which all that the step allocates has a
             planned address, so that the process takes little more than what the plan counts, where malloc may take
             twice as much; or ``"allocator"``, PyTorch's own. Without a choice an arena where one can be had: on the CPU
-            under Linux, with a C++ compiler, which is needed once, and code that is not Inductor's. Elsewhere
-            PyTorch's allocator serves, and the log says why.
+            under Linux, with a C++ compiler, which is needed once. Elsewhere PyTorch's allocator serves, and the log
+            says why.
         wait: ``"first"`` trains with the first plan that fits, after about a second. Where another could still save 1 %
             of the step or more, planning goes on in a process of its own, of low priority; such a plan takes over
             between two steps, with the same bits. ``"best"`` waits until planning has ended, a number so many seconds
-            at most. These wait as with ``"best"``: a method other than "auto", ``backend="inductor"``, ranks that train
-            together, and a graph with numbers that change or with subclasses of tensors.
+            at most. These wait as with ``"best"``: a method other than "auto", ranks that train together, and a graph
+            with numbers that change or with subclasses of tensors.
         rules: what you know of the step: a dict of patterns, each with what every plan does with the ops it names. A
             pattern is a module's name (``"blocks.3"``, ``"blocks.*.attn"``), an op's (``"aten.convolution*"``) or that
             of a `tag`; ``"keep"`` and ``"once"`` have its values kept until they are read last, ``"recompute"`` has
@@ -134,9 +130,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
         RuleError: at once, if a rule is none; at the first call, if it names nothing in the step, or cannot be obeyed.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget, and,
             where the budget names no bytes, what the device has and what others hold of it.
-        Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
-            once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
-            call has used up ``max_plans``.
+        Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at a
+            later call, if a number that changes from call to call has used up ``max_plans``.
         TypeError: at once, for another option; it names the nearest.
         VerificationError: at the first call, with ``verify``, if anything differs; at any that captures, without a
             choice, on a version of PyTorch that has not been tried.
@@ -166,9 +161,8 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget: as for `compile`, where none is given, too; so are method, time_limit, reserve, profile, cache, backend,
-            memory, rules, host_budget and host, which may be given too. Compiled by Inductor, a tensor may be
-            as far off as `torch.testing.assert_close` allows of its largest element.
+        budget: as for `compile`, where none is given, too; so are method, time_limit, reserve, profile, cache, memory,
+            rules, host_budget and host, which may be given too.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -213,20 +207,17 @@ def new_backend(
     """
     budget = budget or Budget(options)
     planner, (find_costs, block_bytes) = Planner(options, budget), options.costs
-    if options.backend == "eager":
-        return Backend(
-            planner.plan,
-            profile=find_costs,
-            block_bytes=block_bytes,
-            new_arena=arenas(options.memory, cache=options.cache),
-            begin=planner.begin,
-            updates=updates,
-            elsewhere=elsewhere or options.elsewhere,
-            overlap=options.overlap,
-            asked=budget,
-        )
-    require_compiler()
-    return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, asked=budget)
+    return Backend(
+        planner.plan,
+        profile=find_costs,
+        block_bytes=block_bytes,
+        new_arena=arenas(options.memory, cache=options.cache),
+        begin=planner.begin,
+        updates=updates,
+        elsewhere=elsewhere or options.elsewhere,
+        overlap=options.overlap,
+        asked=budget,
+    )
 
 
 class Planned:

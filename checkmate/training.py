@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import Unpack
 
 from checkmate.backends import ranks
-from checkmate.backends.planner import Budget, Bytes, Options, StepOptions
+from checkmate.backends.planner import Budget, Bytes, CompileOptions, Options
 from checkmate.backends.tensor_state import modules_within
 from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
@@ -52,7 +52,7 @@ def training_step(
     process_group: Any = False,
     gradients: bool = False,
     alone: bool = False,
-    **options: Unpack[StepOptions],
+    **options: Unpack[CompileOptions],
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -163,7 +163,7 @@ def training_step(
         exchange=exchange_of(modules, process_group, optimizers),
     )
     _refuse_beside_shards(updates)
-    asked = Options.of(training_step, StepOptions.__optional_keys__, options, budget)
+    asked = Options.of(training_step, CompileOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")

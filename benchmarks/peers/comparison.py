@@ -44,7 +44,6 @@ from benchmarks.peers.settings import (
     front,
     inductor_peers,
     ours,
-    ours_by_inductor,
     peers,
 )
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
@@ -53,7 +52,6 @@ from checkmate.memory import CPU, measure_peak, record_allocations
 
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # from the smallest budget to keeping everything
 HEURISTIC_SHARES = (0.2, 0.5)
-INDUCTOR_SHARES = (0.2, 0.5, 1.0)
 BETWEEN = 3  # steps of others between two plain ones
 KINDS = ("peers", "ours", "heuristics", "inductor")
 ROUNDS = (7, 25)  # the fewest, the most
@@ -330,7 +328,6 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
         comparison.add(plans_worth_running(comparison))
     if "inductor" in options.only:
         comparison.add(filter(options.takes, inductor_peers()))
-        comparison.add(ours_by_inductor(comparison.budget(share), options.time_limit) for share in INDUCTOR_SHARES)
     entries = comparison.different()
     report(f"{len(comparison.entries)} ways, {len(entries)} of them different")
     for entry in entries:

@@ -16,7 +16,7 @@ from scipy.stats import wilcoxon
 
 from benchmarks.common.rows import Row, read, shown
 from benchmarks.common.runner import document, where_from
-from benchmarks.peers.settings import EAGER, OURS, OURS_INDUCTOR
+from benchmarks.peers.settings import EAGER, OURS
 from checkmate.core.table import Table
 
 SIGNIFICANT = 0.05
@@ -37,7 +37,6 @@ STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apar
     "compile + checkpoint": ("v", "#009e73"),
     "compile budget": ("h", "#999999"),
     "inductor": ("<", "#f0e442"),
-    OURS_INDUCTOR: (">", "#0072b2"),
 }
 
 

@@ -32,7 +32,7 @@ from benchmarks.networks.batches import Step
 from benchmarks.peers.subjects import Subject
 
 aten = torch.ops.aten
-OURS, OURS_INDUCTOR = "checkmate", "checkmate, inductor"
+OURS = "checkmate"
 SEGMENTS = (2, 3, 4, 6, 8)  # of checkpoint_sequential
 TENTHS = tuple(i / 10 for i in range(11))  # of activation_memory_budget
 SOLVERS = ("dp", "greedy", "ilp")  # of activation_memory_budget_solver
@@ -118,12 +118,6 @@ def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
     knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
     build = partial(_within, budget=budget, time_limit=time_limit, method=method, memory="arena")
     return Setting(family, knob, build, budget=budget)
-
-
-def ours_by_inductor(budget: int, time_limit: float) -> Setting:
-    """`checkmate.compile` with Inductor below."""
-    build = partial(_within, budget=budget, time_limit=time_limit, backend="inductor")
-    return Setting(OURS_INDUCTOR, f"{budget / 1e6:.2f} MB", build, _masks_of_eager, budget, exact=False)
 
 
 def _within(subject: Subject, **options: Any) -> Step:

@@ -225,7 +225,7 @@ class Captures:
         return None, []
 
     def _may_be_inputs(self, reasons: list[Reason]) -> bool:
-        return self._backend.exact and all(
+        return all(
             type(reason.now) is type(reason.value)
             and type(reason.now) in (int, float)
             and reason.source not in self._fixed

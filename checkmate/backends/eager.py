@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -133,15 +133,13 @@ class Backend:
     With ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
-    is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
-    result has no gradient.
+    is told that asks whether it is compiled.
     """
 
     planner: Callable[..., Solution]  # of a problem
     lower: Lower = run_generated_code
     profile: Profiler = MEASURE
     block_bytes: int = 1
-    takes_none: bool = True
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     begin: Callable[[Problem], tuple[Solution, UnfinishedSearch | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
@@ -150,8 +148,6 @@ class Backend:
     budget: int = 0  # bytes that a step may take when it runs; 0: as many as its plan
     asked: Budget | None = None  # what finds these when a graph is first planned; None: they are known
 
-    exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
-    rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
     running: list[Running] = field(default_factory=list)  # the training graphs, in the order of capture
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     answer: Answer = field(default_factory=Answer)
@@ -224,7 +220,7 @@ class Backend:
             given = 0 if call.joint is None else call.joint.number_bytes
             asked = asked_bytes(running.plan, questions, inputs, given, self.limit(running.plan))
             running.plan = with_asked(running.plan, asked)
-        nones = [partial(keep_undefined, set[type]())] if self.takes_none else []
+        nones = [partial(keep_undefined, set[type]())] if self.lower is run_generated_code else []
         run = fan_out(leave_unreached(run, facts.unreached), facts.sharing)
         run = watched(run, *nones, *facts.watches)
         if running is not None and go_on is not None:
@@ -308,12 +304,11 @@ class Backend:
         prepare(
             joint_module.graph,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
-            as_is=self.exact,
             in_two=None if device.type == "cpu" or fakes else same_in_two,
             again=None if fakes else same_again,
             repeats=None if fakes else repeats,
         )
-        if self.exact and not fakes:
+        if not fakes:
             compile_attention(joint_module.graph)
         joint = read(joint_module)
         if numbers:
@@ -323,7 +318,7 @@ class Backend:
         held = 0 if updates is None else updates.held_bytes
         allocated = None if fakes else allocated_on(device)
         self._find_budget(facts, joint_module.graph, device, fakes=fakes)
-        tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
+        tried = fakes or isinstance(self.profile, Measure)  # or not to be tried
 
         memory = None if self.elsewhere is None else self.elsewhere.on(device)
 
@@ -336,9 +331,8 @@ class Backend:
             return sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names, shards)
 
         problem = pose(joint)
-        if self.exact:
-            in_data = not fakes and self.block_bytes == 1
-            problem = with_loss_in_parts(problem, joint_module, read, pose, tried=in_data)
+        in_data = not fakes and self.block_bytes == 1
+        problem = with_loss_in_parts(problem, joint_module, read, pose, tried=in_data)
         at_once = self.begin is None or not may_change(joint)
         find: Find = (lambda *asked: (self.plan(*asked), None)) if at_once else self.begin  # type: ignore[assignment]
         replays = Replays.now(device, self.budget) if self.budget and not fakes else None
@@ -350,16 +344,13 @@ class Backend:
         facts.running, self.call.joint = Running(solution), joint
         self.running.append(facts.running)
         facts.memory = serving(facts.memory, solution, device)
-        if self.exact:
-            facts.sharing = share(modules)
-        if self.exact and not fakes and isinstance(self.profile, Measure) and self.profile.cache:
+        facts.sharing = share(modules)
+        if not fakes and isinstance(self.profile, Measure) and self.profile.cache:
             facts.first = FirstStep(solution, device, held, partial(forget, joint))
             if facts.memory is not None:
                 facts.memory.took = facts.first.took
         needed = needed_tensors(joint, modules, facts.names)
-        facts.watches = (partial(explain_writes, needed), partial(refuse_watching, users))
-        if self.exact:
-            facts.watches = (partial(refuse_views, views), *facts.watches)
+        facts.watches = (partial(refuse_views, views), partial(explain_writes, needed), partial(refuse_watching, users))
         if unfinished is None:
             return modules.forward, modules.backward
         lower = self.lower  # alone: a backend that is dropped is gone at once, and what goes on too

@@ -28,7 +28,6 @@ from checkmate.units import check_positive, exact_bytes, format_bytes, parse_byt
 
 log = logging.getLogger("checkmate.backends.planner")
 
-Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
 Bytes = int | float | str
@@ -36,8 +35,8 @@ FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 _HOSTS = ("pinned", "memory")  # that are no files
 
 
-class StepOptions(TypedDict, total=False):
-    """Options of `checkmate.training_step`; what each means is said at `checkmate.compile`."""
+class CompileOptions(TypedDict, total=False):
+    """Options of `checkmate.compile`, which says what each means, and of `checkmate.training_step`."""
 
     method: str
     time_limit: float
@@ -54,12 +53,6 @@ class StepOptions(TypedDict, total=False):
     overlap: bool
 
 
-class CompileOptions(StepOptions, total=False):
-    """Options of `checkmate.compile`."""
-
-    backend: Code
-
-
 OF_TRACE = (
     "profile",
     "cache",
@@ -68,7 +61,7 @@ OF_TRACE = (
     "overlap",
 )  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
-OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "backend", "memory")
+OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,6 @@ class Options:
     verify: bool | None = None  # where PyTorch has not been tried
     profile: Choice = "measure"
     cache: bool = True
-    backend: Code = "eager"
     max_plans: int = 64
     memory: Memory | None = None  # an arena, where one can be had
     wait: Wait = "first"
@@ -120,8 +112,6 @@ class Options:
             raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {self.max_plans!r}.")
         method = check_method(self.method, {})
         check_positive("time_limit", self.time_limit, " of seconds")
-        if self.backend not in get_args(Code):
-            raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
         if not isinstance(self.overlap, bool):
@@ -132,21 +122,8 @@ class Options:
         if self.rules is not None:
             check(self.rules)
             object.__setattr__(self, "rules", {**self.rules})  # as they are now
-        if self.backend != "eager":
-            self._refuse_what_is_for_eager()
         check_host(method, has_host=self.host_budget is not None)
         _ = Budget(self), self.elsewhere  # numbers of bytes, or an error
-
-    def _refuse_what_is_for_eager(self) -> None:
-        if self.memory == "arena":
-            raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')
-        if self.host_budget is not None:
-            raise ValueError(
-                f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
-                "what is sent and fetched."
-            )
-        if self.overlap:
-            raise ValueError(f'overlap=True is for backend="eager" so far, not for {self.backend!r}.')
 
     @property
     def patience(self) -> float:
@@ -189,6 +166,8 @@ class Options:
 GONE = {
     "numerics": "Every plan has the bits of plain PyTorch. Leave it out; for a lower budget give host_budget=, or take "
     "a smaller batch and accumulate gradients",
+    "backend": "Plans run PyTorch's own kernels. For those of Inductor call torch.compile(model) within "
+    'checkmate.integrations.inductor.peak_budget("8 GB")',
 }
 
 

@@ -43,7 +43,6 @@ def prepare(
     graph: fx.Graph,
     *,
     on_cpu: bool = True,
-    as_is: bool = True,
     in_two: Callable[[fx.Node], bool] | None = None,
     again: Callable[[fx.Node], bool] | None = None,
     repeats: Callable[[fx.Node], bool] | None = None,
@@ -53,7 +52,6 @@ def prepare(
     Args:
         graph: dropout is rewritten in it so that its mask can be kept and the rest recomputed.
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
-        as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
         again: whether an op on CUDA draws the same numbers again; None: each does.
         repeats: whether a convolution on CUDA, or a kernel of Triton's, has the same bits whenever it runs; None: each
@@ -67,18 +65,15 @@ def prepare(
     lay_out_at_once(graph)
     for node in graph.find_nodes(op="call_function", target=LAYER):
         node.target = lstm_layer  # which leaves the workspace for its backward where gradients are not enabled, too
-    if as_is:
-        make_what_they_write(graph, repeats)
+    make_what_they_write(graph, repeats)
     gather_copies(graph)
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
     split_convolutions(graph, in_two)
     if on_cpu:
-        if as_is:
-            forget_inputs(graph)
+        forget_inputs(graph)
         save_states(graph)  # of draws that somebody reads
-    if as_is:
-        save_device_states(graph, again)
+    save_device_states(graph, again)
     if repeats is not None:
         for node in filter(is_convolution, graph.nodes):
             on_accelerator = any(made.device.type != "cpu" for made in tensors(node.meta["val"]))

@@ -1,1 +1,1 @@
-"""Ways into other tools: trainers, loops, Inductor's partitioner, torchtitan's passes. Each is one module."""
+"""Ways into other tools: trainers, loops, Inductor's memory budget. Each is one module."""

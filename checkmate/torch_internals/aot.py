@@ -14,7 +14,6 @@ NAMES = Table(
     Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
     Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
     Name("tracing", "torch._guards", "sets it, or none", "attention that is compiled is refused"),
-    Name("detect_fake_mode", "torch._guards", "the mode that described the inputs", "Inductor is not used"),
     Name("functorch_config", "torch._functorch:config", "where autocast stands while a backward is traced"),
     Name("graph_compile", _PASSES, "its `tensorify_python_scalars` would make tensors of floats", _EACH_NUMBER),
     Name("is_with_effects", "torch._functorch._aot_autograd.utils", "ops in an order that is kept by tokens"),

@@ -9,7 +9,6 @@ _WHOLE = "Dynamo takes it apart"
 _CHECK = "a check on a tensor is refused, as Dynamo refuses it"
 _SCALED = "whole steps with a GradScaler are refused"
 _CUDA = "steps with a batch norm are refused on GPUs"
-_VERIFIED = 'verify with backend="inductor" is refused'
 _CLIPPED = "whole steps with clipped gradients are refused"
 
 NAMES = Table(
@@ -34,6 +33,5 @@ NAMES = Table(
     Name("_get_cudnn_batch_norm_reserve_space_size", "torch._C", "what it keeps for its backward", _CUDA),
     Name("_snapshot", "torch.cuda.memory", "what the allocator holds", "a budget on GPUs is one of bytes asked for"),
     Name("get_enum", "torch.nn._reduction", "the number of a loss's reduction", "CTC's loss is not captured"),
-    Name("default_tolerances", "torch.testing._comparison", "how far results of Inductor may be off", _VERIFIED),
 )
 __getattr__ = NAMES.get

@@ -35,7 +35,6 @@ from checkmate.verification.outcomes import (
     PLAIN_RUNS,
     Outcome,
     as_error,
-    compare_but_for_rounding,
     compare_with_spread,
     names_that_differ,
 )
@@ -59,7 +58,6 @@ class Certificate:
     predicted_peak: int | None  # bytes
     measured_peak: int | None  # bytes; None where the step returns more than a loss, whose backward begins outside it
     plain_peak: int | None  # bytes of the plain step
-    off: float = 0.0  # the most that a step differs by which may round differently: by Inductor
     calls: int = 1  # of the step before the backward
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
     reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
@@ -74,8 +72,6 @@ class Certificate:
         same = "the same bits as plain PyTorch"
         if self.spread:
             same = f"plain PyTorch within its spread, {self.spread:.3g}"
-        elif self.off:
-            same = f"plain PyTorch but for rounding, {self.off:.3g} at most"
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
             ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
@@ -145,10 +141,8 @@ def compare_with_plain(
             )
     again = run(plain)
     repeats = not names_that_differ(expected, again)
-    different, spread, off = names_that_differ(expected, found), 0.0, 0.0
-    if not backend.exact:
-        off = compare_but_for_rounding(different, expected, found, backend.rounds_in)
-    elif different:
+    different, spread = names_that_differ(expected, found), 0.0
+    if different:
         if not may_waver(device):
             place = _place(capture, backend, once, plain, device)
             raise VerificationError(as_error(different[0], repeats=repeats) + place)
@@ -162,7 +156,7 @@ def compare_with_plain(
     resident = planned.problem.resident if planned else 0
     comparable = planned is not None and calls == 1 and _is_loss(expected)
     if planned is not None and comparable:
-        check_peak(resident + found.use.peak, planned, device, backend.limit(planned), exact=backend.exact)
+        check_peak(resident + found.use.peak, planned, device, backend.limit(planned))
         check_elsewhere(planned, backend, device)
     return Certificate(
         outputs=expected.count("output"),
@@ -174,7 +168,6 @@ def compare_with_plain(
         predicted_peak=planned.peak if planned else None,
         measured_peak=resident + found.use.peak if comparable else None,
         plain_peak=resident + expected.use.peak if comparable else None,
-        off=off,
         calls=calls,
         allocated_peak=found.use.allocated,
         reserved_peak=found.use.reserved,
@@ -189,8 +182,8 @@ def _foretold(plan: Solution, use: MemoryUse) -> Used | None:
     return Replays(use.began, use.device).first(plan)
 
 
-def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, *, exact: bool = True) -> None:
-    """On the CPU the prediction holds to the byte; on CUDA, and compiled by Inductor, it may be more, up to the budget.
+def check_peak(measured: int, plan: Solution, device: torch.device, limit: int) -> None:
+    """Refuse a peak above the prediction on the CPU, to the byte, and above the budget anywhere.
 
     On CUDA these are the bytes that were asked for.
 
@@ -202,7 +195,7 @@ def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, 
             f"The measured peak of {exact_bytes(measured)} is above the budget of {exact_bytes(limit)}."
             f"{_OUTSIDE} Please report this."
         )
-    if device.type == "cpu" and exact and plan.peak is not None and measured > plan.peak:
+    if device.type == "cpu" and plan.peak is not None and measured > plan.peak:
         raise VerificationError(
             f"The measured peak of {exact_bytes(measured)} is above the predicted one of {exact_bytes(plan.peak)}, "
             f"though within the budget of {exact_bytes(plan.budget)}.{_OUTSIDE} Please report this."

@@ -82,7 +82,7 @@ def first_difference(
     def no_costs(one: Joint) -> Profile:
         return Profile(np.zeros(len(one.graph.ops)), np.zeros(len(one.graph.ops)), solution.problem.resident)
 
-    run(capture(Backend(lambda _: solution, lower, no_costs, takes_none=False)))
+    run(capture(Backend(lambda _: solution, lower, no_costs)))
     if not captured:
         return None
     # What the plan has done: a value that differs from that of the captured graph.

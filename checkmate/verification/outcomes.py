@@ -1,7 +1,6 @@
 """What a step leaves behind, and how far from plain PyTorch's it may be where bits cannot be compared.
 
-By as much as plain runs differ among themselves, or by what `torch.testing.assert_close` allows of kernels that round
-differently.
+By as much as plain runs differ among themselves.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import torch
 from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import VerificationError
 from checkmate.memory import MemoryUse
-from checkmate.torch_internals.kernels import default_tolerances
 
 log = logging.getLogger("checkmate.verification.compare")
 
-GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 TIMES_SPREAD = 4  # as far off as gradients of plain runs are among themselves, those of a compiled step may be
 
@@ -123,33 +120,6 @@ def _spread(name: str, plain: list[Outcome]) -> float:
 
 def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max())
-
-
-def compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, types: set[torch.dtype]) -> float:
-    """Hold each tensor that differs against what `torch.testing.assert_close` allows of a largest element.
-
-    That is the tensor's own, or the largest of all gradients: one that is zero but for rounding is not far off. The
-    tolerances are those of the coarsest type that the step computes in.
-
-    Returns the largest difference.
-
-    |found - plain|  <=  atol + rtol * max |plain|
-    """
-    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
-    sizes = {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in plain.results.items() if name in off}
-    steepest = max((size for name, size in sizes.items() if is_gradient(name)), default=0.0)
-    for name in names:
-        kind = plain.results[name].dtype if name in plain.results else torch.bool
-        rtol, atol = default_tolerances(kind, *(types if kind.is_floating_point or kind.is_complex else ()))
-        if is_gradient(name) and kind != torch.float64:
-            rtol = max(rtol, GRADIENT_RTOL)
-        allowed = atol + rtol * max(sizes.get(name, 0.0), steepest if is_gradient(name) else 0.0)
-        if not off[name] <= allowed:
-            raise VerificationError(
-                f"{name} of the step compiled by Inductor differs from plain PyTorch by {off[name]:.3g}, where "
-                f'rounding is allowed {allowed:.3g}. backend="eager" gives the bits of plain PyTorch.'
-            )
-    return max(off.values(), default=0.0)
 
 
 def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends.inductor import Inductor
 from checkmate.codegen import writing_over
 from checkmate.codegen.boxed import boxed
 from checkmate.codegen.writing_over import written
@@ -23,7 +22,6 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.memory import measure_peak
-from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.ways import offering_ways
 
@@ -425,19 +423,6 @@ def test_what_is_exchanged_with_other_ranks_is_not_written_over() -> None:
     assert len(exchanged) == 2
     assert problem.profile.ways
     assert not exchanged.intersection(v for way in problem.profile.ways for v in (way.over, way.makes))
-
-
-def test_inductor_is_offered_no_ways() -> None:
-    """It writes over buffers of its own accord."""
-    seen: list[Problem] = []
-
-    def plan(problem: Problem, aside: int) -> Solution:
-        seen.append(problem)
-        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
-
-    Inductor(plan).plan(_problem())
-    assert _problem().profile.ways
-    assert not seen[0].profile.ways
 
 
 @pytest.mark.slow

@@ -113,5 +113,3 @@ def test_another_pytorch_has_another_library(folder: Path, monkeypatch: pytest.M
 def test_options_are_checked_at_once() -> None:
     with pytest.raises(ValueError, match="Unknown memory 'heap'; there are arena, allocator"):
         checkmate.compile(torch.nn.Linear(2, 2), budget="1 MB", memory="heap")
-    with pytest.raises(ValueError, match='memory="arena" is for backend="eager" so far'):
-        checkmate.compile(torch.nn.Linear(2, 2), budget="1 MB", backend="inductor", memory="arena")

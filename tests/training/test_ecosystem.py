@@ -27,12 +27,11 @@ ON_SEVERAL_RANKS = (
     "Whole steps on several ranks",
 )
 ONE_LINE = ("Hugging Face Trainer", "TRL and peft", "Lightning", "Accelerate and diffusers")
-OTHER_WAYS_IN = ("Inductor's memory budget", "torchtitan's graph trainer")
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
 
 def test_every_tool_has_its_recipe() -> None:
-    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, *ONE_LINE, *WHOLE_STEPS, *OTHER_WAYS_IN]
+    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, *ONE_LINE, *WHOLE_STEPS]
 
 
 @pytest.mark.parametrize(
@@ -42,15 +41,6 @@ def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     recipes.compare(name)
-
-
-@pytest.mark.parametrize("name", [slow(OTHER_WAYS_IN[0]), OTHER_WAYS_IN[1]])
-def test_other_ways_in(name: str, one_thread: None) -> None:
-    """Each recipe says itself what must be. Settings of PyTorch's that it changes are put back."""
-    torch._dynamo.reset()
-    by_default = torch._functorch.config.patch(activation_memory_budget=1.0, activation_memory_budget_solver="dp")
-    with by_default, torch._inductor.config.patch(reorder_for_peak_memory=True):
-        recipes.run(recipes.RECIPES[name])
 
 
 @pytest.mark.long

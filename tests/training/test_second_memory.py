@@ -189,7 +189,6 @@ def test_it_is_verified() -> None:
         ({"host": "file:"}, ValueError, "say how many bytes"),
         ({"host_budget": "1 GB", "host": "/fast/disk"}, ValueError, "Unknown second memory '/fast/disk'"),
         ({"host_budget": "much"}, checkmate.BudgetError, "much"),
-        ({"host_budget": "1 GB", "backend": "inductor"}, ValueError, "eager"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], error: type[Exception], said: str) -> None:
