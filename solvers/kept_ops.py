@@ -1,19 +1,14 @@
-"""Which ops of the forward are not to run again: plans in which what the backward misses is made again once, at once.
+"""Plans that PyTorch's partitioner can follow: a set of ops of the forward that run again, once, where they are missed.
 
-PyTorch's partitioner and its recompute tags know one kind of plan. Nothing runs twice in the forward. The backward gets
-what some ops made, the *kept* ones; what else it reads is made again just before its first reader, with all that this
-takes, and then stays until its last. So a plan is a set of ops, and what it takes follows: its seconds are those of
-what runs again, its peak is the largest of the bytes at hand at any moment, in the forward or the backward, what was
-made again included. A knapsack of what is saved leaves the latter out: save nothing, and all is made again at once.
+Nothing runs twice in the forward. The backward gets what the other ops made, the *kept* ones; what else it reads is
+made again just before its first reader, with all that this takes, and then stays until its last. So the set says all:
+the seconds are those of what runs again, the peak is the largest of the bytes at hand at any moment.
 
 The plan of fewest seconds within a budget is searched for, with a number of plans that does not depend on the clock:
 every process finds the same one. First minimum cuts for more and more bytes (`checkmate.solvers.baselines.min_cut`),
-and plans by three numbers: the forward is divided into so many parts of equal bytes where the fewest bytes pass on,
-what passes is kept; in the first so many parts all ops run again but those that take the most seconds for their bytes.
-Then op by op: what runs again and need not, and what does so in its place.
-
-Chen et al. 2016 divide a chain in this manner ("Training Deep Nets with Sublinear Memory Cost"); that the first parts
-only run again, since they wait longest, and what is kept within them, is added here.
+and plans by three numbers, as Chen et al. 2016 divide a chain: the forward is divided into so many parts of equal bytes
+where the fewest bytes pass on, which are kept; in the first so many parts, which wait longest, all ops run again but
+those that take the most seconds for their bytes. Then op by op: less that runs again, and others in its place.
 """
 
 from __future__ import annotations
@@ -26,10 +21,8 @@ from itertools import chain, combinations
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.solvers.baselines.min_cut import candidates, cut, most_seconds
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import kept_by_the_forward
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the ops of a part, which run again
 MOST_PARTS = 32  # into which the forward is divided
@@ -52,21 +45,14 @@ class Choice:
     seconds: float  # of what runs again
     at: int = field(default=0, repr=False)  # the op of the backward at which the peak is, or before which
 
-    def schedule(self, problem: Problem) -> Schedule:
-        """R and S of it."""
-        values = [v for k in self.kept for v in problem.graph.ops[k].outputs]
-        return Schedule.from_runs(problem.graph, kept_by_the_forward(problem, values))
-
 
 class KeptOps:
-    """The plans of a problem, and what each takes, without a schedule or a simulation: some thousand in a second.
+    """The plans of a problem, and what each takes: some thousand in a second.
 
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
     >>> plans = KeptOps(chain)
     >>> plans.free, plans.of([]).peak, plans.of([1]).again
     ((0, 1, 2), 4, frozenset({1}))
-    >>> plans.of([1]).peak == plans.of([1]).schedule(chain).peak(chain)
-    True
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -82,19 +68,7 @@ class KeptOps:
             if k >= tables.boundary or k in needed:
                 needed.update(self._reads[k])
         self.free = tuple(k for k in self.forward if k in needed and not tables.pinned[k] and tables.until[k] == last)
-        self._forward_bytes = self._bytes_of_forward()
-        self._until = [max((j for j in users if j < tables.boundary), default=-1) for users in tables.users]
-
-    def _bytes_of_forward(self) -> np.ndarray:
-        """(F,) int64: bytes at hand while each op of the forward runs, if nothing is kept."""
-        tables, live, found = self.tables, self.tables.resident, []
-        for k in self.forward:
-            live += sum(tables.size[v] for v in tables.outputs[k])
-            found.append(live + tables.workspace[k])
-            for v in {*tables.inputs[k], *tables.outputs[k]}:
-                last = max((j for j in tables.users[v] if j < tables.boundary), default=tables.producer[v])
-                live -= 0 if tables.result[v] or last != k else tables.size[v]
-        return np.array(found, dtype=np.int64)
+        self.bytes_of = [sum(tables.size[v] for v in made) for made in tables.outputs]  # of what each op makes
 
     def of(self, ops: Iterable[int]) -> Choice:
         """The plan in which of these ops run again whatever is missed, and no other."""
@@ -117,79 +91,60 @@ class KeptOps:
             runs += sorted(missing)
             again |= missing
             runs.append(k)
-        last: dict[int, int] = {}
-        for i, k in enumerate(runs):
-            last.update(dict.fromkeys(tables.inputs[k], i))
-        peak, live = self._peak_of_forward(kept, last)
-        return self._walk(runs, frozenset(again), frozenset(kept), last, live, peak)
+        peak, at = self._peak([*self.forward, *runs], again)
+        seconds = sum(tables.seconds[k] for k in again)
+        return Choice(
+            frozenset(again), frozenset(kept), peak, seconds, runs[max(at - tables.boundary, 0)] if runs else 0
+        )
 
-    def _peak_of_forward(self, kept: Iterable[int], last: dict[int, int]) -> tuple[int, int]:
-        """The peak, and the bytes at hand when the backward begins."""
-        tables = self.tables
-        more = np.zeros(len(self._forward_bytes) + 1, dtype=np.int64)  # from each op on
-        for k in kept:
-            for v in tables.outputs[k]:
-                if v in last and not tables.result[v]:
-                    more[max(self._until[v], k) + 1] += tables.size[v]
-        held = np.cumsum(more)
-        results = sum(tables.size[v] for k in self.forward for v in tables.outputs[k] if tables.result[v])
-        peak = int((self._forward_bytes + held[:-1]).max(initial=tables.resident))
-        return peak, tables.resident + results + int(held[-1])
-
-    def _walk(
-        self,
-        runs: list[int],
-        again: frozenset[int],
-        kept: frozenset[int],
-        last: dict[int, int],
-        live: int,
-        peak: int,
-    ) -> Choice:
-        tables, at = self.tables, 0
-        size, result = tables.size, tables.result
-        for i, k in enumerate(runs):
-            made = sum(size[v] for v in tables.outputs[k])
-            live += made
+    def _peak(self, order: list[int], again: set[int]) -> tuple[int, int]:
+        """The peak of ops in order, and the place at which it is; ``again``: those that run in both halves."""
+        tables, border, size, result = self.tables, self.tables.boundary, self.tables.size, self.tables.result
+        # ~v is the copy of v that is made again, which the backward reads; of a result it reads the first
+        second = {v: ~v for k in again for v in tables.outputs[k] if not result[v]}
+        last = {v: i for i, k in enumerate(self.forward) for v in tables.inputs[k]}
+        for i in range(border, len(order)):
+            for v in tables.inputs[order[i]]:
+                last[second.get(v, v)] = i
+        freed = [0] * len(order)
+        for v, i in last.items():
+            freed[i] += 0 if v >= 0 and result[v] else size[max(v, ~v)]
+        live, peak, at = tables.resident, tables.resident, 0
+        for i, k in enumerate(order):
+            live += self.bytes_of[k]
             if live + tables.workspace[k] > peak:
                 peak, at = live + tables.workspace[k], i
-            for v in tables.outputs[k]:
-                if v not in last or (result[v] and k in again):  # a second copy goes at once
-                    live -= 0 if result[v] and k not in again else size[v]
-            for v in tables.inputs[k]:
-                if last[v] == i and not result[v]:
-                    live -= size[v]
-        seconds = sum(tables.seconds[k] for k in again)
-        return Choice(again, kept, peak, seconds, runs[at] if runs else 0)
-
-    def bytes_of(self, op: int) -> int:
-        """Bytes of what an op makes."""
-        return sum(self.tables.size[v] for v in self.tables.outputs[op])
+            live -= freed[i]
+            # free what nobody reads, and second copies of results
+            if i >= border and k in again:
+                live -= sum(size[v] for v in tables.outputs[k] if ~v not in last)
+            else:
+                live -= sum(size[v] for v in tables.outputs[k] if v not in last and not result[v])
+        return peak, at
 
     @cached_property
     def everything(self) -> Choice:
         """Nothing runs again."""
         return self.of(())
 
-    def passing(self, at: int) -> set[int]:
-        """The ops before one of the forward whose values it or later ones of the forward read."""
-        return {j for k in self.forward[at:] for j in self._reads[k] if j < at}
-
     @cached_property
     def borders(self) -> list[tuple[int, frozenset[int]]]:
         """Places in the forward where the fewest bytes of free ops pass on, with the ops that made them."""
-        of = {*self.free}
-        passing = [frozenset(self.passing(k) & of) for k in self.forward]
-        weight = [sum(map(self.bytes_of, ops)) for ops in passing]
+        of, reads = {*self.free}, self._reads
+        passing = [
+            frozenset(j for k in self.forward[at:] for j in reads[k] if j < at and j in of) for at in self.forward
+        ]
+        weight = [sum(self.bytes_of[k] for k in ops) for ops in passing]
         inner = range(1, len(weight) - 1)
         return [(k, passing[k]) for k in inner if weight[k] <= weight[k - 1] and weight[k] < weight[k + 1]]
 
     def by_parts(self, parts: int, share: float) -> list[tuple[int, ...]]:
-        """Plans that run again the first part of the forward, the first two and so on; in each a share of the ops.
+        """Plans that run again the first part of the forward, the first two and so on, but not what passes on.
 
-        Those that take the fewest seconds for the bytes that they make; all of them but what passes to the next part.
+        Of the ops a share runs again: those that take the fewest seconds for the bytes that they make.
         """
         tables = self.tables
-        weight = {k: self.bytes_of(k) for k in self.free}
+        weight = {k: self.bytes_of[k] for k in self.free}
         made = np.cumsum([weight.get(k, 0) for k in self.forward])
         ends: list[tuple[int, frozenset[int]]] = []
         for i in range(1, parts):
@@ -255,7 +210,7 @@ def _by_cuts(plans: KeptOps) -> Iterator[Choice]:
     """Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes."""
     tables, may = plans.tables, candidates(plans.problem)
     seconds = {k: tables.seconds[k] for k in may}
-    weight = {k: plans.bytes_of(k) for k in may}
+    weight = {k: plans.bytes_of[k] for k in may}
     for i in range(CUTS):
         saved = cut(plans.problem, most_seconds(seconds, weight, sum(weight.values()) * i // CUTS))
         yield plans.of({*plans.free}.difference(tables.producer[v] for v in saved))
@@ -302,7 +257,7 @@ def _give_up(plans: KeptOps, choice: Choice, but: int) -> Choice:
         return k != but and any(tables.users[v] and tables.users[v][-1] >= choice.at for v in tables.outputs[k])
 
     def rate(k: int) -> float:
-        return tables.seconds[k] / max(1, plans.bytes_of(k))
+        return tables.seconds[k] / max(1, plans.bytes_of[k])
 
     waiting = sorted((k for k in choice.kept.intersection(plans.free) if waits(k)), key=rate)
     lower = [plan for plan in (plans.of(choice.again | {k}) for k in waiting[:AMONG]) if plan.peak < choice.peak]

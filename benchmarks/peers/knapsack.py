@@ -62,10 +62,20 @@ def _gpt2() -> nn.Module:
     return GPT2(vocabulary=512, positions=128, width=128, layers=4, heads=4, attention="sdpa")
 
 
+def _reused() -> nn.Module:
+    layers = (nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+    return nn.Sequential(*layers, *layers, *layers)
+
+
+def _mean_square(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x).square().mean()
+
+
 _CASES = (
     Case("gpt2", _gpt2, partial(tokens, 8, 128, 512), language_model),
     Case("resnet50", lambda: resnet50(10, base=16), partial(images, 8, 64, 10)),
     Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10), classifier),
+    Case("reused", _reused, lambda: (torch.randn(512, 64),), _mean_square),  # each weight three times
 )
 NETWORKS = {case.name: case for case in _CASES}
 

@@ -13,9 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.inductor import KnapsackSolver, peak_budget
 from checkmate.memory import measure_peak
+from checkmate.solvers.kept_ops import KeptOps, least_peak
 from tests.support.bits import assert_same_bits
+from tests.support.oracle import random_problem
 
 DRAWS = "rand"
 
@@ -102,20 +105,44 @@ def test_less_of_the_budget_takes_less_memory() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
+def test_bytes_hold_whatever_the_share_is() -> None:
+    plans = KeptOps(random_problem(3, most_ops=11))
+    least, highest = least_peak(plans).peak, plans.everything.peak
+    assert least < highest
+    for budget in (least, highest):
+        found = [KnapsackSolver(budget).choose(plans, share) for share in (1e-9, 0.5, 0.99)]
+        assert len({*found}) == 1
+        assert found[0].peak <= budget
+    with pytest.raises(InfeasibleBudget, match="The smallest peak that was found is") as error:
+        KnapsackSolver(least - 1).choose(plans, 0.5)
+    assert (error.value.budget, error.value.min_budget) == (least - 1, least)
+
+
 @pytest.mark.slow
 def test_a_budget_of_bytes_is_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """From the smallest, which a refusal names, with the gradients of plain PyTorch."""
     module, found = _module(4), list[Any]()
+    expected, _ = _run(module, module)
     with peak_budget("1 GB") as solver:
         step = _compiled(module, found)
         _run(step, module)
     assert solver.choice is not None
     assert solver.runs_again == []
+    highest = solver.choice.peak
     with peak_budget("1 GB"):
         _run(step, module)
     assert "PyTorch asked for no plan within 1.00 GB" in caplog.text
     with peak_budget("10 kB"), pytest.raises(Exception, match="The smallest peak that was found is") as error:
         _run(_compiled(module, found), module)
-    assert "InfeasibleBudget" in repr(error.value) + str(error.value)
+    refusal: Any = error.value.inner_exception
+    assert isinstance(refusal, InfeasibleBudget)
+    for budget in (refusal.min_budget, (refusal.min_budget + highest) // 2):
+        with peak_budget(budget) as solver:
+            gradients, _ = _run(_compiled(module, found), module)
+        assert_same_bits(gradients, expected)
+        assert solver.choice is not None
+        assert solver.runs_again
+        assert refusal.min_budget <= solver.choice.peak <= budget < highest
 
 
 def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:

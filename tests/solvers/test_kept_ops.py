@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.solvers.common.runs import kept_by_the_forward
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
 from checkmate.solvers.solve import solve
 from tests.support.oracle import random_problem
@@ -19,7 +21,8 @@ PROBLEMS = Path(__file__).parents[2] / "benchmarks" / "problems"
 
 
 def _check(problem: Problem, choice: Choice) -> None:
-    plan = lower(problem, choice.schedule(problem))
+    values = [v for k in choice.kept for v in problem.graph.ops[k].outputs]
+    plan = lower(problem, Schedule.from_runs(problem.graph, kept_by_the_forward(problem, values)))
     assert verify(plan, problem) == []
     assert simulate(plan, problem).peak == choice.peak
     assert cost(plan, problem) == pytest.approx(problem.keep_all_cost + choice.seconds)
