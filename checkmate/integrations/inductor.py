@@ -64,7 +64,7 @@ class KnapsackSolver(CustomKnapsackSolver):
 
     def __init__(self, budget: float | str | None = None) -> None:
         self.budget = None if budget is None else parse_bytes(budget)
-        self.choice: Choice | None = None  # for the graph that was last asked about
+        self.choice: Choice | None = None  # for the graph that was last asked about; None: not asked
         self.runs_again: list[str] = []  # the names of its nodes that run again
 
     def __call__(
@@ -136,10 +136,10 @@ class KnapsackSolver(CustomKnapsackSolver):
 
 @contextmanager
 def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
-    """What is compiled within the block for the first time stays within a budget of bytes at its peak, as simulated.
+    """Keep the simulated peak of steps that are compiled for the first time in this block within a budget of bytes.
 
-    It sets all that `KnapsackSolver` needs. A warning says if PyTorch did not ask it, as where PyTorch's own cut saves
-    less than the bytes of all inputs, parameters included.
+    It sets all that `KnapsackSolver` needs. A warning says if PyTorch did not ask it: its cache on disk may have the
+    code for this budget, or its own cut may save less than the bytes of all inputs, parameters included.
 
     Raises:
         BudgetError: if the budget is no number of bytes.
@@ -155,7 +155,7 @@ def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
         yield solver
     if solver.choice is None:
         log.warning(
-            "PyTorch asked for no plan within %s: nothing was compiled here for the first time, or its own cut saves "
-            "less than the inputs take.",
+            "PyTorch asked for no plan within %s: nothing was compiled here for the first time, or it has the code of "
+            "such a plan on disk, or its own cut saves less than the inputs take.",
             exact_bytes(solver.budget or 0),
         )
