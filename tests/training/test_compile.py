@@ -258,6 +258,8 @@ def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
     other: dict[str, Any] = {"backend": "inductor"}
     with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend' any more. .*torch.compile\(model\)"):
         checkmate.training_step(lambda x: model(x).sum(), optimizer, "1 MB", **other)
+    with pytest.raises(TypeError, match=r"^checkmate.verify has no option 'backend': "):
+        checkmate.verify(model, torch.ones(2, 4), budget="1 MB", backend="inductor")
 
 
 def test_keyword_arguments_and_results_in_a_dict() -> None:
