@@ -131,7 +131,8 @@ class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
     With ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
-    and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
+    and its inputs the function that runs; if it is another than `run_generated_code`, a backward gets zeros where a
+    result has no gradient. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
     is told that asks whether it is compiled.
     """
