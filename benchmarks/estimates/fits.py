@@ -58,7 +58,7 @@ def _resnet50() -> Made:
 
 NETWORKS: dict[str, Callable[[], Made]] = {"gpt2-xl": _gpt2_xl, "resnet50": _resnet50, "llama": _llama}
 HEADER = (
-    *("network", "device", "asked", "plain", "room", "recomputation", "parts", "second memory", "rounding"),
+    *("network", "device", "asked", "plain", "room", "recomputation", "parts", "second memory"),
     *("way", "recomputed", "step", "largest batch", "answered in", "of the process"),
 )
 
