@@ -256,11 +256,9 @@ def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
         checkmate.compile(torch.nn.Linear(4, 4), "1 MB", methd="auto")
     optimizer = torch.optim.SGD((model := torch.nn.Linear(4, 4)).parameters())
     other: dict[str, Any] = {"backend": "inductor"}
-    with pytest.raises(
-        TypeError, match=r"^checkmate.training_step has no option 'backend' any more. .*torch.compile\(model\)"
-    ):
+    with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend' any more. "):
         checkmate.training_step(lambda x: model(x).sum(), optimizer, "1 MB", **other)
-    with pytest.raises(TypeError, match=r"^checkmate.verify has no option 'backend' any more. .*torch.compile\(model\)"):
+    with pytest.raises(TypeError, match=r"^checkmate.verify has no option 'backend' any more. .* torch.compile"):
         checkmate.verify(model, torch.ones(2, 4), budget="1 MB", backend="inductor")
 
 
