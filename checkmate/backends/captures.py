@@ -36,7 +36,6 @@ from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.selections import knowing_selections
-from checkmate.capture.patches.setting_up import set_up_first
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
@@ -114,7 +113,7 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
 
     compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
-    captured = knowing_selections(set_up_first(with_recurrent_modules(guarding_hooks(run))), backend.answer)
+    captured = knowing_selections(with_recurrent_modules(guarding_hooks(run)), backend.answer)
     return plain_if_possible(captured, backend.answer)
 
 

@@ -65,8 +65,8 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (
         r"`R?lock` context manager",
-        "A compiled step holds no lock. Where only a first call does, to set something up, make that one plainly "
-        "before compiling: the step then finds it done.",
+        "A compiled step holds no lock. If only the first call does, to set something up, call the model once before "
+        "compiling: the step then finds it done.",
     ),
     (
         r"hook '.*' has changed the size|ApplyTemplate.* returned an invalid gradient",
@@ -150,9 +150,9 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     ),
     (
         r"Parameter\(\)` constructor",
-        "A parameter that the step makes is trained by nobody: make the module before, in __init__. Where the model "
-        "does it once, to put another part in place for this kind of input, call it plainly on one such batch before "
-        "compiling: the step then finds the part made.",
+        "A parameter that the step makes is trained by nobody: make the module in __init__. If only the first call "
+        "makes it, for this kind of input say, call the model once before compiling, on one such batch: the step then "
+        "finds it made.",
     ),
     (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
     (r"is raised here", "Call the function without checkmate: is it raised there too?"),

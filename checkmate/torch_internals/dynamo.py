@@ -24,7 +24,6 @@ _SAYING = "logging, print, warnings and errors of a step are refused, as Dynamo 
 _CONTEXT = "context variables within a step are refused, as Dynamo refuses them"
 _SELECTING = "what a mask selects is refused, where its size must be known"
 _LEAVES = "what Dynamo refuses of leaves stays refused"
-_SETTING_UP = "models that set themselves up in their first call are refused"
 _TOLD_YES = "libraries that ask whether they are compiled compute other bits"
 _DENSE = "flex_attention that is compiled computes other bits"
 _RANKS, _FLAGS = "steps on several ranks are refused", "torch.backends.cudnn.flags is refused"
@@ -70,14 +69,13 @@ NAMES = Table(
     Name("proxy_args_kwargs", "torch._dynamo.utils", "arguments of a node, from variables", _ASKING),
     # What it takes a value for
     Name("VariableTracker", f"{_VARIABLES}.base", "any value; `build` makes one of a Python object"),
-    Name("AttributeMutationNew", f"{_VARIABLES}.base", "an object that the step has made", _SETTING_UP),
+    Name("AttributeMutationNew", f"{_VARIABLES}.base", "an object that the step has made", _SAYING),
     Name("ValueMutationNew", f"{_VARIABLES}.base", "a list that the step has made", _ASKING),
     Name("Method", f"{_VARIABLES}.base", "what follows a method", "methods are attributes", since="2.14"),
     Name("GraphArg", f"{_VARIABLES}.builder", "an input of the graph", _DRAWING),
     Name("wrap_fx_proxy", f"{_VARIABLES}.builder", "a tensor that a node makes", _SELECTING),
     Name("wrap_fx_proxy_cls", f"{_VARIABLES}.builder", "the same, of a class that is given", _DRAWING),
     Name("BuiltinVariable", _BUILTIN, "a function that Python builds in"),
-    Name("ConstantVariable", f"{_VARIABLES}.constant", "a constant", _SETTING_UP),
     Name("NullContextVariable", f"{_VARIABLES}.ctx_manager", "a context that does nothing", _FLAGS),
     Name("ExceptionVariable", f"{_VARIABLES}.exception", "an exception", _SAYING, "", (f"{_MISC}:ExceptionVariable",)),
     Name("UserFunctionVariable", _FUNCTIONS, "a function of the user's", _DRAWING),
@@ -87,7 +85,7 @@ NAMES = Table(
     Name("TupleVariable", f"{_VARIABLES}.lists", "a tuple", _SELECTING),
     Name("LoggingLoggerVariable", _MISC, "a logger", _SAYING),
     Name("StringFormatVariable", _MISC, "a text that is made of values", _SAYING),
-    Name("UnspecializedNNModuleVariable", f"{_VARIABLES}.nn_module", "a module", _SETTING_UP),
+    Name("UnspecializedNNModuleVariable", f"{_VARIABLES}.nn_module", "a module", _DRAWING),
     Name("NumpyNdarrayVariable", _TENSOR, "an array", _DRAWING),
     Name("SymNodeVariable", _TENSOR, "a number that a tensor gave", _ASKING),
     Name("TensorVariable", _TENSOR, "a tensor; `tp_methods` and `method_…` are its methods"),
@@ -107,7 +105,6 @@ METHODS = Table(
     _method("InstructionTranslatorBase.call_function", _FRAMES, "a call", _TOLD_YES),
     _method("InstructionTranslatorBase._format_value", _FRAMES, "formats a value in an f-string", _SAYING),
     _method("InstructionTranslatorBase.exception_handler", _FRAMES, "looks for who handles an exception", _SAYING),
-    _method("InliningInstructionTranslator.inline_call", _FRAMES, "begins to follow a call", _SETTING_UP),
     _method("_detect_and_normalize_assert_statement", _FRAMES, "makes an op of an assert", _ASKING),
     _method("OutputGraph.compile_subgraph", _GRAPH, "ends a capture", _CONTEXT),
     _method(_LEAVES_CHECK, _GRAPH, "refuses leaves that are made on the way", _NONE_REFUSED, since="2.12"),

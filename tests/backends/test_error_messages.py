@@ -517,14 +517,21 @@ class _Swapping(nn.Module):
         (_token, r"the size of the gradient of what is computed here, index, depends on data"),
         (_size_of_a_selection, r"asked of a size, which depends on data since .*test_error_messages.py:\d+\)?\.\n"),
         (_asserted, "return what is to be checked, and assert outside"),
-        (_Locked(), "make that one plainly before compiling"),
-        (_Swapping(), r"call it plainly on one such batch before compiling"),
+        (_Locked(), "A compiled step holds no lock.*call the model once before compiling"),
+        (_Swapping(), r"is trained by nobody.*call the model once before compiling, on one such batch"),
     ],
 )
 def test_what_it_is_and_what_to_do(step: Callable[..., Tensor], words: str) -> None:
     with pytest.raises(checkmate.Unsupported, match=words) as caught:
         checkmate.compile(step, budget="1 GB")(torch.randn(6, 4, requires_grad=True))
     assert "test_error_messages.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [_Locked(), _Swapping()])
+def test_a_model_that_was_called_once_is_compiled(model: nn.Module) -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    model(x)
+    assert_same_bits(checkmate.compile(model, budget="1 GB")(x), model(x))
 
 
 class _CheckpointFunction(torch.autograd.Function):

@@ -42,7 +42,6 @@ PATCHES = (
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),
     Patch("recurrent", PROCESS, "the description of oneDNN's LSTM", "it has a workspace, of which nothing was known"),
     Patch("selections", OURS, "x[mask] and its like", "how much a known mask selects is asked before the step"),
-    Patch("setting_up", OURS, "calls", "what a first call sets up is done before the capture"),
     Patch("small_changes", OURS, "addcdiv and others, taken apart", "the parts round otherwise than the whole"),
     Patch("small_changes", OURS, "torch.backends.cudnn.flags", "on the CPU it changes nothing"),
     Patch("small_changes", OURS, "x.to() and its like", "where there is nothing to convert, it is x itself"),
