@@ -15,7 +15,6 @@ import torch.fx as fx
 
 from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
-from checkmate.backends.overwritten import explain_writes, needed_tensors
 from checkmate.backends.planner import Budget
 from checkmate.backends.static_memory import FirstStep, serving, within
 from checkmate.backends.step_problem import (
@@ -350,8 +349,7 @@ class Backend:
             facts.first = FirstStep(solution, device, held, partial(forget, joint))
             if facts.memory is not None:
                 facts.memory.took = facts.first.took
-        needed = needed_tensors(joint, modules, facts.names)
-        facts.watches = (partial(refuse_views, views), partial(explain_writes, needed), partial(refuse_watching, users))
+        facts.watches = (partial(refuse_views, views), partial(refuse_watching, users))
         if unfinished is None:
             return modules.forward, modules.backward
         lower = self.lower  # alone: a backend that is dropped is gone at once, and what goes on too
@@ -363,7 +361,6 @@ class Backend:
             if share(modules) != facts.sharing:
                 return None
             facts.memory = serving(facts.memory, plan, device)
-            needed.become(needed_tensors(joint, modules, facts.names))
             forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
             return forward(modules.forward, []), backward(modules.backward, [])
 

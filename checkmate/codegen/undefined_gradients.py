@@ -11,6 +11,7 @@ would call its hooks with None, so this one does not.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -32,6 +33,7 @@ _OVERWRITTEN = (
     "leads back into that call, whose backward has run. Detach what is written, buffer.copy_(value.detach()), or "
     "write under torch.no_grad()."
 )
+_WRITTEN = re.compile(r"modified by an inplace operation: (?:\[(\S+) (\[.*?\])\])?")  # as autograd says it
 _Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined; whether a gradient handed in is in it
 DEPTH = 3  # views between a result and what the compiled function returned
 
@@ -64,11 +66,23 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
+            if found := _WRITTEN.search(str(error)):
+                raise Unsupported(_words_of_write(*found.groups())) from error
             if "second time" not in str(error) or max(defined) >= written:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
 
     compiled.backward = staticmethod(unless_undefined)
+
+
+def _words_of_write(kind: str | None, shape: str | None) -> str:
+    which = f", a {kind} of shape {shape}," if kind else ""
+    return (
+        f"A tensor that the backward needs{which} was written to between the step and its backward. Call backward() "
+        "before it is written to, before optimizer.step() for example; or have the step compute from a copy, "
+        "x.clone(). A plan that runs ops of the forward again needs tensors that plain PyTorch does not: a larger "
+        "budget may keep what is made of this one."
+    )
 
 
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is written to between a step and its backward is refused by name, and the model stays as it was."""
+"""A backward whose tensors were written to since the step is refused, and the model stays as it was."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def test_a_weight_that_plain_pytorch_needs_too(net: nn.Sequential) -> None:
     with pytest.raises(checkmate.Unsupported) as refusal:
         loss.backward()
     said = str(refusal.value)
-    assert said.startswith("2.weight was written to between the step and its backward")
-    assert "aten.mm.default of 2 (Linear, test_overwritten.py:" in said
-    assert "in the backward, reads it. Plain PyTorch refuses this too" in said
+    assert "needs, a torch.FloatTensor of shape [64, 64], was written to between the step and its backward" in said
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -68,13 +66,8 @@ def test_a_weight_of_an_op_that_runs_again(net: nn.Sequential) -> None:
     plain = write_and_go_back(step)
     assert same_bits(write_and_go_back(_compiled(step, 10**7)), plain)
     tight = _compiled(step, _least(step))
-    with pytest.raises(checkmate.Unsupported) as refusal:
+    with pytest.raises(checkmate.Unsupported, match=r"of shape \[64\], was written to .* a larger budget may keep"):
         write_and_go_back(tight)
-    said = str(refusal.value)
-    assert said.startswith("0.bias was written to")
-    assert "aten.addmm.default of 0 (Linear, test_overwritten.py:" in said
-    assert "which the plan runs again, reads it. Plain PyTorch keeps what was made of it" in said
-    assert "roomier budget" in said
 
 
 def test_a_batch_and_a_result(net: nn.Sequential) -> None:
@@ -82,12 +75,12 @@ def test_a_batch_and_a_result(net: nn.Sequential) -> None:
     x = X.clone()
     y = step(x)
     x.zero_()
-    with pytest.raises(checkmate.Unsupported, match=r"^args.0 was written to"):
+    with pytest.raises(checkmate.Unsupported, match=r"of shape \[512, 8\], was written to"):
         y.sum().backward()
     y = step(X)
     with torch.no_grad():
         y.zero_()
-    with pytest.raises(checkmate.Unsupported, match=r"^A result of the compiled step, of shape \(512, 4\), was"):
+    with pytest.raises(checkmate.Unsupported, match=r"of shape \[512, 4\], was"):
         y.sum().backward()
 
 
