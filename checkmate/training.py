@@ -105,8 +105,7 @@ def training_step(
             its model as it is; False: there are none, or the model is wrapped. Parameters, and buffers of modules that
             ``loss_fn`` holds, are those of the first rank from now on; buffers at each update.
         alone: you know that each optimizer of another library, or your own, computes of a parameter nothing but from
-            its gradient, its state and the settings of its group, and draws no random numbers. What a trial on small
-            copies shows to be otherwise is refused even so.
+            its gradient, its state and the settings of its group, and draws no random numbers.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak

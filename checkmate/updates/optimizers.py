@@ -17,9 +17,13 @@ Optimizers are supported that update one parameter at a time with the bits that 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn, optim
 
+from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.provenance import source_name
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
@@ -36,7 +41,7 @@ from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.updates.alone import cut, known, make_late, refuse_wrappers, trial_of, try_alone, update_alone
+from checkmate.updates.alone import is_named, known, refuse_unknown, refuse_wrappers, update_alone
 
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
@@ -48,6 +53,8 @@ SLICE = 2**18  # elements: 1 MB of float32
 _WHOLE = (optim.Adafactor, optim.Muon)  # these read rows, columns or norms of a parameter
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
 _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with the same states
+_CHANGES = {"params", "lr", "initial_lr", "max_lr", "min_lr"}  # settings that may be others in each step
+LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 
 _bytes_of_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, int]] = WeakKeyDictionary()  # by what is alike
 
@@ -72,8 +79,12 @@ class Update:
 
     @property
     def about(self) -> str:
-        """What a late update's cost depends on beside the parameter: the optimizer's kind, and what is turned on."""
-        return f"late {about(self.optimizer, self.settings)}"
+        """What a late update's cost depends on beside the parameter: the optimizer's kind, and what is turned on.
+
+        Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
+        """
+        late = f"late {about(self.optimizer, self.settings)}"
+        return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter; of a `DTensor` the shard that this rank has, by that of its gradient."""
@@ -106,8 +117,8 @@ class Update:
             if firsts and counts:
                 firsts -= 1
                 self._update(parameter, gradient, states, settings)
-                make_late(states[parameter])
-                make_late(settings)
+                _make_late(states[parameter])
+                _make_late(settings)
             self._update(parameter, gradient, states, settings)
 
         return rehearse
@@ -158,7 +169,10 @@ class Update:
             return 0
         whole = local(self.parameter)
         with outside_tracing(), torch.no_grad():
-            small = nn.Parameter(cut(whole, 64), requires_grad=False)
+            shape = [min(64, n) for n in whole.shape]
+            cut = whole[tuple(map(slice, shape))]
+            data = torch.full(shape, 0.5, dtype=whole.dtype) if is_fake(whole) else cut.clone()
+            small = nn.Parameter(data, requires_grad=False)
             run = partial(Update(self.optimizer, self.group, small).rehearsal(), torch.zeros_like(small), small, "")
             run()
             run()
@@ -198,7 +212,7 @@ class Update:
     def _writes_over_gradients(self, settings: dict[str, Any]) -> bool:
         kind = known(self.optimizer)
         if kind is None:
-            return trial_of(self.optimizer).writes
+            return not is_named(self.optimizer)  # it may
         return kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
@@ -222,16 +236,37 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     >>> about(sgd := optim.SGD([torch.ones(1)], lr=0.1, momentum=0.9), sgd.param_groups[0])
     'SGD momentum'
     """
-    kind, name_of = known(optimizer), type(optimizer).__name__
-    changes = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
-    if kind is None:
-        trial = trial_of(optimizer)
-        changes |= trial.sets
-        numbers = [f"{name}={what}" for name, what in settings.items() if type(what) is int and name not in changes]
-        name_of = " ".join((name_of, f"{trial.version:08x}", *numbers))
-    else:
-        name_of = kind.__name__
-    return " ".join((name_of, *(name for name, what in settings.items() if name not in changes and _is_on(what))))
+    kind = known(optimizer)
+    names = [name for name in settings if name not in _CHANGES]
+    if kind is None:  # its step may set more
+        names = [name for name in names if name in optimizer.defaults and name != "step"]
+    return " ".join(((kind or type(optimizer)).__name__, *(name for name in names if _is_on(settings[name]))))
+
+
+def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
+    """A number for the code of an optimizer and the numbers that it has."""
+    sources = [_source(one) for one in type(optimizer).__mro__ if not one.__module__.startswith(("torch.", "builtins"))]
+    has = {**vars(optimizer), **{f"group {n}": x for n, x in settings.items() if n in optimizer.defaults}}
+    changes = {"group step", *(f"group {name}" for name in _CHANGES)}
+    numbers = [(name, x) for name, x in has.items() if isinstance(x, (bool, int, str)) and name not in changes]
+    return f"{zlib.crc32(repr((sources, sorted(numbers))).encode()):08x}"
+
+
+def _source(kind: type) -> str:
+    """The text of the file that a class is from; of one that has none, what its functions do."""
+    with suppress(OSError, TypeError, KeyError):
+        return inspect.getsource(sys.modules[kind.__module__])
+    codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
+    return repr([(code.co_name, code.co_code, code.co_names) for code in codes])
+
+
+def _make_late(counted: Any) -> None:
+    """Have so many updates counted in a state or in a group's settings, if they are counted there."""
+    step = counted.get("step")
+    if isinstance(step, torch.Tensor):
+        step.fill_(LATE)
+    elif step is not None:
+        counted["step"] = LATE
 
 
 def _is_on(value: Any) -> bool:
@@ -354,10 +389,10 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
     if kind is None:
-        try_alone(optimizer, _INSTEAD, promised=alone)
-        if keep and trial_of(optimizer).writes:
+        refuse_unknown(optimizer, _INSTEAD, promised=alone)
+        if keep and not is_named(optimizer):
             raise Unsupported(
-                f"{name} writes over gradients, and gradients=True would leave those that it was given. Leave it out."
+                f"{name} may write over gradients, and gradients=True would leave the ones that it got. Leave it out."
             )
 
 

@@ -1,9 +1,8 @@
-"""Optimizers as people write them, outside of `torch.optim`: some update each parameter alone, and some do not."""
+"""Optimizers as people write them, outside of `torch.optim`."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -129,51 +128,6 @@ class LambByGroups(Lamb):
         super().update(p, gradient / (1 - 0.5 ** group["step"]), state, group)
 
 
-class LambByAllGradients(Lamb):
-    """Divides all gradients by their norm where that is large, as Lamb of timm does without ``max_grad_norm=None``."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.float().norm() for g in gradients]).norm()
-        for g in gradients:
-            g.div_(torch.clamp(norm, min=1.0))
-        return super().step(closure)
-
-
-class ClipsInPython(OwnAdamW):
-    """Looks at all gradients by Python's numbers only."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = math.sqrt(sum(g.norm().item() ** 2 for g in gradients))
-        if norm > 100:
-            for g in gradients:
-                g.mul_(100 / norm)
-        return super().step(closure)
-
-
-class RateOfTheFirst(OwnAdamW):
-    """Takes the state of the first parameter for that of all."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        steps = self.state[group["params"][0]].get("step", 0)
-        super().update(p, gradient / (1 + steps), state, group)
-
-
-class Noisy(OwnAdamW):
-    """Draws random numbers."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, gradient + torch.randn_like(gradient), state, group)
-
-
-class RateOfTheFirstGroup(OwnAdamW):
-    """Takes the rate of the first group for that of all."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, gradient, state, {**group, "lr": self.param_groups[0]["lr"]})
-
-
 class BeginsHeavily(OwnAdamW):
     """Its first update takes more than the state that it makes and what later ones take."""
 
@@ -183,54 +137,6 @@ class BeginsHeavily(OwnAdamW):
             state["step"] = 0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
         super().update(p, gradient, state, group)
-
-
-ELSEWHERE = torch.ones(4)
-
-
-class ReadsElsewhere(OwnAdamW):
-    """Reads what belongs to no parameter."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, gradient * ELSEWHERE.sum(), state, group)
-
-
-class DrawsInPython(OwnAdamW):
-    """Draws by Python's generator."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        random.random()
-
-
-class StateOfAll(OwnAdamW):
-    """Keeps one state for all parameters."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        self.state["all"] = {"step": 0}
-
-
-class CountsUpdates(OwnAdamW):
-    """Counts each parameter's update in one place."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.counts = {"updates": 0}
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        self.counts["updates"] += 1
-        super().update(p, gradient, state, {**group, "lr": group["lr"] / self.counts["updates"]})
-
-
-class KeepsBeside(OwnAdamW):
-    """Holds copies of all parameters where no budget counts them."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, gradient, state, group)
-        self.slow[p].lerp_(p.detach(), 0.5)
 
 
 class Lookahead(optim.Optimizer):
@@ -257,11 +163,3 @@ class Wrapper(optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.inner.state
-
-
-class NeedsClosure(OwnAdamW):
-    """Has the loss computed again."""
-
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        closure()
-        return super().step(None)
