@@ -212,8 +212,8 @@ class Captures:
             else:
                 self._forget(known)  # the new one is for its numbers too
                 return result
-        if other is not None and not reasons:
-            reasons = [asked(other.where, other.was, other.now, drawn=other.drawn)]
+        if other is not None and other.place is not None and not reasons:
+            reasons = [asked(other.where, other.was, other.now)]
         return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
 
     def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
@@ -295,11 +295,11 @@ class Captures:
     def _make_room(self, because: Reason | None) -> None:
         """Forget captures until there is room for one more, those first that were not used for longest.
 
-        Refused if half of them were made because of the same value, and that is not a random one.
+        Refused if half of them were made because of the same value.
         """
         while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
             reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
-            if because and not because.drawn and len(reasons) >= self._most // 2:
+            if because and len(reasons) >= self._most // 2:
                 raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
             self._forget(kept[0])
 
@@ -314,7 +314,6 @@ class Captures:
             return
         self._warned = True
         why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
-        why += because.advice + " " if because and because.drawn else ""
         log.warning(
             "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
             "it the least recently used is dropped.",
@@ -335,7 +334,7 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
     """Whether a capture comes to the last of these questions of a call, and had another answer there.
 
-    The same call asks the same up to there, so that the capture need not be tried: asking may take many draws.
+    The same call asks the same up to there, so that the capture need not be tried.
     """
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 

@@ -123,6 +123,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
     (r"(asks for the value of a tensor|Data.dependent)[\s\S]*(expert|adapter|\bmoe\b)", EXPERTS),
     (
+        r"depends on random numbers that the step draws",
+        "Turn such decisions off, layerdrop=0 for example. Or draw outside of the step, and pass the answers in as "
+        "bools: each set of answers gets its plan.",
+    ),
+    (
         rf"asks for the value of a tensor[\s\S]*asked of a size|{_OF_DATA}",
         "Sizes must be fixed: mask what is left out (torch.where, an ignored index) in place of selecting the rest. "
         f"{CHOSEN} {OUTSIDE}",

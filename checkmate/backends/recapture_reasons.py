@@ -35,7 +35,6 @@ class Reason:
     now: Constant
     line: str = ""  # of the user's code, where it is used, if known
     advice: str = ""  # what to do about it, if that is not to make it a tensor
-    drawn: bool = False  # it depends on random numbers: there is nothing wrong with that
 
 
 def constants(own: types.FunctionType) -> dict[str, Constant]:
@@ -100,14 +99,10 @@ def _entries(own: types.FunctionType) -> list[Any]:
     return _debug_get_cache_entry_list(own.__code__)
 
 
-def asked(where: str, value: bool | int, now: bool | int, *, drawn: bool = False) -> Reason:
-    """A value of a tensor that the step asks for, in a place of the user's code. ``drawn``: a random one."""
+def asked(where: str, value: bool | int, now: bool | int) -> Reason:
+    """A value of a tensor that the step asks for, in a place of the user's code."""
     advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
-    if drawn:
-        advice = (
-            "Each set of random decisions is a plan of its own: where that is too slow, turn them off (layerdrop=0)."
-        )
-    return Reason(f"the value of a tensor that the step asks for ({where})", value, now, advice=advice, drawn=drawn)
+    return Reason(f"the value of a tensor that the step asks for ({where})", value, now, advice=advice)
 
 
 def read(guard: str) -> tuple[str, Constant, str] | None:

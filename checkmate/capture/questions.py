@@ -5,24 +5,21 @@ capture goes on with the answer. It stands in the captured graph as a call of `d
 questions are asked again, in order and before anything else runs; on another answer nothing has changed yet, and
 `captures` takes another capture of the same step, or makes one.
 
-Where the answer depends on random numbers, ``if torch.rand(()) < layerdrop:``, all draws before them are made as well,
-and the generator is put back; see `earlier_draws`.
-
 A question is not answered, and the step refused, where the answer cannot be had beforehand or would cost too much: it
 depends on inputs that the step has overwritten in a way that is not followed, on a product of matrices, a convolution,
-attention, a recurrent layer or batch norm, or on draws before which it cannot be known how much was drawn. All else is
-a pass over its tensors. What the step writes to an input before it asks is written to a copy. `patches.branches` asks.
+attention, a recurrent layer or batch norm, or on random numbers, unless these leave no doubt (``torch.rand(()) < 0``).
+All else is a pass over its tensors. What the step writes to an input before it asks is written to a copy.
+`patches.branches` asks.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -30,21 +27,12 @@ from torch.utils.flop_counter import flop_registry
 
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
-from checkmate.capture.device import same_random_state
-from checkmate.capture.earlier_draws import (
-    CannotTellError,
-    Draws,
-    draws_of,
-    forget_draws,
-)
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
-from checkmate.devices import is_here
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
-from checkmate.torch_internals.trees import tree_leaves
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
@@ -52,10 +40,14 @@ _OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in 
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
 
+class CannotTellError(Exception):
+    """Why a question has no answer before the step runs: the end of a sentence."""
+
+
 class AnotherAnswer(Unsupported):
     """A question was answered otherwise when the step was captured. Nothing of this call has run."""
 
-    def __init__(self, where: str, was: Any, now: Any, place: int | None = 0, drawn: bool = False) -> None:
+    def __init__(self, where: str, was: Any, now: Any, place: int | None = 0) -> None:
         super().__init__(
             f"{where}: the step asks for the value of a tensor, which was {was} when the step was captured and is "
             f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
@@ -63,56 +55,43 @@ class AnotherAnswer(Unsupported):
         )
         self.where, self.was, self.now = where, was, now
         self.place = place  # among the questions of the step; None: it is of an array that is drawn, its shape
-        self.drawn = drawn  # it depends on random numbers
 
 
-class _DrawsError(CannotTellError):
-    """It depends on random numbers."""
+def decided(value: Any, answer: bool | int) -> None:
+    """In a captured graph: the step asked for this value, and was captured as if it were always the answer."""
 
 
-def decided(value: Any, answer: bool | int, generators: tuple[torch.device, ...] = ()) -> None:
-    """In a captured graph: the step asked for this value, and was captured as if it were always the answer.
-
-    ``generators``: where the random numbers come from on which it depends.
-    """
-
-
-def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool) -> None:
+def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
     """In the program of all questions, in place of `decided`."""
     now = type(known)(value)
     if now != known:
-        raise AnotherAnswer(where, known, now, place, drawn)
+        raise AnotherAnswer(where, known, now, place)
 
 
-def program(
-    ends: Sequence[fx.Node], attributes: Mapping[str, Any], last: Mapping[torch.device, fx.Node]
-) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """All that nodes of a captured graph depend on, as a module of its own that ends with the last of them.
 
     Args:
         ends: in a graph that Dynamo captured or captures, in order. `decided` becomes a comparison.
         attributes: what the graph's ``get_attr`` nodes stand for.
-        last: for each generator that they depend on, the node before which all of its draws are made.
 
     Returns:
         The module, and its node for each of the graph's: of an input that is written to, its copy.
 
     Raises:
-        CannotTellError: if it depends on what is no op, or if it cannot be told what is drawn.
+        CannotTellError: if it depends on what is no op.
     """
     earlier = [*up_to(ends[-1])]
     needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
     overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
-    unread = _unread_draws(earlier, needed, attributes, last)
-    graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
+    graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
     for n in earlier:
         if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
         elif n.target is decided and n in needed:
-            value, known, generators = cast(tuple[fx.Node, bool | int, tuple[torch.device, ...]], n.args)
+            value, known = n.args
             place = sum(end.target is decided for end in ends[: ends.index(n)])
-            args = copies[value], known, place, where(n), bool(generators)
-            copies[n] = graph.call_function(_compare, args)
+            copies[n] = graph.call_function(_compare, (copies[value], known, place, where(n)))  # type: ignore[index]
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
                 raise CannotTellError(f"it depends on {n.target}, which cannot run on its own")
@@ -121,36 +100,14 @@ def program(
                 held[n.target] = attributes[n.target]
             if n.op in ("placeholder", "get_attr") and memory_of(n) & overwritten:
                 copies[n] = graph.call_function(copied, (copies[n],))  # for what is asked to write to
-        elif f"{n.name}_draws" in unread:
-            graph.call_module(f"{n.name}_draws")
     graph.output(copies[ends[-1]])
     return fx.GraphModule(held, graph), copies
 
 
-def _unread_draws(
-    earlier: Sequence[fx.Node],
-    needed: Collection[fx.Node],
-    attributes: Mapping[str, Any],
-    last: Mapping[torch.device, fx.Node],
-) -> dict[str, Draws]:
-    """The draws that come before those that are needed, by the names of the nodes that make them."""
-    if not last:
-        return {}
-    ends = {device: earlier.index(node) for device, node in last.items()}
-    made = {}
-    for i, (n, found) in enumerate(draws_of(earlier, attributes).items()):
-        before = [draw for draw in found if i < ends.get(draw.device, 0)]
-        if before and n not in needed:
-            for draw in before:
-                draw.check()
-            made[f"{n.name}_draws"] = Draws(before)
-    return made
-
-
 def answer(
     node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
-) -> tuple[Any, tuple[torch.device, ...]]:
-    """What a node of a graph that is being captured gives on the tensors of this call, and the generators it needs.
+) -> Any:
+    """What a node of a graph that is being captured gives on the tensors of this call.
 
     Args:
         node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
@@ -159,26 +116,9 @@ def answer(
     Raises:
         CannotTellError: if it cannot be told before the step runs.
     """
-    try:
-        return _run(node, given, attributes, writes, ()), ()
-    except _DrawsError:
-        earlier = [*up_to(node)]
-        found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
-        generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
-        if not all(map(is_here, generators)):
-            raise CannotTellError("it depends on random numbers of a GPU, and there is none here") from None
-        with same_random_state(*generators):
-            return _run(node, given, attributes, writes, generators), generators
-
-
-def _run(
-    node: fx.Node,
-    given: Mapping[fx.Node, Any],
-    attributes: Mapping[str, Any],
-    writes: Mapping[fx.Node, int],
-    generators: tuple[torch.device, ...],
-) -> Any:
-    module, copies = program([node], attributes, dict.fromkeys(generators, node))
+    if (certain := _whatever_is_drawn(node)) is not None:
+        return torch.tensor(certain)
+    module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
     if any(is_fake(given[n]) for n in inputs):
         raise CannotTellError(_NO_DATA)
@@ -193,7 +133,7 @@ def _run(
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     run.extra_traceback = False  # what cannot be told is said in one sentence
-    with torch.no_grad(), autocast_as_found(), _Watch(values, generators):
+    with torch.no_grad(), autocast_as_found(), _Watch(values):
         found = run.run(*values)
     if is_fake(found):
         raise CannotTellError(_NO_DATA)
@@ -206,6 +146,13 @@ def _run(
         if len({*versions}) == 2 and not memory_of(n) & of_inputs:
             raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
     return found
+
+
+def _whatever_is_drawn(node: fx.Node) -> bool | None:
+    """The answer to ``torch.rand(()) < p`` where all draws, from 0 to below 1, have the same: LayerDrop with p = 0."""
+    draw, p = node.args if node.target is operator.lt else (None, None)
+    is_uniform = isinstance(draw, fx.Node) and draw.target is torch.rand
+    return p > 0 if is_uniform and isinstance(p, (int, float)) and not 0 < p < 1 else None
 
 
 def _on_cpu(graph: fx.Graph) -> None:
@@ -233,32 +180,24 @@ def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Stop before an op that writes to these tensors, or that costs more than a pass over its tensors.
+    """Stop before an op that writes to these tensors, that draws, or that costs more than a pass over its tensors."""
 
-    And after one that draws, from another generator than these.
-    """
-
-    def __init__(self, inputs: list[Any], generators: tuple[torch.device, ...]) -> None:
+    def __init__(self, inputs: list[Any]) -> None:
         super().__init__()
-        self.generators = generators
         strided = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
         self.memory = {t.untyped_storage().data_ptr() for t in strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, or refuse to."""
         name = func._schema.name
-        drawing = draws(func, args, kwargs or {})
-        if drawing and not self.generators:
-            raise _DrawsError("it depends on random numbers that the step draws")
+        if draws(func, args, kwargs or {}):
+            raise CannotTellError("it depends on random numbers that the step draws")
         if func._overloadpacket in flop_registry or any(word in name for word in _COSTLY):
             raise CannotTellError(f"it depends on {name}, which costs too much to run once more before the step")
         for t in written(func, args, kwargs or {}):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self.memory:
                 raise CannotTellError("it depends on a tensor that the step overwrites")
-        result = func(*args, **kwargs or {})
-        if drawing and any(t.device not in self.generators for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
-            raise CannotTellError("it depends on random numbers that the step draws, in a way that is not followed")
-        return result
+        return func(*args, **kwargs or {})
 
 
 @dataclass(frozen=True)
@@ -269,7 +208,6 @@ class Questions:
     inputs: tuple[int, ...] = ()  # positions among the step's
     answers: tuple[bool | int, ...] = ()  # when it was captured
     places: tuple[str, ...] = ()  # in the user's code
-    generators: tuple[torch.device, ...] = ()  # on which an answer depends
 
     def ask(self, inputs: Sequence[Any]) -> None:
         """Ask them for these inputs of the step, one after the other.
@@ -277,8 +215,7 @@ class Questions:
         Raises:
             AnotherAnswer: for the first that was answered otherwise when the step was captured.
         """
-        drawing = same_random_state(*self.generators) if self.generators else nullcontext()
-        with torch.no_grad(), autocast_as_found(), drawing:
+        with torch.no_grad(), autocast_as_found():
             self.module(*[inputs[i] for i in self.inputs])
 
 
@@ -292,10 +229,9 @@ def taken_out(module: fx.GraphModule) -> Questions:
 
 def _take(module: fx.GraphModule) -> Questions:
     markers = module.graph.find_nodes(op="call_function", target=decided)
-    asked = _asked(module, [marker for marker in markers if marker.args[2] or depends_on_inputs(marker)])
+    asked = _asked(module, [marker for marker in markers if depends_on_inputs(marker)])
     for marker in markers:
         module.graph.erase_node(marker)
-    forget_draws(module.graph)
     for node in reversed(module.graph.nodes):
         if not node.users and (_is_number(node) or _is_certain(node)):
             module.graph.erase_node(node)
@@ -315,14 +251,12 @@ def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:
     held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
     attributes = {target: operator.attrgetter(target)(module) for target in held}
     given: Any = [marker.args for marker in markers]
-    last = {device: marker for marker, (_, _, generators) in zip(markers, given, strict=True) for device in generators}
-    run, copies = program(markers, attributes, last)
+    run, copies = program(markers, attributes)
     return Questions(
         module=run,
         inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
-        answers=tuple(known for _, known, _ in given),
+        answers=tuple(known for _, known in given),
         places=tuple(map(where, markers)),
-        generators=tuple(last),
     )
 
 

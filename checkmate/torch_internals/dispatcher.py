@@ -16,7 +16,6 @@ _BATCHES = "products of batches, LSTMs, max, min, median and prod are not captur
 
 NAMES = Table(
     Name("OpOverload", "torch._ops", "what a node of a graph calls"),
-    Name("OpOverloadPacket", "torch._ops", "all overloads of an op"),
     Name("HigherOrderOperator", "torch._ops", "an op that calls functions, such as a checkpoint"),
     Name("sdpa_dense", _FLEX, "its ops where it is not compiled", "it counts as the kernel in estimates"),
     Name("sdpa_dense_backward", _FLEX, "and those of its backward", "it counts as the kernel in estimates"),

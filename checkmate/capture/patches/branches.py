@@ -52,8 +52,8 @@ _COMPARE = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, ope
 _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
-def value_now(tx: Any, node: torch.fx.Node) -> tuple[Any, tuple[torch.device, ...]]:
-    """What a node gives on the tensors of this call, and the random generators that it depends on.
+def value_now(tx: Any, node: torch.fx.Node) -> Any:
+    """What a node gives on the tensors of this call.
 
     Raises:
         CannotTellError: if that cannot be told before the step runs.
@@ -80,14 +80,14 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
     """Answer for this call, and have the captured graph ask again at each later one."""
     proxy = asked.as_proxy()
     try:
-        value, generators = value_now(tx, proxy.node)
+        value = value_now(tx, proxy.node)
     except CannotTellError as reason:
         _refuse(reason, _where_sized(asked))
     try:
         found = kind(value)
     except RuntimeError as error:  # of more than one element: plain PyTorch says the same
         raise_as_users(tx, RuntimeError, [str(error)])
-    tx.output.create_proxy("call_function", decided, (proxy, found, generators), {})
+    tx.output.create_proxy("call_function", decided, (proxy, found), {})
     return found
 
 
@@ -176,14 +176,14 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
         return None
     node = tensor.as_proxy().node
     try:
-        value, generators = value_now(tx, node)
+        value = value_now(tx, node)
     except CannotTellError:
         return None
     if value.numel() != 1:
         return None  # plain PyTorch has an error of its own
     if not tensor.dtype.is_floating_point:
         return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
-    if generators or depends_on_inputs(node):
+    if depends_on_inputs(node):
         return None
     return VariableTracker.build(tx, value.item())
 

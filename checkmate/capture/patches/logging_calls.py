@@ -78,7 +78,7 @@ def _computed(tx: Any, variable: Any, compute: bool) -> Any:
     node = variable.as_proxy().node
     try:
         if compute:
-            return value_now(tx, node)[0]
+            return value_now(tx, node)
     except CannotTellError:
         pass
     example = node.meta.get("example_value")

@@ -68,7 +68,7 @@ def _drawing(function: Callable[..., Any], expected: Described, place: str) -> C
         array = _array(function(*args, **kwargs))
         if array is None or _describe(array) != expected:
             now = None if array is None else array.shape
-            raise AnotherAnswer(place, expected[0], now, None, drawn=True)
+            raise AnotherAnswer(place, expected[0], now, None)
         return array
 
     return draw

@@ -393,6 +393,63 @@ def test_a_layer_is_left_out_by_a_draw_of_pythons_generator() -> None:
     assert len(compiled.plans) > 2
 
 
+class LayerDrop(nn.Module):
+    """Layers that are skipped at random, as in wav2vec and BART."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layers, self.p = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < self.p:
+                continue
+            x = layer(F.dropout(x, 0.2)).sin()
+        return (weight * x).sum()
+
+
+@pytest.mark.parametrize("p", [0, 0.0, 1.0])
+def test_draws_that_leave_no_doubt_are_asked(p: float) -> None:
+    module = LayerDrop(p)
+    compiled = _compiled(module)
+    for seed in range(2):
+        results = []
+        for run in (module, compiled):
+            torch.manual_seed(seed)
+            results += [*_outcome(run, UP), torch.get_rng_state()]
+        assert all(map(same_bits, results[:3], results[3:]))
+    assert len(compiled.plans) == 1
+
+
+def test_other_draws_of_torch_are_refused() -> None:
+    steps = LayerDrop(0.5), lambda x: (weight * x).sum() * [1, 2][int(torch.rand(1).item() * 2)]
+    before = torch.get_rng_state()
+    for step in steps:
+        with pytest.raises(checkmate.Unsupported, match=r"random numbers that the step draws[\s\S]* layerdrop=0"):
+            _compiled(step)(UP)
+        assert same_bits(torch.get_rng_state(), before)
+
+
+def test_another_answer_leaves_autocast() -> None:
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (weight * x).sum() * (2 if x.sum() > 0 else 3)
+
+    other = torch.ones(2, 2, requires_grad=True)
+
+    def converted() -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (torch.ones(2, 2) @ other).sum().item()
+
+    compiled = _compiled(step)
+    compiled(UP)
+    compiled(DOWN)
+    assert not torch.is_autocast_enabled("cpu")
+    before = converted()
+    other.data.mul_(2)
+    assert converted() == 2 * before, "autocast computes with a weight as it was"
+
+
 @pytest.mark.parametrize("peak_of", ["forward", "backward"])
 def test_draws_of_python_are_held_until_the_forward_returns(peak_of: str) -> None:
     layers, weights = range(3), nn.Parameter(torch.randn(64, 64))

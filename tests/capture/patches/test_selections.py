@@ -41,16 +41,11 @@ def _edges(x: Tensor, kinds: Tensor) -> Tensor:
     return y.square().sum() + (x @ WEIGHT)[places].sin().sum() * chosen.sum() + x[kinds.nonzero()[:, 0]].mean()
 
 
-def _random(x: Tensor, kinds: Tensor) -> Tensor:
-    keep = torch.rand(len(x)) < 0.5
-    return ((x @ WEIGHT)[keep] @ WEIGHT).square().sum() + x.sum()
-
-
 BATCHES = ([0, 1, 1, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 0, 1])
 
 
-@pytest.mark.parametrize(("step", "plans"), [(_adapters, 2), (_edges, 3), (_random, None)])
-def test_the_bits_of_plain_pytorch(step: Callable[[Tensor, Tensor], Tensor], plans: int | None) -> None:
+@pytest.mark.parametrize(("step", "plans"), [(_adapters, 2), (_edges, 3)])
+def test_the_bits_of_plain_pytorch(step: Callable[[Tensor, Tensor], Tensor], plans: int) -> None:
     def train(run: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Tensor]:
         torch.manual_seed(0)
         for kinds in BATCHES:
@@ -62,7 +57,7 @@ def test_the_bits_of_plain_pytorch(step: Callable[[Tensor, Tensor], Tensor], pla
     compiled = checkmate.compile(step, budget="1 MB", time_limit=0.3)
 
     assert_same_bits([*train(compiled)], expected)
-    assert len(compiled.plans) == (plans or len(compiled.plans))
+    assert len(compiled.plans) == plans
 
 
 def test_a_mask_of_any_number_is_one_plan_where_it_can_be() -> None:
@@ -77,8 +72,7 @@ def test_a_mask_of_any_number_is_one_plan_where_it_can_be() -> None:
     assert len(compiled.plans) == 1
 
 
-def test_a_mask_of_activations_is_refused() -> None:
+@pytest.mark.parametrize("mask", [lambda x: (x @ WEIGHT)[:, 0] > 0, lambda x: torch.rand(len(x)) < 0.5])
+def test_a_mask_of_activations_and_one_of_draws_are_refused(mask: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(Unsupported, match=r"the size of \w+ depends on data"):
-        checkmate.compile(lambda x: (x[(x @ WEIGHT)[:, 0] > 0] @ WEIGHT).square().sum(), budget="1 MB")(
-            torch.ones(5, 4)
-        )
+        checkmate.compile(lambda x: (x[mask(x)] @ WEIGHT).square().sum(), budget="1 MB")(torch.ones(5, 4))
