@@ -3,20 +3,16 @@
 Dynamo captures ``np.random.rand(3)`` as a draw of torch's generator, which has other numbers. Here a function of
 constants that draws so is not followed: it is called as it is, by plain NumPy, before each step, in the order of the
 program, and hands in its array as an input of the captured graph. That is one of NumPy's own, or one of the user's that
-names ``np.random``, such as the masks of SpecAugment and of BigBird; a method of a module, too, if it sets no
-attribute. Importing this module has Dynamo do so in what our backends capture. Where such a function is given tensors,
-names PyTorch or what it computes with, or returns no number, array or arrays of one shape, Dynamo follows it, and the
-draw is refused when it is met.
+names ``np.random``, such as the masks of SpecAugment. Importing this module has Dynamo do so in what our backends
+capture. Where such a function is a method, is given tensors, names PyTorch or what it computes with, or returns neither
+a number nor an array, Dynamo follows it, and the draw is refused when it is met.
 """
 
 from __future__ import annotations
 
-import dis
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,14 +23,10 @@ from checkmate.capture.patches.only_our_captures import follow
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.torch_internals.dynamo import (
     GraphArg,
-    ListVariable,
     NumpyNdarrayVariable,
     RandomValueSource,
     TensorVariable,
-    UnspecializedNNModuleVariable,
     UserFunctionVariable,
-    UserMethodVariable,
-    ValueMutationNew,
     VariableTracker,
     wrap_fx_proxy_cls,
 )
@@ -53,10 +45,7 @@ def _describe(array: np.ndarray[Any, Any]) -> Described:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """What a function returned as an array, arrays of a list as its rows; None: it is none, nor a number."""
-    if isinstance(value, list) and value:
-        rows = [v for v in value if isinstance(v, np.ndarray) and _describe(v) == _describe(value[0])]
-        value = np.stack(rows) if len(rows) == len(value) else None
+    """What a function returned as an array; None: it is none, nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
     return found if found is not None and found.dtype.kind in "biuf" else None
 
@@ -96,10 +85,6 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
         return VariableTracker.build(tx, None)
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     variable = _input(tx, array, (_drawing(function, _describe(array), place), *given))
-    if isinstance(value, list):
-        places = [VariableTracker.build(tx, i) for i in range(len(value))]
-        rows = [variable.call_method(tx, "__getitem__", [i], {}) for i in places]
-        return ListVariable(rows, mutation_type=ValueMutationNew())
     return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
 
 
@@ -119,28 +104,29 @@ def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
     return wrap_fx_proxy_cls(kind, tx, proxy, example_value=fake)
 
 
-@cache
-def _parts(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """The code of a function, and of functions within it."""
-    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return (code, *(part for c in within for part in _parts(c)))
+def _names(code: types.CodeType) -> set[str]:
+    """All names in the code of a function, and of functions within it."""
+    within = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return set[str](code.co_names).union(*within)
 
 
-def _names(function: types.FunctionType) -> set[str]:
-    return {name for code in _parts(function.__code__) for name in code.co_names}
-
-
-def _called_by(function: types.FunctionType, owner: type | None) -> tuple[types.FunctionType, ...]:
-    """A function, and what it and they name of its module and of the class whose method it is, but for PyTorch's."""
-    found, todo = dict[types.FunctionType, None](), [function]
+def _only_draws(function: types.FunctionType) -> bool:
+    """Whether a function, or one of its module that it calls, names NumPy's generator, and none names PyTorch."""
+    draws, todo, seen = False, [function], set[Any]()
     while todo:
-        found[(one := todo.pop())] = None
-        for name in _names(one):
-            here, method = one.__globals__.get(name), getattr(owner, name, None)
-            others = [here] if getattr(here, "__globals__", None) is one.__globals__ else []
-            others += [] if _is_of_torch(method) else [method]
-            todo += [other for other in others if isinstance(other, types.FunctionType) and other not in found]
-    return tuple(found)
+        seen.add(one := todo.pop())
+        names = _names(one.__code__)
+        named = [one.__globals__.get(name) for name in names]
+        held = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+        for cell in one.__closure__ or ():
+            with suppress(ValueError):  # it is filled later
+                held.append(cell.cell_contents)
+        if any(map(_is_of_torch, (*named, *held))):
+            return False
+        draws |= "random" in names and any(value is np or value is np.random for value in named)
+        functions = [value for value in named if isinstance(value, types.FunctionType)]
+        todo += [value for value in functions if value.__globals__ is one.__globals__ and value not in seen]
+    return draws
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -151,51 +137,10 @@ def _is_of_torch(value: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == "torch"
 
 
-def _draws(function: types.FunctionType) -> bool:
-    """Whether it names NumPy's generator."""
-    names = _names(function)
-    return "random" in names and any(function.__globals__.get(name) in (np, np.random) for name in names)
-
-
-def _reaches(function: types.FunctionType, module: torch.nn.Module | None) -> Iterator[Any]:
-    """What a function names of its module and of the module whose method it is, and what it holds."""
-    places: list[dict[str, Any]] = [function.__globals__]
-    if module is not None:
-        places += vars(module), module._parameters, module._buffers, module._modules
-    yield from (place.get(name) for place in places for name in _names(function))
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is filled later
-            yield cell.cell_contents
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-
-
-def _outside(called: Any) -> Callable[..., Any] | None:
-    """What Dynamo is about to follow, as it is called outside of a step, if it draws and that does nothing else.
-
-    None: it does not draw, or may compute with tensors, or set attributes.
-    """
-    held = called.obj.realize() if type(called) is UserMethodVariable else None
-    is_held = isinstance(held, UnspecializedNNModuleVariable) and held.source is not None
-    module: Any = vars(held)["value"] if is_held else None
-    if module is None and type(called) is not UserFunctionVariable:
-        return None
-    owner: Any = None if module is None else type(module)
-    functions = _called_by(called.fn, owner)
-    if not any(map(_draws, functions)) or any(_is_of_torch(v) for one in functions for v in _reaches(one, module)):
-        return None
-    if module is None:
-        return called.fn
-    code = [part for function in functions for part in _parts(function.__code__)]
-    if any(instruction.opname == "STORE_ATTR" for part in code for instruction in dis.get_instructions(part)):
-        return None
-    alive, function = weakref.ref(module), called.fn
-    return lambda *args, **kwargs: function(alive(), *args, **kwargs)
-
-
 def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """A function of the user's."""
-    function = _outside(self)
-    result = None if function is None else _handed_in(tx, function, args, kwargs)
+    draws = type(self) is UserFunctionVariable and _only_draws(self.fn)
+    result = _handed_in(tx, self.fn, args, kwargs) if draws else None
     return plain(self, tx, args, kwargs) if result is None else result
 
 

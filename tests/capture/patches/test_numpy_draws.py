@@ -87,42 +87,38 @@ def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
         assert len(compiled.plans) == 1
 
 
-class _Blocks(nn.Module):
-    """As BigBird draws the blocks that each head attends to: in a method, by another one, after a seed."""
+def test_a_seed_holds_from_its_place_on() -> None:
+    def step(x: Tensor) -> Tensor:
+        first = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+        np.random.seed(3)  # noqa: NPY002
+        second = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+        return ((x @ WEIGHT)[first].cumsum(0) * x[second]).sum()
 
-    def __init__(self) -> None:
+    x, found = torch.randn(5, 4), []
+    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=0.3)):
+        np.random.seed(0)  # noqa: NPY002
+        grads = [torch.autograd.grad(run(x), WEIGHT) for _ in range(3)]
+        found.append((grads, np.random.get_state()[1:3]))  # noqa: NPY002
+    assert_same_bits(found[1], found[0])
+
+
+class _Drawing(nn.Module):
+    def __init__(self, most: Any) -> None:
         super().__init__()
-        self.weight, self.heads, self.calls = nn.Parameter(WEIGHT.detach().clone()), 2, 0
+        self.most = most
 
     def forward(self, x: Tensor) -> Tensor:
-        np.random.seed(3)  # noqa: NPY002
-        blocks = torch.tensor(np.stack(self.drawn(5)))
-        chosen = [x[rows] @ self.weight for rows in blocks]
-        more = x[torch.as_tensor(self.counted(5))] @ self.weight
-        return torch.stack([*chosen, more]).square().sum()
+        return (x @ WEIGHT)[torch.as_tensor(self.row())].sum()
 
-    def drawn(self, size: int) -> list[Any]:
-        return [self.row(size) for _ in range(self.heads)] if self.training else [np.arange(3)] * self.heads
-
-    def row(self, size: int) -> Any:
-        return np.random.permutation(size)[:3]  # noqa: NPY002
-
-    def counted(self, size: int) -> Any:
-        return np.sort(np.random.permutation(size)[:3])  # noqa: NPY002
+    def row(self) -> Any:
+        return np.random.permutation(self.most)[:3]  # noqa: NPY002
 
 
-def test_a_method_of_a_module_that_draws() -> None:
-    torch.manual_seed(0)
-    model, x = _Blocks(), torch.randn(5, 4)
-    found = []
-    for run in (model, checkmate.compile(model, budget="1 MB", time_limit=0.3)):
+def test_in_a_method_each_function_of_numpy_draws_before_the_step() -> None:
+    step, x, found = _Drawing(5), torch.randn(5, 4), []
+    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=0.3)):
         np.random.seed(0)  # noqa: NPY002
-        losses = [run(x) for _ in range(3)]
-        model.eval()
-        losses.append(run(x))
-        model.train()
-        grads = [torch.autograd.grad(loss, model.weight) for loss in losses]
-        found.append((losses, grads, np.random.get_state()[1:3]))  # noqa: NPY002
+        found.append((torch.autograd.grad(run(x), WEIGHT), np.random.get_state()[1:3]))  # noqa: NPY002
     assert_same_bits(found[1], found[0])
 
 
@@ -169,9 +165,19 @@ def test_what_was_captured_is_not_kept() -> None:
     assert alive() is None
 
 
-def test_what_depends_on_tensors_is_refused() -> None:
-    def step(x: Tensor) -> Tensor:
-        return (x @ WEIGHT * torch.from_numpy(np.random.permutation(x.detach().numpy()))).sum()  # noqa: NPY002
+def _of_a_tensor(x: Tensor) -> Tensor:
+    return (x @ WEIGHT * torch.from_numpy(np.random.permutation(x.detach().numpy()))).sum()  # noqa: NPY002
 
+
+def _of_an_array(x: Tensor) -> Tensor:
+    return (x @ WEIGHT * torch.tensor(np.stack(_rows_of_arrays()))).sum()
+
+
+def _rows_of_arrays() -> list[Any]:
+    return [np.random.permutation(np.arange(4.0)) for _ in range(5)]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("step", [_of_a_tensor, _of_an_array, _Drawing(np.arange(5))])
+def test_what_depends_on_tensors_or_arrays_is_refused(step: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(Unsupported, match="Draw with torch"):
         checkmate.compile(step, budget="1 MB")(torch.ones(5, 4))
