@@ -79,7 +79,6 @@ NAMES = Table(
     Name("NullContextVariable", f"{_VARIABLES}.ctx_manager", "a context that does nothing", _FLAGS),
     Name("ExceptionVariable", f"{_VARIABLES}.exception", "an exception", _SAYING, "", (f"{_MISC}:ExceptionVariable",)),
     Name("UserFunctionVariable", _FUNCTIONS, "a function of the user's", _DRAWING),
-    Name("LazyVariableTracker", f"{_VARIABLES}.lazy", "a value that was not looked at yet", _SAYING),
     Name("ListVariable", f"{_VARIABLES}.lists", "a list", _ASKING),
     Name("TupleVariable", f"{_VARIABLES}.lists", "a tuple", _SELECTING),
     Name("LoggingLoggerVariable", _MISC, "a logger", _SAYING),

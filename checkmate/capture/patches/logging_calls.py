@@ -1,10 +1,8 @@
-"""Let a step log, print, warn and raise errors while it is captured, where Dynamo would end the capture.
+"""Leave calls that log, print or warn out of a captured step, and let it raise, where Dynamo would end the capture.
 
-A log record, a print or a warning within a step does not end its capture: it is given out when the step is captured,
-once for each place and text, and not by the compiled step. Values that depend on tensors are described in it, not
-computed. An exception that the user's code raises leaves the call as in plain PyTorch, of its own type and with its own
-text, for which tensors are computed where `branches.value_now` can. Importing this module has Dynamo do so in what
-our backends capture; others are not affected.
+That a call is left out is logged, once for each place. An exception that the user's code raises leaves the step as in
+plain PyTorch, of its own type and with its own text, for which tensors are computed where `branches.value_now` can.
+Importing this module has Dynamo do so in what our backends capture; others are not affected.
 """
 
 from __future__ import annotations
@@ -14,19 +12,17 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 
-from checkmate.capture.patches.branches import RAISED, is_question, raise_as_users, value_now
+from checkmate.capture.patches.branches import RAISED, is_question, value_now
 from checkmate.capture.patches.only_our_captures import answer_now, follow
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     BuiltinVariable,
     ExceptionVariable,
-    LazyVariableTracker,
     LoggingLoggerVariable,
     StringFormatVariable,
     Unsupported,
@@ -39,7 +35,6 @@ from checkmate.torch_internals.dynamo import (
 log = logging.getLogger("checkmate.capture.patches.logging_calls")
 Plain = Callable[..., Any]
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
-_NUMBER = re.compile(r"%[-+ #0-9.]*[diouxXeEfFgG]")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
 
 
@@ -53,60 +48,43 @@ class Described(str):
         return str(self)
 
 
-def value_of(tx: Any, variable: Any, compute: bool) -> Any:
-    """The Python value of what Dynamo follows, or a description of it; ``compute``: tensors, where that is possible."""
-    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
-        seen = variable.peek_value()
-        if not isinstance(seen, torch.Tensor):
-            return seen  # known without a guard: another value is no reason to capture again
+def value_of(tx: Any, variable: Any) -> Any:
+    """The Python value of what Dynamo follows, with tensors computed where that is possible, or a description of it."""
     variable = variable.realize()
     if isinstance(variable, StringFormatVariable):
-        named = {name: value_of(tx, part, compute) for name, part in variable.sym_kwargs.items()}
-        return variable.format_string.format(*[value_of(tx, part, compute) for part in variable.sym_args], **named)
+        named = {name: value_of(tx, part) for name, part in variable.sym_kwargs.items()}
+        return variable.format_string.format(*[value_of(tx, part) for part in variable.sym_args], **named)
     if variable.is_python_constant():
         return variable.as_python_constant()
     if isinstance(variable, (ExceptionVariable, UserDefinedExceptionObjectVariable)):
         return exception_of(tx, variable)
     if variable.is_tensor() or variable.is_symnode_like():
-        return _computed(tx, variable, compute)
+        node = variable.as_proxy().node
+        try:
+            return value_now(tx, node)
+        except CannotTellError:
+            example = node.meta.get("example_value")
+            is_tensor = isinstance(example, torch.Tensor)
+            return Described(f"<tensor of shape {tuple(example.shape)}>" if is_tensor else "<number from a tensor>")
     if isinstance(items := getattr(variable, "items", None), (list, tuple)):
-        return variable.python_type()(value_of(tx, item, compute) for item in items)
+        return variable.python_type()(value_of(tx, item) for item in items)
     return getattr(variable, "value", Described(f"<{variable.python_type_name()}>"))
 
 
-def _computed(tx: Any, variable: Any, compute: bool) -> Any:
-    node = variable.as_proxy().node
-    try:
-        if compute:
-            return value_now(tx, node)
-    except CannotTellError:
-        pass
-    example = node.meta.get("example_value")
-    if isinstance(example, torch.Tensor):
-        return Described(f"<tensor of shape {tuple(example.shape)}>")
-    return Described("<number from a tensor>")
-
-
-def _say(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any, who: str = "") -> VariableTracker:
-    """Call a function that logs or prints, unless the same was said from this place before."""
+def _leave_out(tx: Any, who: str) -> VariableTracker:
+    """Leave a call out that logs or prints, and say so once for each place."""
     answer: Any = answer_now()
-    values = [value_of(tx, argument, compute=False) for argument in args]
-    named = {name: value_of(tx, argument, compute=False) for name, argument in kwargs.items()}
-    said = (tx.f_code.co_filename, tx.lineno, who, repr(values), repr(named))
-    if said not in answer.said:
-        answer.said.add(said)
-        if any(isinstance(value, Described) for value in values):  # logger.info("%d", n), n described: "%s"
-            values = [_NUMBER.sub("%s", value) if isinstance(value, str) else value for value in values]
-        here = (tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, None)  # the line that is being captured
-        with patch.object(logging.Logger, "findCaller", lambda *args, **kwargs: here):
-            function(*values, **named)
+    place = f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
+    if place not in answer.said:
+        answer.said.add(place)
+        log.info("%s: the compiled step leaves out this call of %s", place, who)
     return VariableTracker.build(tx, None)
 
 
 def _call_logger(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     method = getattr(self.value, name, None)
     if method is not None and _LOGS.search(name):
-        return _say(tx, method, args, kwargs, who=f"{self.value.name}.{name}")
+        return _leave_out(tx, f"{self.value.name}.{name}")
     if method is not None and name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
         return VariableTracker.build(tx, method(*[argument.as_python_constant() for argument in args]))
     return plain(self, tx, name, args, kwargs)
@@ -114,7 +92,7 @@ def _call_logger(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs:
 
 def _call_builtin(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is print:
-        return _say(tx, print, args, kwargs, who="print")
+        return _leave_out(tx, "print")
     if self.fn is AssertionError:  # Dynamo's own takes constant texts only
         return ExceptionVariable(AssertionError, list(args), kwargs)
     return plain(self, tx, args, kwargs)
@@ -124,33 +102,14 @@ def _call_function(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> 
     """A function, followed or not, which may be one of logging or of warnings."""
     function: Any = getattr(self, "fn", None) or getattr(self, "value", None)
     if function is warnings.warn:
-        return _warn(tx, *args, **kwargs)
+        return _leave_out(tx, "warnings.warn")
     if getattr(function, "__module__", None) != "logging":
         return plain(self, tx, args, kwargs)
     if function is logging.getLogger:
         return LoggingLoggerVariable(function(*[argument.as_python_constant() for argument in args]))
     if _LOGS.search(function.__name__):  # of the module, or of a LoggerAdapter
-        return _say(tx, function, args, kwargs, who=f"logging.{function.__name__}")
+        return _leave_out(tx, f"logging.{function.__name__}")
     return plain(self, tx, args, kwargs)
-
-
-def _warn(tx: Any, message: Any, category: Any = None, stacklevel: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`warnings.warn`, as if from the line that is being captured."""
-    above, at = (1 if stacklevel is None else stacklevel.as_python_constant()), tx
-    while above > 1 and at.parent is not None:
-        above, at = above - 1, at.parent
-    registry = at.f_globals.setdefault("__warningregistry__", {})
-    place = (at.f_code.co_filename, at.lineno, at.f_globals.get("__name__"), registry)
-
-    def warn(said: Any, kind: Any = None) -> None:
-        if not isinstance(said, Warning):
-            said, kind = str(said), kind or UserWarning
-        try:
-            warnings.warn_explicit(said, type(said) if isinstance(said, Warning) else kind, *place)
-        except Warning as error:  # as the user's filters have it
-            raise_as_users(tx, type(error), [str(error)])
-
-    return _say(tx, warn, [message] if category is None else [message, category], {}, who="warnings.warn")
 
 
 def _format(plain: Plain, self: Any, spec: Any, flags: int) -> None:
@@ -172,8 +131,8 @@ def exception_of(tx: Any, variable: Any) -> BaseException:
 
 
 def _made(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseException:
-    values = [value_of(tx, argument, compute=True) for argument in args]
-    return kind(*values, **{name: value_of(tx, argument, compute=True) for name, argument in kwargs.items()})
+    values = [value_of(tx, argument) for argument in args]
+    return kind(*values, **{name: value_of(tx, argument) for name, argument in kwargs.items()})
 
 
 def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:

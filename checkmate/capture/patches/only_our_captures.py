@@ -28,7 +28,7 @@ class Answer:
 
     compiled: set[str] = field(default_factory=set)  # places that are told that they are compiled
     asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
-    said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
+    said: set[Any] = field(default_factory=set)  # where captured code logs or prints
     asks_sizes: bool = False  # asked before a step: how much masks select, integers that are read
     may_ask_sizes: bool = False  # in this capture there were such that are known before it
 
