@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.backends.tensor_state import same_bits
-from checkmate.capture.questions import AnotherAnswer
+from checkmate.capture.questions import AnotherAnswer, Questions
 from checkmate.memory import measure_peak
 from tests.support.stepping import assert_same, train
 
@@ -428,6 +428,27 @@ def test_other_draws_of_torch_are_refused() -> None:
         with pytest.raises(checkmate.Unsupported, match=r"random numbers that the step draws[\s\S]* layerdrop=0"):
             _compiled(step)(UP)
         assert same_bits(torch.get_rng_state(), before)
+
+
+def test_what_cannot_be_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.cos() if x[0] > 0 else x
+        return (weight * (y.sin() if x[1] > 0 else y)).sum()
+
+    compiled, asked, plain = _compiled(step), list[Questions](), Questions.ask
+    monkeypatch.setattr(Questions, "ask", lambda self, inputs: (asked.append(self), plain(self, inputs))[1])
+
+    def answers(*signs: bool) -> list[tuple[bool | int, ...]]:
+        del asked[:]
+        _assert_same_bits(step, compiled, torch.where(torch.tensor([*signs, *[True] * 6]), UP, DOWN))
+        return [one.answers for one in asked]
+
+    for subset in ((False, True), (True, False), (True, True)):
+        answers(*subset)
+    assert len(compiled.plans) == 3
+    assert answers(True, True) == [(True, True)]
+    assert answers(False, True) == [(True, True), (False, True)]  # after one question (True, False) is out, too
+    assert answers(True, False) == [(False, True), (True, True), (True, False)]
 
 
 def test_another_answer_leaves_autocast() -> None:
