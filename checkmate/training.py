@@ -121,12 +121,12 @@ def training_step(
 
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
-        Unsupported: at once, for optimizers that do not update each parameter alone, or hooks on their `step`; at a
+        Unsupported: at once, for optimizers not known to update each parameter alone, or hooks on their `step`; at a
             call, for hooks on parameters, or if the step cannot be captured as one graph, or ranks have gradients of
             different parameters, or the step reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds
             a module of ``fully_shard``, or a `DistributedDataParallel` that does more than to average; or if parameters
             are a `DTensor`, and something but ``clip_value`` is to be done with gradients before the updates, or with
-            parameters behind them; or if ``gradients`` are asked of an optimizer that writes over them.
+            parameters behind them; or if ``gradients`` are asked of an optimizer that may write over them.
         TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
             asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
