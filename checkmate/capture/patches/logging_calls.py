@@ -72,12 +72,13 @@ def value_of(tx: Any, variable: Any) -> Any:
 
 
 def _leave_out(tx: Any, who: str) -> VariableTracker:
-    """Leave a call out that logs or prints, and say so once for each place."""
+    """Leave a call out that logs or prints, and say so once for each place; as a warning if it prints."""
     answer: Any = answer_now()
     place = f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
     if place not in answer.said:
         answer.said.add(place)
-        log.info("%s: the compiled step leaves out this call of %s", place, who)
+        level = logging.WARNING if who == "print" else logging.INFO
+        log.log(level, "%s: the compiled step leaves out this call of %s", place, who)
     return VariableTracker.build(tx, None)
 
 

@@ -85,6 +85,8 @@ def test_it_is_left_out_and_that_is_said_once(
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         assert CAPTURING[way](X) is not None
     assert _left_out(caplog) == LINES
+    levels = {record.getMessage().rpartition(" ")[2]: record.levelname for record in caplog.records}
+    assert [(who, level) for who, level in levels.items() if level == "WARNING"] == [("print", "WARNING")]
     assert "rows" not in capsys.readouterr().out
     assert not [w for w in warned if w.category is FutureWarning]
 
