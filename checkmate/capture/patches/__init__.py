@@ -23,12 +23,6 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
-    Patch(
-        "results.averages_by_count",
-        OURS,
-        "batch norms with momentum=None",
-        "their count is another number in each step",
-    ),
     Patch("branches", OURS, "jumps, bool(), item(), checks", "a question on a tensor is answered"),
     Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
