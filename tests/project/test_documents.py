@@ -176,7 +176,7 @@ def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
 
 
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "start.jsonl")
+    rows = [row for row in read(ROOT / "benchmarks" / "results" / "start.jsonl") if not row.get("times")]
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
     shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("## The smallest")[0], flags=re.MULTILINE)
     assert len(shown) == 4
@@ -188,6 +188,19 @@ def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
         )
         seconds = [ours[f"{part}_seconds"] for part in ("step", "measure", "plan")]
         assert figures == " | ".join(f"{s:.1f} s" for s in (*seconds, later["step_seconds"], theirs["step_seconds"]))
+
+
+def test_the_figures_of_planning_near_the_smallest_budget_come_from_the_committed_rows() -> None:
+    rows = [row for row in read(ROOT / "benchmarks" / "results" / "start.jsonl") if row.get("times")]
+    found = {(row["model"], row["times"]): row for row in latest(rows, "model", "times")}
+    times = sorted({times for _, times in found})
+    assert f"| network | ops | {' | '.join(f'{n:g} x' for n in times)} |" in FIGURES
+    names = {name for name, _ in found}
+    assert len(names) == 8
+    for name in names:
+        assert all(found[name, n]["peak"] <= found[name, n]["budget"] for n in times)
+        seconds = " | ".join(f"{found[name, n]['plan_seconds']:.1f} s" for n in times)
+        assert f"| {name} | {found[name, times[-1]]['ops']} | {seconds} |" in FIGURES
 
 
 def test_the_figures_of_steps_on_a_gpu_come_from_the_committed_rows() -> None:

@@ -64,13 +64,17 @@ def _about(tensor: Tensor) -> tuple[Any, ...]:
 def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
     """Whether parts have the bits of the whole on inputs of these seeds; not if an op refuses them."""
     try:
-        return all(same_bytes(whole, found) for whole, found in chain.from_iterable(map(trial, seeds)))
+        for whole, found in chain.from_iterable(map(trial, seeds)):
+            if not same_bytes(whole, found):
+                return False
+            del whole, found  # before those of the next inputs are made
     except torch.AcceleratorError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if ran_out_of_memory(error):
             raise
         return False
+    return True
 
 
 def inputs_of_loss(loss: Loss) -> int:
