@@ -126,7 +126,7 @@ def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: to
     assert [grad.stride() for grad in found] == [grad.stride() for grad in expected]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

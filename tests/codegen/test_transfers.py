@@ -31,7 +31,7 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import few
+from tests.support.sampling import long
 from tests.support.stepping import assert_same, train
 from tests.support.transfers import as_run, with_transfers
 
@@ -113,7 +113,7 @@ def both_left(do: Callable[[Any], Any], model: nn.Module, other: nn.Module, step
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("mlp", 1), *few(len(OTHERS), [(name, 0) for name in OTHERS])])
+@pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("mlp", 1), *(long(name, 0) for name in OTHERS)])
 def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     module, step, batch = CASES[name].make(0)
     expected = train(module, step, batch)

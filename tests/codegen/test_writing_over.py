@@ -23,6 +23,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
 from tests.support.ways import offering_ways
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,7 +124,7 @@ class _Images(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("layout", [long(torch.contiguous_format), torch.channels_last], ids=str)
 def test_what_runs_block_by_block_does_so_where_the_budget_asks_for_it(layout: torch.memory_format) -> None:
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1)).contiguous(memory_format=layout)
     plain = _Images().to(memory_format=layout)

@@ -77,7 +77,7 @@ def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path, monkeypatch: py
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lock_that_is_not_let_go_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     with files.locked(tmp_path / "a.json"), pytest.raises(OSError, match=r"a\.lock"), files.locked(tmp_path / "a.json"):

@@ -119,6 +119,7 @@ def test_smallest_budgets_are_those_of_min_budget(page: Fits) -> None:
     assert [(way.smallest, way.bound) for way in page.ways[:3]] == [(one.peak, one.bound) for one in ends]
 
 
+@pytest.mark.long
 def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
     with torch.device("meta"):
         model = Loss()

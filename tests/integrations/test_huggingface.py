@@ -138,7 +138,7 @@ def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
         _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB")], auto_find_batch_size=True).train()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_smallest_budget_that_is_named_for_a_batch_works(tmp_path: Path) -> None:
     """Where training keeps more than the budget beside a step."""
     trainer = _trainer(tmp_path, _gpt2(), max_steps=1, per_device_train_batch_size=2)

@@ -19,6 +19,7 @@ from checkmate.memory import measure_peak
 from checkmate.solvers.kept_ops import KeptOps, least_peak
 from tests.support.bits import assert_same_bits
 from tests.support.oracle import random_problem
+from tests.support.sampling import long
 
 DRAWS = "rand"
 
@@ -152,7 +153,7 @@ def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, long(2)])
 def test_inductor_stays_within_what_is_simulated(threads: int) -> None:
     """By its own kernels, in the order of the graph, with the bits that it has without a budget.
 

@@ -47,7 +47,7 @@ def test_estimates_are_nearer_than_those_of_the_roofline_alone() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_is_what_is_estimated_now() -> None:
     name = "rtx3090 vgg11"
     (committed,) = (row for row in latest(read(BENCHMARK.path), "case") if row["case"] == name)

@@ -153,6 +153,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert len(shown.splitlines()) == len(rows)
 
 
+@pytest.mark.long
 def test_what_fails_in_an_item_is_a_row_and_no_item_begins_without_time(tmp_path: Path) -> None:
     asked = Asked(torch.device("cpu"), small=True, pairs=2, time_limit=1.0, seconds=60.0)
     failed, *others = rows_of("no such item", asked, time.monotonic() + 60, str(tmp_path / "lock"))

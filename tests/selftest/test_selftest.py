@@ -40,7 +40,7 @@ def _whole(device: str, file: Path) -> dict[str, Any]:
     return {check["name"]: check for check in found["checks"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cpu_passes(tmp_path: Path) -> None:
     found = _whole("cpu", tmp_path / "found.json")
     assert {check["name"] for check in found.values() if check["verdict"] == "skipped"} == {"capacity"}

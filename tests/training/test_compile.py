@@ -24,7 +24,7 @@ from tests.support.sampling import long, slow
 from tests.support.stepping import Trained, assert_same, train
 
 QUICK = (("mlp", 1.0), ("mlp", 0.0))
-SMALLEST = {"gpt2-sdpa", "unet"}  # the smallest budget is the hard one
+SMALLEST = {"unet"}  # the smallest budget is the hard one
 BATCH_NORM_AGAIN = {"aten._native_batch_norm_legit_functional": "recompute"}  # whatever that costs
 OTHERS = [(name, share) for share in (0.0, 0.4) for name in CASES if name != "mlp"]
 
@@ -432,7 +432,7 @@ class _Wide(nn.Module):
         return F.cross_entropy(self.head(self.body(x).flatten(1)), y)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_a_large_gradient_that_can_wait_is_made_last() -> None:
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from checkmate.core.problem import Problem
 from checkmate.profiling.one_op import key_of
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import slow
+from tests.support.sampling import long, slow
 from tests.support.stepping import Trained, assert_same, train
 
 WIDTH, ROWS = 16, 64
@@ -132,7 +132,7 @@ def _trained(of_layer: Step, budget: int | None = None) -> tuple[Trained, list[c
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "name", ["map_impl", "auto_functionalized_v2", *map(slow, ("cond", "scan", "while_loop", "flex_attention"))]
+    "name", ["map_impl", "auto_functionalized_v2", slow("cond"), *map(long, ("scan", "while_loop", "flex_attention"))]
 )
 def test_an_op_that_runs_graphs_runs_again(name: str) -> None:
     layers, x = _model()

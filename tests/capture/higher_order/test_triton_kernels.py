@@ -116,6 +116,7 @@ def _total(x: Tensor, kernel: Any) -> Tensor:
     return total
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ran")
 @pytest.mark.parametrize("kernel", [add_all, add_all_by_another])
 def test_a_kernel_that_adds_by_atomic_operations_runs_once(kernel: Any) -> None:

@@ -141,7 +141,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert "least peak takes" in solution.message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_ops_take_seconds() -> None:
     problem = dags.gpt(24)
     began = time.perf_counter()

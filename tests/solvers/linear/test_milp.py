@@ -375,7 +375,7 @@ def test_unknown_names_are_refused() -> None:
         milp(problem, 5, engine="cbc")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_huge_bytes_and_tiny_seconds_change_nothing() -> None:
     for seed in range(20):
         problem, every, budgets = known(seed)
