@@ -21,6 +21,7 @@ from checkmate.torch_internals import names
 from checkmate.torch_internals.names import LacksError, Name, Table
 from tests.project.test_layers import SOURCES
 from tests.support.processes import run_python
+from tests.support.sampling import long
 
 _OURS = "checkmate.torch_internals"
 MODULES = [importlib.import_module(f"{_OURS}.{found.name}") for found in pkgutil.iter_modules(room.__path__)]
@@ -28,7 +29,6 @@ ROWS = [name for table in names.TABLES for name in table.names.values()]
 HIDDEN = """
 import logging
 from checkmate.torch_internals import names
-from tests.support.sampling import long
 logging.disable()  # of what is left out
 find = names.Name.find
 def hiding(self):
