@@ -178,7 +178,7 @@ def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
     rows = [row for row in read(ROOT / "benchmarks" / "results" / "start.jsonl") if not row.get("times")]
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
-    shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("## The smallest")[0], flags=re.MULTILINE)
+    shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("Near the smallest budget")[0], flags=re.M)
     assert len(shown) == 4
     for name, figures in shown:
         ours, later, theirs = (
