@@ -79,10 +79,13 @@ def first_difference(
 
         return run_recorded
 
-    def no_costs(one: Joint) -> Profile:
-        return Profile(np.zeros(len(one.graph.ops)), np.zeros(len(one.graph.ops)), solution.problem.resident)
+    def profile(one: Joint) -> Profile:
+        if not solution.problem.splits:
+            return solution.problem.profile
+        costs = np.zeros(len(one.graph.ops))  # of the step as it is captured, with its loss at once
+        return Profile(costs, costs, solution.problem.resident)
 
-    run(capture(Backend(lambda _: solution, lower, no_costs)))
+    run(capture(Backend(lambda _: solution, lower, profile)))
     if not captured:
         return None
     # What the plan has done: a value that differs from that of the captured graph.

@@ -190,7 +190,7 @@ def test_writes_are_refused_by_what_the_plan_that_runs_needs(searches: list[Offe
     after = refused()
     assert step.planning[0].swaps == 1
     assert set(after) > set(before)
-    assert all("bias was written to between the step and its backward" in text for text in after.values())
+    assert all("was written to between the step and its backward" in text for text in after.values())
 
 
 def test_the_end_of_planning_is_shown_and_what_it_needs_is_let_go(searches: list[Offers]) -> None:
