@@ -17,7 +17,7 @@ from checkmate.backends import ranks
 from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
-from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner, no_option
+from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.backends.taking_over import Planning
 from checkmate.codegen.refused_backwards import watch_backward
@@ -179,8 +179,6 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    if kwargs.get("backend") == "inductor":
-        raise TypeError(no_option("checkmate.verify", "backend", ()))
     options = Options.among(OF_VERIFY, kwargs, budget=budget, verify=False, wait="best")
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 

@@ -98,7 +98,7 @@ class KeptOps:
         )
 
     def _peak(self, order: list[int], again: set[int]) -> tuple[int, int]:
-        """The peak of ops in order, and the place at which it is; ``again``: those that run in both halves."""
+        """The peak of ops in order, and the place at which it is; ``again``: ops that run in both halves."""
         tables, border, size, result = self.tables, self.tables.boundary, self.tables.size, self.tables.result
         # ~v is the copy of v that is made again, which the backward reads; of a result it reads the first
         second = {v: ~v for k in again for v in tables.outputs[k] if not result[v]}

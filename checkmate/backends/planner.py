@@ -104,7 +104,14 @@ class Options:
 
     @classmethod
     def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
-        """Those among the named arguments of a way in that takes those of a batch too, which are left."""
+        """Take options from the named arguments of a call, and leave those of its batch there.
+
+        Raises:
+            TypeError: for an option that earlier versions had, with a value that it had.
+        """
+        for name, values in GONE.items():
+            if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
+                raise TypeError(no_option("checkmate", name, ()))
         return cls(**own, **{name: given.pop(name) for name in names if name in given})
 
     def __post_init__(self) -> None:
@@ -162,8 +169,9 @@ class Options:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 
 
-# Options that earlier versions had, and what to write instead.
-GONE = {
+# Options that earlier versions had, with their values, and what to write instead.
+GONE = {"numerics": ("exact", "rounding"), "backend": ("eager", "inductor")}
+INSTEAD = {
     "numerics": "Every plan has the bits of plain PyTorch. Leave it out; for a lower budget give host_budget=, or take "
     "a smaller batch and accumulate gradients",
     "backend": "Plans run PyTorch's own kernels. For those of Inductor call torch.compile(model) within "
@@ -174,7 +182,7 @@ GONE = {
 def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
     """Say that there is no such option, with what to write instead."""
     if name in GONE:
-        return f"{way_in} has no option {name!r} any more. {GONE[str(name)]}."
+        return f"{way_in} has no option {name!r} any more. {INSTEAD[str(name)]}."
     near = get_close_matches(str(name), known, 1)
     meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
     return f"{way_in} has no option {name!r}. {meant}"

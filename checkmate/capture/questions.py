@@ -107,7 +107,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
 def answer(
     node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> Any:
-    """What a node of a graph that is being captured gives on the tensors of this call.
+    """Evaluate a node of a graph that is being captured on the tensors of this call.
 
     Args:
         node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
@@ -151,8 +151,9 @@ def answer(
 def _whatever_is_drawn(node: fx.Node) -> bool | None:
     """The answer to ``torch.rand(()) < p`` where all draws, from 0 to below 1, have the same: LayerDrop with p = 0."""
     draw, p = node.args if node.target is operator.lt else (None, None)
-    is_uniform = isinstance(draw, fx.Node) and draw.target is torch.rand
-    return p > 0 if is_uniform and isinstance(p, (int, float)) and not 0 < p < 1 else None
+    if not isinstance(draw, fx.Node) or draw.target is not torch.rand or not isinstance(p, (int, float)):
+        return None
+    return p > 0 if draw.meta["example_value"].numel() == 1 and not 0 < p < 1 else None
 
 
 def _on_cpu(graph: fx.Graph) -> None:

@@ -148,5 +148,5 @@ def _taken(problem: Problem, k: int, at: int, last: dict[int, int]) -> tuple[int
 
 
 def without_parts(problem: Problem) -> Problem:
-    """The step whose loss runs at once, whatever the budget."""
+    """The step with its loss at once, for each budget."""
     return replace(problem, smaller=None)

@@ -244,7 +244,7 @@ def _bytes_of(node: fx.Node) -> int:
 
 
 def _number(size: Any) -> int:
-    """A size; one that is left open is what it was when the step was traced."""
+    """A size as a number; an open size has its value of when the step was traced."""
     if isinstance(size, int):
         return size
     hint = getattr(size.node, "hint", None)

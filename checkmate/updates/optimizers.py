@@ -261,7 +261,7 @@ def _source(kind: type) -> str:
 
 
 def _make_late(counted: Any) -> None:
-    """Have so many updates counted in a state or in a group's settings, if they are counted there."""
+    """Set the count of updates in a state or in a group's settings to `LATE`, if there is one."""
     step = counted.get("step")
     if isinstance(step, torch.Tensor):
         step.fill_(LATE)

@@ -118,7 +118,7 @@ def _family(target: Any) -> str:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a module node by node, and tells of each what it made before another is written over it."""
+    """Runs a module node by node, and tells the fingerprints of each result at once."""
 
     def __init__(self, module: fx.GraphModule, tell: Callable[[str, list[str]], None]) -> None:
         super().__init__(module)
@@ -145,7 +145,7 @@ class _Made(TorchDispatchMode):
 
 
 def _prints(result: Any) -> list[str]:
-    """What tells the bits, shape and type of each tensor from others, whatever its strides."""
+    """Fingerprints of the bits, shape and type of each tensor, without its strides."""
     flat = [(t, t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)) for t in tensors(result)]
     return [f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}" for t, raw in flat]
 

@@ -141,7 +141,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     clock = Clock(time_limit)
     ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
     peak, splits, bound = ends.peak, last.splits, ends.bound
-    for other in reversed(others):  # parts of one op may stand in the way of others: what is split less may take less
+    for other in reversed(others):  # a split holds more beside the rest: the step split less may take less
         floor = int(other.unavoidable_bytes.max())
         bound = min(bound, floor)
         if floor < (1 - CLOSE) * peak:

@@ -9,6 +9,9 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from tests.project.lines import MOST, by_folder
+from tests.project.lines import ROOMS as TOPS
+
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each imports itself and rooms of lines above it; those of one line know nothing of each other
     ("errors", "version", "statusline"),
@@ -124,3 +127,9 @@ def test_rooms_bear_no_name_of_a_public_function() -> None:
     import checkmate
 
     assert {room.partition(".")[0] for room in LINE} & {*checkmate.__all__} <= {"memory", "plot"}
+
+
+def test_the_product_has_no_more_lines_than_agreed() -> None:
+    counts = by_folder()
+    assert {folder.split("/")[0] for folder in counts} == {*TOPS}
+    assert counts.total() <= MOST

@@ -258,8 +258,19 @@ def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
     other: dict[str, Any] = {"backend": "inductor"}
     with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend' any more. "):
         checkmate.training_step(lambda x: model(x).sum(), optimizer, "1 MB", **other)
-    with pytest.raises(TypeError, match=r"^checkmate.verify has no option 'backend' any more. .* torch.compile"):
+    with pytest.raises(TypeError, match=r"^checkmate has no option 'backend' any more. .* torch.compile"):
         checkmate.verify(model, torch.ones(2, 4), budget="1 MB", backend="inductor")
+    for ask in (checkmate.trace, checkmate.explain):
+        with pytest.raises(TypeError, match=r"^checkmate has no option 'numerics' any more. Every plan has the bits"):
+            ask(model, torch.ones(2, 4), numerics="exact")
+
+
+def test_an_argument_of_the_step_may_have_the_name_of_an_option_of_before() -> None:
+    def step(x: Tensor, backend: Tensor) -> Tensor:
+        return (x * backend).sum()
+
+    x = torch.ones(2, requires_grad=True)
+    assert checkmate.trace(step, x, backend=torch.ones(2)).graph.ops
 
 
 def test_keyword_arguments_and_results_in_a_dict() -> None:

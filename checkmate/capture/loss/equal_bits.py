@@ -33,7 +33,7 @@ Compared = tuple[Tensor, Tensor]  # of the whole, of parts
 
 
 def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
-    """Whether the loss and its gradients in so many parts have the bits of the whole, with as many threads as now.
+    """Whether the loss and its gradients in parts have the bits of the whole, with the present number of threads.
 
     The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
     """
@@ -83,7 +83,7 @@ def inputs_of_loss(loss: Loss) -> int:
 
 
 def alone(loss: Loss) -> fx.GraphModule:
-    """A loss and its backward, of what they read, in the order of the whole; logits that the step shows are read."""
+    """A module of a loss and its backward alone, in the order of the step; logits that the step shows are an input."""
     results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
     nodes = sorted(ancestors([node for node in results if node is not None], until=loss.given_nodes))
     graph = fx.Graph()
@@ -129,7 +129,7 @@ def _arguments(node: fx.Node, seed: int) -> list[Tensor]:
 
 
 def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:
-    """Inputs: normal numbers, positive class weights, and targets of which some do not count."""
+    """Inputs for a trial: normal numbers, positive class weights, and targets, some of which are ignored."""
     depth, columns = loss.w.meta["val"].shape
     weights = {loss.w, *loss.w.all_input_nodes}
     made = []

@@ -73,13 +73,13 @@ class Loss:
 
     @property
     def shown(self) -> bool:
-        """Whether something else reads the product, or what is made of it on the way to the softmax."""
+        """Whether something beside the loss reads the logits, at any point up to the softmax."""
         own = {*self.before, self.softmax, *self.through}
         return any(user not in own for node in (self.product, *self.before) for user in node.users)
 
     @property
     def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """What happens to each number from the product to the softmax, and to its gradient on the way back."""
+        """Pointwise ops from the product to the softmax, and those of the gradient on the way back."""
         made = [node for node in self.before if str(node.target) in POINTWISE]
         return tuple(_step(node, made) for node in made), tuple(
             _step(node, made) for node in self.through if str(node.target) in POINTWISE
@@ -87,7 +87,7 @@ class Loss:
 
     @property
     def given_nodes(self) -> set[fx.Node]:
-        """What it is made of, which is made elsewhere."""
+        """The inputs of the loss: nodes that are made outside of it."""
         weights = [self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())]
         given: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
         return {*leaf_nodes(given), *(() if self.smoothing is None else self.smoothing.all_input_nodes)}
@@ -100,7 +100,7 @@ def _step(node: fx.Node, made: list[fx.Node]) -> Step:
 
 
 def losses(graph: fx.Graph) -> list[Loss]:
-    """All places of a prepared joint graph."""
+    """The losses of a prepared joint graph that can run in parts."""
     found = (_read(node) for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default))
     return [loss for loss in found if loss is not None]
 
@@ -150,7 +150,7 @@ def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, 
 
 
 def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
-    """What a gradient goes through, as long as nothing else reads it."""
+    """Follow a gradient from op to op, until something else reads it too."""
     while len(node.users) == 1:
         (user,) = node.users
         if not (is_of_rows(user) or _is_pointwise(user, made)) or user.args[0] is not node:
@@ -159,7 +159,7 @@ def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
 
 
 def _to_softmax(backward: fx.Node) -> tuple[fx.Node | None, Nodes, fx.Node | None]:
-    """From the gradient of a loss to that of its softmax: what is added for label smoothing, nodes between, the end."""
+    """Follow the gradient of a loss to its softmax: the term of label smoothing, the nodes between, the last one."""
     path, smoothing = [backward], None
     (user,) = backward.users if len(backward.users) == 1 else (backward,)
     if user.target is aten.add.Tensor and user.args[1] is backward and not user.kwargs and _is_expanded(user.args[0]):
@@ -181,7 +181,7 @@ def _is_expanded(node: Any) -> bool:
 
 
 def is_of_rows(node: fx.Node) -> bool:
-    """The same rows in the same order, each whole, or some of them, or zeros in place of the others."""
+    """Whether the op only views, slices or zero-pads rows, and keeps each row whole."""
     args: Any = node.args
     source = node.all_input_nodes
     if len(source) != 1 or args[0] is not source[0]:
@@ -213,7 +213,7 @@ def _along_rows(node: fx.Node, position: int = 1) -> bool:
 
 
 def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:
-    """What the gradient of the product goes into: gradients of rows, weight and bias; None if into anything else."""
+    """Gradients of rows, weight and bias, made of the gradient of the product; None if anything else reads that."""
     found: dict[str, fx.Node] = {}
     for user in node.users:
         turned = user.target is aten.t.default and len(user.users) == 1

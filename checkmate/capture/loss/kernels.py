@@ -52,7 +52,7 @@ OF_RESULT = {"aten.tanh_backward.default"}  # they read a value of the forward
 
 
 class Layer(NamedTuple):
-    """What logits come from, and their targets; nodes of a graph, or tensors. What is not read may be None."""
+    """A linear layer and the targets of its logits, as nodes of a graph or as tensors; None where it is not read."""
 
     h: Any  # (N, D)
     w: Any  # (D, V)
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the product."""
+        """The type of the product."""
         return (self.h if self.z is None else self.z).dtype
 
 
@@ -88,12 +88,12 @@ class Form(NamedTuple):
 
 
 def length(whole: int, parts: int, multiple: int) -> int:
-    """Of each of so many parts."""
+    """Rows or columns per part, a multiple of ``multiple``."""
     return min(whole, -(-whole // (parts * multiple)) * multiple)
 
 
 def slices(whole: int, part: int, multiple: int = 1) -> Iterator[slice]:
-    """Parts of a whole; the last begins early enough to be as long as the others, up to a multiple."""
+    """Cut a whole into parts; the last begins early enough to be as long as the others, up to a multiple."""
     for begin in range(0, whole, part):
         late = max(0, begin + part - whole) // multiple * multiple
         yield slice(begin - late, min(begin + part, whole))
@@ -105,12 +105,12 @@ def one_class(y: Tensor, ignore_index: int) -> Tensor:
 
 
 def class_weights(weight: Tensor, y: Tensor, ignore_index: int) -> Tensor:
-    """Those of the targets: (N, 1)."""
+    """The class weight of each target: (N, 1)."""
     return weight[y.where(y != ignore_index, 0)][:, None]
 
 
 def weighted_loss(q: Tensor, y: Tensor, weights: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """What ``nll_loss_forward`` gives with class weights, of one column, each row with its own, summed in its order."""
+    """Compute ``nll_loss_forward`` with class weights from one column, a weight for each row, in its order of sums."""
     how = 2 if reduction == 1 else reduction
     loss, _ = aten.nll_loss_forward(q * weights, y, None, how, ignore_index)
     total, _ = aten.nll_loss_forward(-weights, y, None, 2, ignore_index)
@@ -161,7 +161,7 @@ def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums
 def gradients_of_weights(
     layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, with_weight: bool, with_bias: bool
 ) -> tuple[Tensor, ...]:
-    """The gradients of the weight, (V, D), and of the bias, (1, V), those that are asked for; arguments as above."""
+    """The gradients of the weight, (V, D), and of the bias, (1, V), if asked for; arguments as above."""
     _, columns = layer.shape
     block = length(columns, form.parts, COLUMNS)
     of_weight = layer.h.new_empty((columns, layer.h.shape[1])) if with_weight else None
@@ -192,7 +192,7 @@ def _by_columns(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Ten
 
 
 def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
-    """The same, from whole rows, part by part, for each block."""
+    """Gradients of the product, block by block, each from whole rows, part by part."""
     rows, columns = layer.shape
     part = length(rows, form.parts, ROWS)
     result = sums.new_empty((rows, block), dtype=layer.dtype)
@@ -207,7 +207,7 @@ def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: 
 
 
 def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
-    """In place of logits."""
+    """Turn logits into log-probabilities, in place."""
     if form.dtype is EXACT:
         x.sub_(sums[1, at, None]).add_(sums[2, at, None])
     else:
@@ -215,7 +215,7 @@ def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
 
 
 def _steps(layer: Layer, form: Form) -> tuple[Step, ...]:
-    """What happens to each number of the product; a kept one is not written over."""
+    """Pointwise ops on the product; a kept product is copied first."""
     return form.forward or (((CAST, form.dtype),) if layer.z is not None else ())
 
 
@@ -288,7 +288,7 @@ class _Gradient:
         self.memory = {dtype: torch.empty_like(logits.last, dtype=dtype) for dtype in types} | {form.dtype: logits.last}
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
-        """What follows the columns in memory is the place of other targets."""
+        """Columns behind the block stand for targets outside of it."""
         q, y, g = self.logits.last, self.y[at], self.g[at]
         if columns is not None:
             y = y - columns.start
@@ -312,7 +312,7 @@ _STEP = 2  # such passes of each step between the product and the softmax
 
 
 class Estimate(NamedTuple):
-    """What one of these functions computes, moves and holds beyond what it reads and makes, without running it."""
+    """The cost of one of these functions, without running it; bytes beside its inputs and results."""
 
     flop: int
     launches: int  # of kernels
@@ -321,7 +321,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(node: fx.Node) -> Estimate | None:
-    """Of a node that calls one of these functions; None of another."""
+    """The cost of a node that calls one of these functions; None for any other node."""
     if node.target not in _PASSES:
         return None
     args: Any = node.args

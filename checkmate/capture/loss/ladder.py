@@ -1,4 +1,4 @@
-"""Where no plan fits the budget: the captured step with its loss in more and more parts, up to 64.
+"""Split the loss of a captured step in more and more parts, up to 64, as long as no plan fits the budget.
 
 Each rung of the ladder is captured, tried and posed only when a solver has no plan for the one before, so that a step
 whose budget needs none pays nothing.

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class LossSplit(NamedTuple):
-    """In which parts a loss runs; with its logits kept there is one buffer of their size, and nothing runs twice."""
+    """The parts of a loss; with its logits kept there is one buffer of their size, and nothing runs twice."""
 
     parts: int
     kept: bool = False
@@ -43,13 +43,13 @@ LOSS_SPLITS = (
 
 
 def loss_splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
-    """Those that losses may run in: logits that the step shows stay."""
+    """Splits for these losses; where the step shows all logits, only splits that keep them."""
     shown = [loss.shown for loss in found]
     return tuple(split for split in LOSS_SPLITS if shown and (split.kept or not all(shown)))
 
 
 def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
-    """A copy of a prepared joint graph in which each such loss runs in so many parts."""
+    """Copy a prepared joint graph with each loss in parts."""
     graph = copy_of(module)
     for loss in losses(graph):
         _Writer(graph, loss, split).write()
@@ -68,7 +68,7 @@ class _Writer:
         self.rows, _ = loss.product.meta["val"].shape
 
     def write(self) -> None:
-        """The calls; what they replace has no readers then."""
+        """Write the calls, and leave the ops that they replace without readers."""
         loss = self.loss
         with self.graph.inserting_before(loss.forward):
             layer = self._layer()
@@ -77,7 +77,7 @@ class _Writer:
             self._backward(layer, sums)
 
     def _layer(self) -> Layer:
-        """With targets for all rows: of those that do not get through to the loss, the one that does not count."""
+        """The layer with a target for each row: ``ignore_index`` for rows that are sliced away before the loss."""
         loss, y = self.loss, self.loss.forward.args[1]
         back = (*loss.given, *loss.through)
         if any(node.target in SLICES for node in back):
@@ -136,14 +136,14 @@ class _Writer:
                 end.replace_all_uses_with(gradient)
 
     def _chosen(self, sums: fx.Node, i: int) -> fx.Node:
-        """One of the numbers of each row that gets through to the loss: a column."""
+        """A column of one of the numbers that `row_sums` gives, of the rows that reach the loss."""
         origin = self.loss.softmax
         one = call(origin, aten.unsqueeze.default, (call(origin, aten.select.int, (sums, 0, i)), 1))
         return self._rows((*self.loss.before, *self.loss.after), one)
 
     @staticmethod
     def _rows(path: tuple[fx.Node, ...], x: fx.Node) -> fx.Node:
-        """A column of which those numbers are chosen whose rows are, or zeros put in, on a path."""
+        """Slice and zero-pad a column as the rows are on a path."""
         if not any(node.target in SLICES for node in path):
             return x
         for node in filter(is_of_rows, path):

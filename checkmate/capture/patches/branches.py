@@ -53,7 +53,7 @@ _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
 def value_now(tx: Any, node: torch.fx.Node) -> Any:
-    """What a node gives on the tensors of this call.
+    """Evaluate a node on the tensors of this call.
 
     Raises:
         CannotTellError: if that cannot be told before the step runs.

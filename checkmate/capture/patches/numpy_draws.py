@@ -45,7 +45,7 @@ def _describe(array: np.ndarray[Any, Any]) -> Described:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """What a function returned as an array; None: it is none, nor a number."""
+    """Turn the result of a function into an array; None if it is neither an array nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
     return found if found is not None and found.dtype.kind in "biuf" else None
 
@@ -105,7 +105,7 @@ def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """All names in the code of a function, and of functions within it."""
+    """Names in the code of a function, and of functions within it."""
     within = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return set[str](code.co_names).union(*within)
 
