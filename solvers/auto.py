@@ -82,6 +82,8 @@ def auto(
         return checkpoint_all(task, incumbent)
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))
+    if known is not None and obeys_limits(task.problem, known):
+        incumbent.offer(known, "start")  # whatever time is left
     search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known, patience, enough)
     for stage in STAGES:
         if search.is_open and stage.name not in without and len(task.problem.graph.ops) <= stage.most_ops:
@@ -141,12 +143,8 @@ class Portfolio:
 
 
 def _known(search: Portfolio, task: Task) -> None:
-    """The plan to begin with, as it is if that closes the gap, or adapted."""
-    if search.known is None:
-        return
-    if obeys_limits(task.problem, search.known):
-        search.incumbent.offer(search.known, "start")
-    if search.is_open and (R := adapt(task, search.known)) is not None:
+    """The plan to begin with, adapted."""
+    if search.known is not None and (R := adapt(task, search.known)) is not None:
         search.incumbent.offer(R, "start, adapted")
 
 

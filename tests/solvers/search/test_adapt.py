@@ -98,8 +98,9 @@ def test_an_answer_is_never_worse_than_a_start_that_fits() -> None:
     budget = _between(problem, 0.3)
     good = solve(problem, budget, time_limit=5)
     for method in ("auto", "milp"):
-        found = solve(problem, budget, method=method, time_limit=0.2, start=good)
-        assert found.cost <= good.cost * (1 + CLOSE)
+        for time_limit in (0.2, 1e-9):
+            found = solve(problem, budget, method=method, time_limit=time_limit, start=good)
+            assert found.cost <= good.cost * (1 + CLOSE)
 
 
 def test_a_start_that_is_none_is_refused() -> None:
