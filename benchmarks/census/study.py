@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +29,7 @@ from checkmate.memory import measure_peak
 
 SHARE = 0.3  # of the way from the smallest budget to keeping everything
 ROOT = Path(__file__).parents[2]
+PATCHES = str(ROOT / "checkmate" / "capture" / "patches")
 PLANNING = 0.5  # seconds for one plan
 Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 
@@ -127,6 +131,31 @@ def _off(a: Tensor | None, b: Tensor | None) -> float | None:
     return off if off < float("inf") else None
 
 
+@contextmanager
+def entered() -> Iterator[set[str]]:
+    """The functions of `checkmate.capture.patches` that are called meanwhile, each with its module.
+
+    Those that are never called change nothing, for whatever is captured: a profiler of Python sees every call.
+    """
+    found: set[str] = set()
+    names: dict[CodeType, str | None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code not in names:
+                own = code.co_filename.startswith(PATCHES) and not code.co_name.startswith("<")
+                names[code] = f"{Path(code.co_filename).stem}.{code.co_name}" if own else None
+            if (name := names[code]) is not None:
+                found.add(name)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
 def study(name: str) -> Iterator[Row]:
     """Train one model plainly and compiled: what it is ``at``, and in the end a row, with what was warned of."""
     warnings = _Warnings()
@@ -156,9 +185,15 @@ def _study(name: str) -> Iterator[Row]:
     trace: Callable[..., Problem] = checkmate.trace  # its own options have other names than a batch's tensors
     with measuring.nothing_on_disk():
         _, step, batch = make(name)
-        problem = trace(step, **batch)
+        with entered() as patches:
+            problem = trace(step, **batch)
         lowest, keep_all = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
-        about |= {"ops": len(problem.graph.ops), "min_budget": lowest, "keep_all_peak": keep_all}
+        about |= {
+            "patches": sorted(patches),
+            "ops": len(problem.graph.ops),
+            "min_budget": lowest,
+            "keep_all_peak": keep_all,
+        }
         about |= {"budget": measuring.budget_at(SHARE, lowest, keep_all)}
         yield {"at": "compiled steps"}
         earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
