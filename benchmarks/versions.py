@@ -50,7 +50,7 @@ OF_OTHERS = ("Python", "PyTorch", "NumPy", "SciPy", "tests", "passed", "failed",
 
 def examined() -> Row:
     """What the version that is installed lacks of what is not public, what is left out, and how the arena is built."""
-    from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
+    from checkmate.backends import compilation as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals import names
 

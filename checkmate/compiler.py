@@ -15,7 +15,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from checkmate.backends import ranks
 from checkmate.backends.captures import Captures, capture
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
@@ -216,7 +216,7 @@ def new_backend(
         updates=updates,
         elsewhere=elsewhere or options.elsewhere,
         overlap=options.overlap,
-        asked=budget,
+        budget=budget,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.captures import capture
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
 from checkmate.backends.tensor_state import drawing_nothing, tensors_within, unchanged

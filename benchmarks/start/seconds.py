@@ -40,7 +40,7 @@ from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import AttentionUNet
 from benchmarks.start.script import started
-from checkmate.backends import eager, step_problem
+from checkmate.backends import compilation, step_problem
 from checkmate.backends.planner import Planner
 from checkmate.core.files import VARIABLE
 
@@ -86,11 +86,11 @@ def steps(backend: str, name: str, sizes: list[float], budget: int, time_limit: 
     spent: Counter[str] = Counter()
     step: Any = plain
     if backend == OURS:
-        _adds_up(eager.Backend, "__call__", "backend", spent)
-        _adds_up(eager, "problem_of", "measure", spent)
+        _adds_up(compilation.Backend, "__call__", "backend", spent)
+        _adds_up(compilation, "problem_of", "measure", spent)
         _adds_up(Planner, "_plan", "plan", spent)
         _adds_up(step_problem, "emit", "code", spent)
-        _adds_up(eager, "writing_over", "code", spent)
+        _adds_up(compilation, "writing_over", "code", spent)
         step = checkmate.compile(plain, budget=budget, time_limit=time_limit)
     elif backend != PLAIN:
         step = torch.compile(plain, backend=backend, fullgraph=True, dynamic=False)

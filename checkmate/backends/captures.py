@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends import ranks
-from checkmate.backends.eager import Backend, Call
+from checkmate.backends.compilation import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.taking_over import Running

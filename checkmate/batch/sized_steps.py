@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Options
 from checkmate.backends.tensor_state import tensors_within, unchanged
 from checkmate.capture.device import main_device

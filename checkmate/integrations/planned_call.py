@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Budget, Options, Planner
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.compiler import CompiledStep, Planned

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkmate.backends.compilation import Backend
 from checkmate.backends.cuda_blocks import Replays
-from checkmate.backends.eager import Backend
 from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device, may_waver, random_states
 from checkmate.codegen.arrival_order import reachable

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.device import random_states, same_random_state, set_random_states
 from checkmate.capture.joint import Joint

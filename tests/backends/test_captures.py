@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkmate
 from checkmate.backends.captures import SELDOM, capture
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.tensor_state import same_bits
 from checkmate.memory import measure_peak
 

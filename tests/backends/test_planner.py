@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
-from checkmate.backends import eager
+from checkmate.backends import compilation
 from checkmate.backends.planner import Budget, Options
 from checkmate.memory.available import Available, Limit, rounded_down
 from checkmate.units import exact_bytes, format_bytes
@@ -38,7 +38,7 @@ class There:
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> There:
     made = There()
-    monkeypatch.setattr(eager, "available", made)
+    monkeypatch.setattr(compilation, "available", made)
     return made
 
 

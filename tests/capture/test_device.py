@@ -82,7 +82,7 @@ def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: p
     """The whole way on the CPU, with the reading that a CUDA device would give."""
     step, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
     problem = checkmate.trace(step, x)
-    monkeypatch.setattr("checkmate.backends.eager.allocated_on", lambda device: problem.resident + 5000)
+    monkeypatch.setattr("checkmate.backends.compilation.allocated_on", lambda device: problem.resident + 5000)
     assert checkmate.trace(step, x).resident == problem.resident + 5000
     with pytest.raises(checkmate.InfeasibleBudget) as caught:
         checkmate.compile(step, budget=5000)(x)

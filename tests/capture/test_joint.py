@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
 from checkmate.backends.captures import capture
-from checkmate.backends.eager import MEASURE, Backend
+from checkmate.backends.compilation import MEASURE, Backend
 from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import module_path
 from checkmate.core.graph import Graph, Op

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import checkmate
-from checkmate.backends import eager
+from checkmate.backends import compilation
 
 X, Y = torch.arange(1.0, 9.0), torch.tensor([1.0, -1.0] * 4)
 W = torch.nn.Parameter(torch.ones(8))
@@ -42,7 +42,7 @@ def test_they_are_refused_before_the_joint_graph_is_traced(
     def trace(**options: Any) -> Any:
         raise AssertionError("AOTAutograd traces what is refused")
 
-    monkeypatch.setattr(eager, "aot_autograd", trace)
+    monkeypatch.setattr(compilation, "aot_autograd", trace)
     with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
 
@@ -51,7 +51,7 @@ def test_they_are_refused_before_the_joint_graph_is_traced(
 def test_what_the_joint_graph_holds_of_them_is_refused(
     step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "refuse_sizes_of_data", lambda module: None)
+    monkeypatch.setattr(compilation, "refuse_sizes_of_data", lambda module: None)
     with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
 

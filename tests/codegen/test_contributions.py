@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends import eager as backend
+from checkmate.backends import compilation
 from checkmate.backends.tensor_state import same_bits
 from checkmate.codegen import contributions
 from checkmate.codegen.contributions import UNKNOWN, Sharing, counted_contributions, terms_of
@@ -356,7 +356,7 @@ def test_inputs_in_one_memory_that_the_step_overwrites() -> None:
 
 
 def test_where_the_inputs_are_unknown_nothing_may_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "sharing_of", lambda *args: Sharing(together=(UNKNOWN,)))
+    monkeypatch.setattr(compilation, "sharing_of", lambda *args: Sharing(together=(UNKNOWN,)))
     torch.manual_seed(0)
     model, train = _penalty()
     (text,) = _texts(1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import CASES
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Options
 from checkmate.backends.step_problem import Write
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory

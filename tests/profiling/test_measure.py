@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import checkmate
 from checkmate import statusline
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.core.files import folder
 from checkmate.devices import KERNELS
 from checkmate.memory import measure_peak

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
-from checkmate.backends import eager
+from checkmate.backends import compilation
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.dynamo import backend
@@ -273,7 +273,7 @@ def _what_there_is() -> None:
     wrapped = DistributedDataParallel(Net())
     whole = checkmate.training_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), time_limit=SECONDS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "available", available)
+        patch.setattr(compilation, "available", available)
         inside(*_batch()).backward()
         whole(*_batch())
         DistributedDataParallel(around)(*_batch()).backward()

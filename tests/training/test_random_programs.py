@@ -22,7 +22,7 @@ from torch import Tensor
 
 import checkmate
 from checkmate.backends.captures import capture
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.capture import rewrite
 from checkmate.capture.random_draws import WORTH_BYTES
 from checkmate.core.problem import Problem

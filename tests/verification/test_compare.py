@@ -86,7 +86,7 @@ def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) ->
 
         return instead
 
-    monkeypatch.setattr("checkmate.backends.eager.writing_over", changed)
+    monkeypatch.setattr("checkmate.backends.compilation.writing_over", changed)
 
 
 def _next_bit(grad: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.backends.captures import capture
-from checkmate.backends.eager import Backend
+from checkmate.backends.compilation import Backend
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_mutating
 from checkmate.capture.ways.legal import Candidate, Reason, candidates, handed_out, reason_against

@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkmate.backends.compilation import Backend
 from checkmate.backends.cuda_blocks import Replays
-from checkmate.backends.eager import Backend
 from checkmate.backends.planner import Options
 from checkmate.codegen.second_memory import Call, SecondMemories
 from checkmate.compiler import CompiledStep

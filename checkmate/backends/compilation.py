@@ -1,0 +1,431 @@
+"""The `torch.compile` backend: each captured graph becomes a problem, a solution, and two modules that follow it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.fx as fx
+
+from checkmate.backends import ranks
+from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
+from checkmate.backends.planner import Budget
+from checkmate.backends.static_memory import FirstStep, serving, within
+from checkmate.backends.step_problem import (
+    asked_bytes,
+    joint_of,
+    problem_of,
+    unread_bytes,
+    with_asked,
+    with_second_memory,
+    with_what_is_held,
+)
+from checkmate.backends.taking_over import Running
+from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
+from checkmate.capture.device import allocated_on, device_of
+from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_of_second_writes
+from checkmate.capture.higher_order.fused_attention import compile_attention
+from checkmate.capture.higher_order.regions import put_regions_in_place
+from checkmate.capture.joint import Joint, read_joint
+from checkmate.capture.loss.ladder import with_loss_in_parts
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
+from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
+from checkmate.capture.patches.formulas import eager_formulas
+from checkmate.capture.patches.kernels import eager_kernels
+from checkmate.capture.patches.only_our_captures import Answer
+from checkmate.capture.patches.refused_leaves import refuse_lost_leaves
+from checkmate.capture.patches.results import averages_by_count
+from checkmate.capture.patches.results.strides import eager_strides
+from checkmate.capture.provenance import input_names, where
+from checkmate.capture.questions import asking_first, taken_out
+from checkmate.capture.rewrite import prepare
+from checkmate.capture.sharded.shards import Shards, local
+from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
+from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
+from checkmate.codegen.replaceable_code import ReplaceableCode, may_change
+from checkmate.codegen.second_memory import SecondMemories
+from checkmate.codegen.shared_copies import sharing_copies
+from checkmate.codegen.undefined_gradients import (
+    drop_gradients_of_writes,
+    keep_undefined,
+    leave_unreached,
+    unreached,
+    watched,
+)
+from checkmate.codegen.writing_over import writing_over
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.devices import kind_of
+from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
+from checkmate.memory.arena import PHASES, Arena, Phase
+from checkmate.memory.available import Available, available
+from checkmate.profiling.measure import Measure, forget
+from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.trial import repeats, same_again, same_in_two
+from checkmate.statusline import showing
+from checkmate.tags import Noted, noting
+from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config
+from checkmate.torch_internals.inductor import inductor_config
+from checkmate.updates.insert import Insert
+
+Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+MEASURE = Measure()
+IN_PLACE = averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
+_BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the generated code as it is."""
+    return lowered(module, writing_over)
+
+
+def _forbid_donation() -> None:
+    """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+@dataclass(eq=False)
+class Call:
+    """The call for which a step is captured, and what came of it."""
+
+    reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
+    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
+    joint: Joint | None = None  # what was planned
+    answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
+
+
+@dataclass(eq=False)
+class Backend:
+    """Compile each graph that `torch.compile` captures, by a plan; a graph without gradients runs as it is."""
+
+    planner: Callable[..., Solution]  # of a problem, and of bytes left beside the plan where these are any
+    lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
+    profile: Profiler = MEASURE  # finds the costs of ops
+    block_bytes: int = 1  # sizes are multiples of these, or of those of the device's allocator if they are more
+    new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
+    begin: Find | None = None  # as the planner, but with the first plan, while a better one is looked for
+    updates: Insert | None = None  # of parameters, that are part of the step
+    elsewhere: SecondMemories | None = None  # where values may wait
+    overlap: bool = False  # collectives may go on beside ops
+    budget: Budget | None = None  # finds the bytes when the first graph is planned; None: those of its plan
+
+    running: list[Running] = field(default_factory=list)  # the training graphs, in the order of capture
+    arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
+    answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
+    call: Call = field(default_factory=Call)  # for which is captured now
+
+    @property
+    def plans(self) -> list[Solution]:
+        """The `Solution` by which each captured training graph runs now, in the order of capture."""
+        return [one.plan for one in self.running]
+
+    @property
+    def measures(self) -> bool:
+        """Whether ops are measured on this machine, so that the step can run here."""
+        return isinstance(self.profile, Measure)
+
+    def limit(self, plan: Solution) -> int:
+        """Bytes that a step may take when it runs, of which its plan may have left some to what is beside it."""
+        return plan.budget if self.budget is None else self.budget.limit
+
+    @contextmanager
+    def capturing(self, call: Call) -> Iterator[None]:
+        """Capture a function for a call within the block."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
+
+    def forget(self, running: list[Running]) -> None:
+        """Let go of some graphs, and end the searches for their plans."""
+        for one in running:
+            one.end()
+        self.running[:] = [one for one in self.running if one not in running]
+
+    @showing("capturing")
+    def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        """Compile a captured graph, as `torch.compile` asks for it."""
+        return _Compilation(self, module, inputs).function()
+
+
+class _Compilation:
+    """One captured graph on its way to the function that runs it: checked, traced, planned, written, wrapped.
+
+    AOTAutograd calls `_partition` with the traced graph of forward and backward, and `_lower` with each of the two
+    modules that this gives it.
+    """
+
+    def __init__(self, backend: Backend, module: fx.GraphModule, inputs: list[Any]) -> None:
+        self.backend, self.call, self.module, self.inputs = backend, backend.call, module, inputs
+        put_regions_in_place(module)
+        self.questions, self.names = taken_out(module), input_names(module)
+        self.call.answers = self.questions.answers
+        self._check()
+        self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
+        self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
+        self.copies = Copies(module, inputs, self.names)  # of weights, that autocast keeps
+        self.shards = Shards.among(inputs)
+        self.memory = backend.new_arena()  # serves the step; None: PyTorch's allocator
+        if self.memory is not None:
+            backend.arenas.add(self.memory)
+        self.counts: list[list[int]] = []  # contributions to gradients, of each graph that is traced
+        self.noted: Noted = []  # what the step has tagged
+        # Found by `_partition`, if there is anything to plan.
+        self.unreached: list[int] = []  # inputs that are never differentiated
+        self.watches: list[
+            Callable[..., None]
+        ] = []  # refuse in a call's backward what plain PyTorch would do otherwise
+        self.sharing = Sharing()
+        self.running: Running | None = None  # by which plan; None: nothing was planned
+        self.first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours
+        self.code: ReplaceableCode | None = None  # that another plan may take over
+        self.search_on: Callable[..., None] | None = None  # begins to look for that plan
+
+    def _check(self) -> None:
+        """Refuse what would be traced as something else, before it is traced."""
+        module, inputs, names = self.module, self.inputs, self.names
+        _refuse_inexact(module)
+        refuse_nested(names, inputs)
+        refuse_sizes_of_data(module)
+        refuse_lost_leaves(module, inputs)
+        refuse_products_within(module)
+        warn_of_gradients(module.graph)
+        if self.backend.measures:
+            _refuse_fakes(names, inputs)
+
+    def function(self) -> Callable[..., Any]:
+        """Trace and plan the graph, and give what `torch.compile` calls in its place."""
+        backend, questions = self.backend, self.questions
+        run = self._traced()
+        running, search_on = self.running, self.search_on
+        self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
+        asked = 0
+        if questions.answers and backend.measures and running is not None:
+            given = 0 if self.call.joint is None else self.call.joint.number_bytes
+            asked = asked_bytes(running.plan, questions, self.inputs, given, backend.limit(running.plan))
+            running.plan = with_asked(running.plan, asked)
+        # Around each call, from the inside out.
+        run = fan_out(leave_unreached(run, self.unreached), self.sharing)
+        nones = [partial(keep_undefined, set[type]())] if backend.lower is run_generated_code else []
+        run = watched(run, *nones, *self.watches)
+        if running is not None and search_on is not None:
+            search_on(asked=asked)
+            run = running.around(run)
+        if running is not None:
+            run = ranks.keeping_step(run, running.plan)
+        return asking_first(sharing_copies(run, self.copies), questions)
+
+    def _traced(self) -> Callable[..., Any]:
+        """Have AOTAutograd trace, partition and compile the graph, with the ops and bits of eager PyTorch."""
+        compile_graph = aot_autograd(
+            fw_compiler=partial(self._lower, "forward"),
+            bw_compiler=partial(self._lower, "backward"),
+            inference_compiler=self.backend.lower,
+            partition_fn=self._partition,
+            keep_inference_input_mutations=True,
+        )
+        with (
+            eager_kernels(),
+            eager_formulas(),
+            eager_strides(),
+            keeping_copies(),
+            inductor_config.patch(fallback_random=True),  # keeps random ops that nobody reads
+            functorch_config.patch(backward_pass_autocast="off"),
+            counted_contributions() as self.counts,
+            noting() as self.noted,
+        ):
+            return self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
+
+    def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Make the function of one of the two modules of the first plan."""
+        _forbid_donation()
+        run = within(self.memory, phase, self.backend.lower)(module, inputs)
+        run = run if self.first is None else self.first.around(phase, run)
+        return run if self.code is None else self.code.first(phase, run)
+
+    def _partition(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the joint graph of forward and backward, and write the two modules of the plan."""
+        backend, graph, results = self.backend, module.graph, num_fwd_outputs
+        static, device = static_lifetime_input_indices or (), device_of(graph)
+        fakes = any(map(is_fake, map(local, self.known)))
+        block_bytes = max(backend.block_bytes, kind_of(device).block_bytes)
+        for_this_cpu = backend.block_bytes == 1  # else it is planned for a GPU
+
+        # What autograd sums and hands in, as eager PyTorch does.
+        warn_of_second_writes(graph)
+        counts = [*self.counts[-1]] if self.counts else []  # to measure ops may differentiate, too
+        drop_gradients_of_writes(module, self.known)
+        self.copies.find(module.graph)
+        self.shards.refuse_converted(module.graph, self.copies.kept, self.names)
+        self.shards.join_exchanges(module.graph, static, overlap=backend.overlap)
+        self.unreached = unreached(module, results)
+        updates = None if backend.updates is None else backend.updates.updates
+        if backend.updates is not None:
+            gone = backend.updates(module, self.known, results, self.names)
+            counts = [count for n, count in enumerate(counts) if n not in gone]
+        self.watches = [
+            partial(refuse_views, added_within(module.graph, results)),
+            partial(refuse_watching, computed_from(module.graph, results)),
+        ]
+
+        # The ops and values of the graph.
+        prepare(
+            module.graph,
+            on_cpu=for_this_cpu,
+            in_two=None if device.type == "cpu" or fakes else same_in_two,
+            again=None if fakes else same_again,
+            repeats=None if fakes else repeats,
+        )
+        if not fakes:
+            compile_attention(module.graph)
+        read = partial(
+            read_joint,
+            num_fwd_outputs=results,
+            static_inputs=static,
+            input_names=self.names,
+            block_bytes=block_bytes,
+            numbers=self.numbers,
+            draws=self.draws,
+            noted=self.noted,
+        )
+        joint = read(module)
+        if self.numbers:
+            self.call.check(joint)
+
+        # Its problem, with all that is in memory beside it.
+        reach = (self.call.reach, updates and updates.reach)
+        made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
+        unread = made + unread_bytes(reach, self.known, device, block_bytes)
+        allocated = None if fakes else allocated_on(device)
+        limit = self._find_budget(module.graph, device, fakes=fakes)
+        second_memory = None if backend.elsewhere is None else backend.elsewhere.on(device)
+
+        def pose(joint: Joint) -> Problem:
+            problem = problem_of(joint, backend.profile, tried=fakes or backend.measures)
+            problem = with_what_is_held(problem, allocated, unread=unread)
+            return problem if second_memory is None else with_second_memory(problem, second_memory)
+
+        problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
+
+        # Its plan.
+        replays = Replays.now(device, limit) if limit and not fakes else None
+        at_once = backend.begin is None or not may_change(joint)
+        find: Find = (lambda *asked: (backend.planner(*asked), None)) if at_once else backend.begin  # type: ignore[assignment]
+        try:
+            plan, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+        except InfeasibleBudget as error:
+            raise error if backend.budget is None else backend.budget.explained(error) from None
+
+        # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
+        # soon as it is dropped.
+        names, layouts, lower = self.names, self.shards.layouts, backend.lower
+        modules, self.call.joint = plan.modules, joint_of(plan.problem)
+        arena = self.memory = serving(self.memory, plan, device)
+        running = self.running = Running(plan)
+        backend.running.append(running)
+
+        def share(modules: Any) -> Sharing:
+            return sharing_of(counts, modules.forward, modules.backward, results, names, layouts)
+
+        def write(plan: Solution) -> tuple[Any, Any] | None:
+            if replays is not None:
+                replays.check(plan)
+            modules = plan.modules
+            if share(modules) != sharing:
+                return None
+            forward, backward = (within(serving(arena, plan, device), phase, lower) for phase in PHASES)
+            return forward(modules.forward, []), backward(modules.backward, [])
+
+        sharing = self.sharing = share(modules)
+        if not fakes and isinstance(backend.profile, Measure) and backend.profile.cache:
+            self.first = FirstStep(plan, device, made, partial(forget, self.call.joint))
+            if arena is not None:
+                arena.took = self.first.took
+        if unfinished is not None:
+            self.code = ReplaceableCode(results)
+            self.search_on = partial(running.go_on, unfinished, self.code, write)
+        return modules.forward, modules.backward
+
+    def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
+        """Find the bytes that the step may take where they are not named, before anything is measured; 0: any."""
+        backend = self.backend
+        if backend.budget is None:
+            return 0
+        updates = None if backend.updates is None else backend.updates.updates
+
+        def bytes_of(*reach: Any) -> int:
+            return unread_bytes(reach, (), device, backend.block_bytes)
+
+        def look() -> Available:
+            if fakes:
+                raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
+            states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
+            held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)
+            return available(device, held, in_arena=self.memory is not None, sharing=ranks.sharing_machine())
+
+        exchange = None if updates is None else updates.exchange
+        least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
+        trained = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        return backend.budget.find(look, least, 2 * bytes_of(*trained) if updates is None else 0)
+
+
+def _refuse_inexact(module: fx.GraphModule) -> None:
+    """Refuse what is traced as something else: kernels that round differently, draws of another generator."""
+    for node in module.graph.nodes:
+        if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
+            raise Unsupported(
+                f"{where(node)}: a draw from NumPy's global generator is captured as one from torch's. "
+                "Draw with torch, or draw outside and pass the numbers in as a tensor."
+            )
+        if node.target in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
+            raise Unsupported(
+                f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
+                "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
+            )
+        if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
+            _refuse_lost_writes(node)
+
+
+def _refuse_lost_writes(node: fx.Node) -> None:
+    """Refuse what tracing gets wrong of a write to a list of tensors: two writes to one of them, gradients of views."""
+    written: Any = node.args[0] if node.args else node.kwargs["self"]
+    name = node.target.__name__  # type: ignore[union-attr]
+    if len({*written}) < len(written):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write only. "
+            "Call it once for each write."
+        )
+    tensors = [n.meta["example_value"] for n in written]
+    if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
+            "Write to the whole tensor, or call the op of one tensor for each."
+        )
+
+
+def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:
+    for name, tensor in zip(names, inputs, strict=True):
+        if is_fake(tensor):
+            raise Unsupported(
+                f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
+                'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+            )
