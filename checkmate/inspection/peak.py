@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
 from checkmate.core.problem import Problem
+from checkmate.core.simulator import simulate
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.table import Printed, Table, first_rows
-from checkmate.inspection.sending import seconds_to_send
+from checkmate.core.timing import timing
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.certify import again
 from checkmate.solvers.solve import solve
@@ -343,3 +345,35 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> t
         bound = min(bound, cost)
     price = Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
     return price, answer
+
+
+def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Span) -> float | None:
+    """Seconds by which the step would be longer were this value away at this moment; None: it cannot be.
+
+    It would be sent when it is made and be waited for right before the moment, be fetched right after it, and be waited
+    for where it is read next. The rest of the plan stays as it is: its transfers may have to wait for these on their
+    links. Whether there is room here for the copy that comes back is not asked; there must be there.
+    """
+    plan, problem, index = solution.plan, solution.problem, moment.index
+    use, v = span.next_use(index), span.value
+    assert plan is not None
+    rests = span.first < index and index not in span.uses and span.ready <= index
+    graph = problem.graph
+    barred = v in plan.sent or v in graph.outputs or v in problem.limits.gone or v in graph.overwritten_by
+    if problem.host is None or use is None or not rests or barred:
+        return None
+    made, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))
+    added: dict[int, list[Step]] = {}
+    for position, step in ((made + 1, Send(v)), (away, Wait(v)), (away, Free(v)), (back, Fetch(v)), (read, Wait(v))):
+        added.setdefault(position, []).append(step)
+    added[read].append(Drop(v))
+    longer = _with(plan, added)
+    if simulate(longer, problem).peak_there > problem.host.budget:
+        return None
+    return timing(longer, problem).seconds - line.seconds
+
+
+def _with(plan: Plan, before: Mapping[int, list[Step]]) -> Plan:
+    """The plan with more steps, each before the position given."""
+    steps = chain.from_iterable((*before.get(p, ()), step) for p, step in enumerate(plan.steps))
+    return Plan(tuple(steps), plan.boundary + sum(len(more) for p, more in before.items() if p < plan.boundary))
