@@ -147,7 +147,7 @@ def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
     assert losses(planned=True) == plain
 
 
-def test_twenty_lengths() -> None:
+def test_twelve_lengths() -> None:
     """More than Dynamo compiles one function for; each is captured once."""
     model = nn.Linear(4, 4)
     twin = copy.deepcopy(model)
@@ -156,7 +156,7 @@ def test_twenty_lengths() -> None:
         return lambda x: layer(x).square().mean()
 
     step = checkmate.compile(step_of(model), budget="1 MB", time_limit=1, profile="roofline:h100")
-    batches = [torch.randn(n, 4) for n in range(1, 21)]
+    batches = [torch.randn(n, 4) for n in range(1, 13)]
     for x in batches:
         _assert_trains_alike(step, step_of(twin), (model, twin), x)
     plans = list(step.plans)

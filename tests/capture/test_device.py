@@ -27,6 +27,7 @@ from checkmate.capture.joint import read_joint
 from checkmate.devices import kind_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -195,7 +196,7 @@ def test_a_step_on_cuda_is_counted_in_blocks() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
 def test_a_step_on_cuda_keeps_its_budget(share: float) -> None:
     """What is in use elsewhere included; the certificate compares the numbers with plain PyTorch."""
     with torch.device("cuda"):

@@ -22,6 +22,7 @@ from checkmate.cli.app import main
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.estimate_error import STATED
 from tests.support.processes import run_python
+from tests.support.sampling import long
 
 ROOT = Path(__file__).parents[2]
 STEP = """
@@ -371,9 +372,9 @@ def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     ("terminal", "words", "says"),
     [
         (False, [], r"checkmate: looking for the largest size, for 120 s at most .*\n"),
-        (False, ["--quiet"], ""),
+        long(False, ["--quiet"], ""),
         (True, [], r"[^\n]*size \d+ fits[^\n]*"),
-        (True, ["--quiet"], ""),
+        long(True, ["--quiet"], ""),
     ],
 )
 def test_the_largest_batch_shows_one_line(

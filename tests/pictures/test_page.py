@@ -39,7 +39,7 @@ from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
 from tests.support.all_plans import random_chain_with_links
-from tests.support.sampling import slow
+from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 VENDOR = ROOT / "checkmate" / "webpage" / "vendor"
@@ -1007,7 +1007,7 @@ def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [360, 390, 768, 1400])
+@pytest.mark.parametrize("width", [360, long(390), long(768), 1400])
 def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: int) -> None:
     """The budget's once ran into the mark of the peak, on a phone."""
     wider = replace(_again(), budget=5), replace(_again(), budget=10**6)
@@ -1169,7 +1169,7 @@ def test_rows_without_any_plan_are_shown(opened: Open, tmp_path: Path) -> None:
     assert _plans_pointed_at(driver, tmp_path / "plan.html") == ["this plan: peak 4 B, step 26.0 s"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thousands_of_ops_open_in_two_seconds(opened: Open, tmp_path: Path) -> None:
     """GPT-2 with 48 layers, 3,836 ops: what the page computes until its last picture is drawn."""
     problem = Problem.from_json(ROOT / "benchmarks" / "problems" / "gpt2-48.json.gz")

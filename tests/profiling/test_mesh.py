@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-import torch.multiprocessing as mp
 
 from checkmate.capture.sharded.collectives import exchange
 from checkmate.core import files
@@ -23,6 +22,7 @@ from checkmate.profiling.cost_table import Conditions, OpCost, conditions_on, lo
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.mesh import Layout, collective_of, is_wait, measure_collectives, measured_collectives
 from checkmate.profiling.roofline import roofline_seconds
+from tests.support.processes import start_ranks
 
 SIZES = (1000, 2**14, 2**17)
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def _rank(rank: int, meeting: str, out: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without ranks")
 def test_two_ranks_measure_together(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    start_ranks(_rank, 2, str(tmp_path / "meeting"), str(tmp_path))
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for one in told:
         assert one["layout"] == "collectives by gloo, 2 ranks, 2 on a host"

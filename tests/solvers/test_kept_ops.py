@@ -54,7 +54,7 @@ def test_the_cheapest_plan_of_few_ops_is_found(seed: int) -> None:
         assert found.seconds == pytest.approx(best)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_finds_what_a_cut_of_the_saved_bytes_does_not() -> None:
     """A U-Net near its smallest budget: no minimum cut fits; and where one does, it takes no fewer seconds."""
     problem = Problem.from_json(PROBLEMS / "unet.json.gz")

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
@@ -27,6 +26,7 @@ from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
 from checkmate.memory.available import Available, Limit
 from tests.support.bits import assert_same_bits
+from tests.support.processes import start_ranks
 
 RANKS, WIDTH, BATCH = 2, 256, 1024
 BUDGET = 12_000_000
@@ -314,4 +314,4 @@ def _run(rank: int, meeting: str, folder: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_run, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=RANKS)
+    start_ranks(_run, RANKS, str(tmp_path / "meeting"), str(tmp_path))

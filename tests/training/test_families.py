@@ -17,7 +17,7 @@ from tests.training.test_habits import HABITS, REFUSED
 
 SUPPORTED = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
 QUICK = ("ViT (transformers)",)
-SLOW = ("SegNet", "T5")  # the others are long
+SLOW = ("SegNet",)  # the others are long
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from checkmate.capture.nodes import target_name
 from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import accelerator, measure, trial
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,7 +55,7 @@ def loss_of(net: nn.Module, dtype: torch.dtype | None) -> Callable[[Tensor, Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "fused"), [(None, True), (torch.bfloat16, False), (torch.float16, None)])
+@pytest.mark.parametrize(("dtype", "fused"), [long(None, True), long(torch.bfloat16, False), (torch.float16, None)])
 def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | None, fused: bool | None) -> None:
     """By each implementation of AdamW, in each precision; float16 with its scaler."""
     ours = Net().cuda()
@@ -135,7 +136,7 @@ def test_a_step_on_another_device_than_the_current_one() -> None:
     assert_same_bits(found, torch.autograd.grad(net(x).tanh().square().mean(), [*net.parameters()]))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
 def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(share: float) -> None:
     """Weights of 1.54 MB and activations of 1.64 MB, of whose blocks the allocator keeps up to 1 MiB more."""
     net = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(600, 600), nn.GELU()))).cuda()
@@ -190,12 +191,11 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("draw", "target", "host"),
     [
-        (lambda: nn.Dropout(0.3), "native_dropout", None),
-        (lambda: nn.Dropout(0.3), "native_dropout", "10 MB"),
-        (Attention, "_scaled_dot_product_efficient_attention", None),
-        (Noisy, "randn_like", None),
+        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", None, marks=pytest.mark.long, id="dropout"),
+        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", "10 MB", id="dropout, host"),
+        pytest.param(Attention, "_scaled_dot_product_efficient_attention", None, id="attention"),
+        pytest.param(Noisy, "randn_like", None, marks=pytest.mark.long, id="noise"),
     ],
-    ids=["dropout", "dropout, host", "attention", "noise"],
 )
 def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
     draw: Callable[[], nn.Module], target: str, host: str | None

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
 
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
@@ -29,6 +28,7 @@ from checkmate.memory import measure_peak
 from examples.ranks import shard
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
+from tests.support.processes import start_ranks
 from tests.support.sampling import long
 from tests.support.whole_steps import plain_step
 
@@ -311,4 +311,4 @@ def test_the_example(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, long(4)])
 def test_ranks(ranks: int, tmp_path: Path) -> None:
-    spawn(_run, (ranks, str(tmp_path)), nprocs=ranks)
+    start_ranks(_run, ranks, ranks, str(tmp_path))

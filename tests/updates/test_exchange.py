@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -26,6 +25,7 @@ import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.plan import Run
 from tests.support.bits import assert_same_bits
+from tests.support.processes import start_ranks
 from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step, train_whole
 
@@ -313,4 +313,4 @@ def _run(rank: int, ranks: int, meeting: str, folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [slow(2), long(3)])
 def test_ranks(ranks: int, tmp_path: Path) -> None:
-    spawn(_run, (ranks, str(tmp_path / "meeting"), str(tmp_path)), nprocs=ranks)
+    start_ranks(_run, ranks, ranks, str(tmp_path / "meeting"), str(tmp_path))

@@ -63,7 +63,7 @@ def half(x, y, by, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def _net(device: str = "cpu") -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), TritonRMSNorm(WIDTH), nn.Tanh())]
+    layers = [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), TritonRMSNorm(WIDTH), nn.Tanh())]
     net, x = nn.Sequential(*layers).to(device), torch.randn(ROWS, WIDTH).to(device)
     return net, lambda x: net(x).square().mean(), x
 

@@ -24,7 +24,7 @@ from checkmate.capture.loss.kernels import (
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.products import OneOrder
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 aten = torch.ops.aten
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -55,7 +55,7 @@ def _in_parts(
 
 
 @pytest.mark.slow
-@in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=range(6))
+@in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=[*range(3), *map(long, range(3, 6))])
 def test_random_losses_have_the_bits_of_plain_pytorch(
     dtype: torch.dtype, upcast: bool, seed: int, threads: int
 ) -> None:

@@ -19,6 +19,7 @@ import checkmate
 from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.questions import AnotherAnswer, Questions
 from checkmate.memory import measure_peak
+from tests.support.sampling import long
 from tests.support.stepping import assert_same, train
 
 Step = Callable[..., Tensor]
@@ -334,7 +335,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["BERT", "Qwen3"])
+@pytest.mark.parametrize("name", ["BERT", long("Qwen3")])
 def test_a_padding_mask_is_dropped_as_in_plain_pytorch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     config: Any = (

@@ -193,7 +193,7 @@ def test_a_run_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) 
         runtime.run()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_ops_take_seconds() -> None:
     problem = dags.gpt(24)
     began = time.perf_counter()

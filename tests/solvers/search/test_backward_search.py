@@ -14,13 +14,13 @@ from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 FOREVER = Clock()
 Make = Callable[..., Problem]
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=range(8))
+@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(4), *map(long, range(4, 8))])
 def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, block: int) -> None:
     for seed in range(2000 + 10 * block, 2010 + 10 * block):
         problem = make(seed, most_ops=5 if seed % 10 == 0 else 4)
@@ -36,7 +36,7 @@ def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, bl
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways], width=[1, 3, 1000], block=range(4))
+@in_turn(make=[random_problem, random_problem_with_ways], width=[1, 3, 1000], block=[0, *map(long, range(1, 4))])
 def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int, width: int) -> None:
     refuted = 0
     for seed in range(3000 + 20 * block, 3020 + 20 * block):
