@@ -1,1 +1,1 @@
-"""What `torch.compile` calls for each captured graph: plan it, and run the plan."""
+"""The backend of `torch.compile`: plan each captured graph, and run the plan."""

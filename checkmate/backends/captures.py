@@ -59,7 +59,7 @@ class _NothingToPlan(Exception):
 
 
 def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """``fn`` compiled with a backend, in a code object of its own: Dynamo keeps compiled code with it."""
+    """Compile ``fn`` with a backend, in a new code object, since Dynamo keeps compiled code with the code object."""
     run = _compiled(_copy_of(fn), backend)
 
     def capturing(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class _Capture:
 
 
 class Captures:
-    """A function that is captured anew for each kind of call by a backend; so many captures at ``most`` are kept."""
+    """A cache of captures of a function, one for each kind of call; ``most`` of them are kept."""
 
     def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
         self._fn, self._backend, self._most = fn, backend, most
@@ -217,7 +217,7 @@ class Captures:
         return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
 
     def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
-        """A capture that is not for a call because of values alone, as far as one knows, and these."""
+        """Find a capture that only values keep from serving a call, and list these values."""
         for one in self._of_kind(kind):
             if reasons := why_not(one.own, self._fn, args, kwargs):
                 return one, reasons
@@ -289,7 +289,7 @@ class Captures:
         return result
 
     def _of_kind(self, kind: Any) -> list[_Capture]:
-        """Those for calls of a kind, the last used first."""
+        """The captures for calls of a kind, the last used first."""
         return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
 
     def _make_room(self, because: Reason | None) -> None:
@@ -325,14 +325,14 @@ class Captures:
 
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
-    """What is computed when numbers have these values, as data that two captures of the same share."""
+    """Write out the computation for these values of its numbers, as data that equal captures share."""
     primals = [n for n in joint.placeholders if _is_primal(n)]
     gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
     return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
-    """Whether a capture comes to the last of these questions of a call, and had another answer there.
+    """Tell that a capture answers the last of these questions of a call differently, so that it need not be tried.
 
     The same call asks the same up to there, so that the capture need not be tried.
     """
@@ -348,7 +348,7 @@ def _hand_back(*inputs: Any) -> Any:
 
 
 def _kind(given: Any) -> Any:
-    """What two calls have in common that one capture may be for: shapes and types, down to the leaves of containers.
+    """The key of a call in the cache: shapes and types, down to the leaves of containers.
 
     Numbers are left to the guards of a capture, which may be for all of them.
     """

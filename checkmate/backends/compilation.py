@@ -131,11 +131,11 @@ class Backend:
 
     @property
     def measures(self) -> bool:
-        """Whether ops are measured on this machine, so that the step can run here."""
+        """True if ops are measured on this machine, where the step then runs."""
         return isinstance(self.profile, Measure)
 
     def limit(self, plan: Solution) -> int:
-        """Bytes that a step may take when it runs, of which its plan may have left some to what is beside it."""
+        """The bytes that a running step may take; its plan may leave some of them free for asking questions."""
         return plan.budget if self.budget is None else self.budget.limit
 
     @contextmanager
@@ -227,7 +227,7 @@ class _Compilation:
         return asking_first(sharing_copies(run, self.copies), questions)
 
     def _traced(self) -> Callable[..., Any]:
-        """Have AOTAutograd trace, partition and compile the graph, with the ops and bits of eager PyTorch."""
+        """Trace, partition and compile the graph by AOTAutograd, with the ops and bits of eager PyTorch."""
         compile_graph = aot_autograd(
             fw_compiler=partial(self._lower, "forward"),
             bw_compiler=partial(self._lower, "backward"),

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator on CUDA gives and holds for a plan, before it runs, and plans whose budget holds in that.
+"""Foretell the blocks that PyTorch's allocator on CUDA gives and holds for a plan, and plan within a budget of blocks.
 
 The allocations of a plan are replayed by the allocator's rules (`checkmate.memory.cuda_allocator`), from the state in
 which the device is when the step is planned, with nothing cached. A plan for which the allocator would give more than
@@ -44,7 +44,7 @@ class Replays:
 
     @classmethod
     def now(cls, device: torch.device, budget: int) -> Replays | None:
-        """Of steps that begin as the device is now; None on the CPU, and where the allocator has other rules.
+        """Replay steps that begin in the present state of a device; None on the CPU, or with another allocator.
 
         What measuring has left cached goes back to the device, once other streams that still use it have ended.
         """
@@ -55,7 +55,7 @@ class Replays:
         return None if state is None else cls(state, device, budget)
 
     def first(self, plan: Solution) -> Used:
-        """What the allocator gives and holds in one step."""
+        """The bytes that the allocator gives and holds in one step."""
         return replay(lives_on(plan, self.device), self.state.allocator, self.state.key)
 
     def steps(self, plan: Solution, *, expanding: bool = False) -> Used:
@@ -68,7 +68,7 @@ class Replays:
         return Used(*(later + used for used in replay_steps(lives_on(plan, self.device), allocator, self.state.key)))
 
     def told(self, plan: Solution) -> Solution:
-        """The plan with what is given and held for it in its details, which it shows."""
+        """The plan with the bytes given and held for it in its details."""
         if plan.plan is None:
             return plan
         try:
@@ -78,7 +78,7 @@ class Replays:
         return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
 
     def check(self, plan: Solution) -> None:
-        """Note in a plan that was found later what is given and held for it.
+        """Note the bytes given and held in a plan that was found later.
 
         Raises:
             SolverError: if more is given than the budget.
@@ -89,7 +89,7 @@ class Replays:
             raise SolverError(f"PyTorch's allocator would give {exact_bytes(given)} for it, of a budget of {most}.")
 
     def tell(self, plan: Solution) -> None:
-        """Log what is given and held for a plan, and what expandable segments would save."""
+        """Log the bytes given and held for a plan, and the bytes that expandable segments would save."""
         if GIVEN not in plan.details:
             return
         given, held, advice = plan.details[GIVEN], plan.details[HELD], ""
@@ -103,7 +103,7 @@ class Replays:
 
 
 def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solution, UnfinishedSearch | None]:
-    """The plan that ``find`` makes, for which no more is given than the budget; and what is open of it.
+    """Plan with ``find`` until the blocks that the allocator gives stay within the budget.
 
     ``find`` is asked for another with as much beside it as the allocator gives beyond the last, `TRIES` times at most,
     and then for the lowest of all.
@@ -137,7 +137,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
 
 
 def _refusal(lowest: Solution, replays: Replays, error: InfeasibleBudget) -> InfeasibleBudget:
-    """What to say where the blocks of the lowest plan are above the budget."""
+    """The refusal for a lowest plan whose blocks are above the budget."""
     reserve = error.budget - replays.budget
     least, asked = lowest.details[GIVEN] + reserve, exact_bytes((lowest.peak or 0) + reserve)
     note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""

@@ -235,7 +235,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
 
 
 def _of_this_version() -> str:
-    """What may be the reason on this version of PyTorch only."""
+    """A hint that this version of PyTorch may be the reason."""
     untried = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
     left_out = f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
     return f"{untried}{left_out}"
@@ -248,7 +248,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _as_eager(said: str) -> str:
-    """What plain PyTorch says of shapes, where its descriptions of kernels say it otherwise."""
+    """The words of plain PyTorch for an error of shapes that the tracing of kernels words differently."""
     for pattern, op in _SHAPES.items():
         if found := re.search(pattern, said):
             a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in found.groups())
@@ -306,7 +306,7 @@ def _reason(error: Exception) -> str:
 
 
 def _explanation(error: Exception) -> str:
-    """What Dynamo says more; of an op that fails, its call with the shapes of what it is given."""
+    """Dynamo's further explanation; for an op that fails, its call with the shapes of its arguments."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said else ""
 
@@ -319,7 +319,7 @@ def _around(error: Exception) -> str:
 
 
 def _message(error: Exception) -> str:
-    """What PyTorch itself said of an op that fails on the shapes or types it was given."""
+    """PyTorch's own message for an op that fails on the shapes or types of its arguments."""
     text = str(error)
     raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", text, re.DOTALL)
     said = raised["said"] if raised else _explanation(error)

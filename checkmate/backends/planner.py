@@ -66,7 +66,7 @@ OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a way in, with what holds where nothing is said; `checkmate.compile` says what each means.
+    """The options of `checkmate.compile`, which explains each, and of its like, with their defaults.
 
     Raises:
         BudgetError: if the budget or the reserve is no number of bytes.
@@ -94,7 +94,7 @@ class Options:
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
-        """Those that a way in was given, beside its own keywords; a TypeError names one that it does not know."""
+        """Make options of the keywords given to a public function; a TypeError names an unknown one."""
         for name in given:
             if name not in known:
                 own = [p.name for p in signature(way_in).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -139,12 +139,12 @@ class Options:
 
     @property
     def costs(self) -> tuple[Profiler, int]:
-        """What finds the costs of ops, and what sizes are rounded up to a multiple of, in bytes."""
+        """The profiler of ops, and the bytes to whose multiples sizes are rounded up."""
         return profiler(self.profile, cache=self.cache)
 
     @property
     def elsewhere(self) -> SecondMemories | None:
-        """Where values may wait; None: nowhere."""
+        """The second memory, in which values may wait; None: there is none."""
         host, budget = self.host, self.host_budget
         if budget is None:
             if host is not None:
@@ -189,7 +189,7 @@ def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
 
 
 class Budget:
-    """The bytes of one step: those that its options name, or a share of what there is when it is first planned.
+    """The bytes of one step: named by its options, or a share of the free memory when it is first planned.
 
     What was found stays: further graphs of the step are planned within the same. A copy of the step, or one that is
     loaded on another machine, looks for itself.
@@ -211,7 +211,7 @@ class Budget:
         return self.total - self.set_aside
 
     def find(self, look: Callable[[], Available], least: Callable[[int], int], state: int) -> int:
-        """The limit; where no bytes are named, what there is, found once.
+        """Find the limit in bytes: as named, or once by looking at the free memory.
 
         It is logged at INFO, as plans are, and not as a warning: nothing is wrong, and each rank would give one. What a
         step takes stands in its plans as well, and a refusal says all of it.
@@ -258,7 +258,7 @@ class Planner:
         self._named: set[str] = set()  # patterns that have named an op of a graph
 
     def plan(self, problem: Problem, beside: int = 0) -> Solution:
-        """The cheapest plan found within the budget, less its reserve and so many bytes ``beside`` it.
+        """Find the cheapest plan within the budget, less its reserve and ``beside`` bytes.
 
         Raises:
             InfeasibleBudget: if no plan was found.
@@ -267,7 +267,7 @@ class Planner:
         return self._plan(problem, self.budget.set_aside + beside, inf)[0]
 
     def begin(self, problem: Problem, beside: int = 0) -> tuple[Solution, UnfinishedSearch | None]:
-        """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best."""
+        """Find a first plan, and a search to go on with if a better one may come. Ranks wait for the best."""
         wait = inf if ranks.train_together() else self.options.patience
         return self._plan(problem, self.budget.set_aside + beside, wait)
 
@@ -301,7 +301,7 @@ class Planner:
     def _plan_one(
         self, problem: Problem, within: int, wait: float, seconds: float, patience: float
     ) -> tuple[Solution, UnfinishedSearch | None]:
-        """The same of a problem as it is, not split further; an answer without a plan does not say why."""
+        """Plan a problem as it is, not split further; an answer without a plan does not say why."""
         options, unfinished = self.options, None
         earlier = tuple(solution for known in self._made if (solution := known()) is not None)
         asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}

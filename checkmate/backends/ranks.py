@@ -117,12 +117,12 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
 
 
 def train_together() -> bool:
-    """Whether other processes follow the same plans: then all of them change plans or none does, and none does."""
+    """Tell whether other processes follow the same plans; then none takes over later, as all would have to change."""
     return _store() is not None
 
 
 def sharing_machine() -> int:
-    """How many ranks share this machine's memory: as many as torchrun says it has started here, else all."""
+    """Count the ranks that share this machine's memory: those that torchrun started here, else all."""
     return 1 if _store() is None else int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
@@ -145,7 +145,7 @@ def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.
 
 
 def _store() -> Any:
-    """What the ranks share; None where there is one rank, or the others are only imagined."""
+    """The store that the ranks share; None for one rank, or if the others are only imagined."""
     if (
         not (dist.is_available() and dist.is_initialized())
         or dist.get_world_size() == 1
@@ -163,7 +163,7 @@ def _question(problem: Problem, budget: int, method: str) -> str:
 
 
 def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
-    """Plan, and tell the others what came of it."""
+    """Plan, and tell the others the result."""
     try:
         solution = plan()
     except BaseException as error:
@@ -183,7 +183,7 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
 
 
 def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]:
-    """What another rank has found; ``patience``: seconds."""
+    """Wait ``patience`` seconds at most for the result of another rank."""
     log.info("Rank %s plans this step; waiting for its plan.", planner)
     deadline = time.monotonic() + patience
     while not store.check([f"{key}/answer"]):
@@ -197,7 +197,7 @@ def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]
 
 
 def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
-    """What another rank has found, verified and simulated here; None if it does not fit."""
+    """Verify and simulate here the solution of another rank; None if it does not fit."""
     origin = f"rank {planner}"
     if "record" not in document:
         status = Status[document["status"]]
@@ -212,7 +212,7 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
 
 
 def refuse_wrapped(fn: object) -> None:
-    """Refuse a module that is wrapped, sharded or compiled already: what it does beside its forward is in no plan."""
+    """Refuse a module that is wrapped, sharded or compiled already: no plan has its work beside the forward."""
     if isinstance(fn, OptimizedModule):
         raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
     if isinstance(fn, nn.Module) and (advice := _advice(fn)):
@@ -229,7 +229,7 @@ def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _advice(module: nn.Module) -> str | None:
-    """What to do with a module that speaks with other ranks before or after its forward; None: it does not."""
+    """Advice for a module that speaks with other ranks before or after its forward; None: it does not."""
     if isinstance(module, DistributedDataParallel) and not isinstance(module, AsItsModule):
         return WRAP_OUTSIDE
     sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing

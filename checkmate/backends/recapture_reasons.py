@@ -65,7 +65,7 @@ def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: 
 
 
 def _compared(own: types.FunctionType) -> list[tuple[str, Constant, str]]:
-    """What `read` finds in all guards."""
+    """Collect the findings of `read` in all guards."""
     try:
         roots = [entry.guard_manager.root for entry in _entries(own)]
         guards = [guard for root in roots for guard in (*_leaves(root), *root.get_epilogue_lambda_guards())]
@@ -84,7 +84,7 @@ def _leaves(manager: Any) -> Iterator[Any]:
 
 
 def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
-    """What a source gives in a call; None if it is no number or text. ``given``: the call's arguments, as in `why_not`.
+    """The value of a source in a call; None if it is no number or text. ``given``: arguments, as in `why_not`.
 
     Sources are expressions of Dynamo's, which its guards evaluate.
     """
@@ -122,7 +122,7 @@ def read(guard: str) -> tuple[str, Constant, str] | None:
 
 
 def spelled(source: str, fn: Callable[..., Any]) -> str:
-    """What Dynamo calls a source, as it is written in the user's code.
+    """A source of Dynamo's as it is written in the user's code.
 
     >>> class Net:
     ...     def forward(self, x, beta): pass
@@ -154,7 +154,7 @@ def _parameters(fn: Callable[..., Any]) -> Iterable[str]:
 
 
 def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most: int) -> str:
-    """What to tell the user of a value that changes from call to call, as often as captures are kept.
+    """The message for a value that changes from call to call until all captures are used up.
 
     ``reasons``: of the last captures, oldest first.
     """

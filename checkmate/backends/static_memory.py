@@ -39,7 +39,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
-    """What makes an arena for each captured step. What they need is built meanwhile, and kept on disk with ``cache``.
+    """A factory of arenas, one for each captured step. Their library is built meanwhile, and kept with ``cache``.
 
     Where a user did not ask for a memory, nobody is warned that there can be none.
     """
@@ -50,7 +50,7 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
 
 
 def serving(arena: Arena | None, plan: Solution, device: torch.device) -> Arena | None:
-    """The arena of a step that follows a plan, told what it will take; None elsewhere than on the CPU."""
+    """Prepare the arena of a step for the bytes of its plan; None except on the CPU."""
     if arena is None or plan.peak is None or device.type != "cpu":
         return None
     arena.expect(plan.peak - plan.problem.resident)
@@ -58,7 +58,7 @@ def serving(arena: Arena | None, plan: Solution, device: torch.device) -> Arena 
 
 
 def lives_on(plan: Solution, device: torch.device) -> Lives:
-    """What a plan allocates on a device, in order, and not what it makes on the CPU: states of generators are there."""
+    """The allocations of a plan on a device, in order, without values on the CPU such as states of generators."""
     values, elsewhere = plan.problem.graph.values, set[str]()
     for value, faces in zip(values, joint_of(plan.problem).faces, strict=True):
         made = tensors([node.meta["val"] for node in faces])
@@ -71,7 +71,7 @@ def lives_on(plan: Solution, device: torch.device) -> Lives:
 
 
 def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
-    """What lowers a module to a function that allocates from an arena; without one as it is."""
+    """Lower modules to functions that allocate from an arena; without one as they are."""
     if arena is None:
         return lower
     return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
@@ -83,7 +83,7 @@ def place_soon(lives: Lives) -> tuple[int, ...]:
 
 
 def place_lower(lives: Lives) -> BackgroundCall:
-    """The same with more time, in a process of its own."""
+    """Look longer for lower offsets, in a process of its own."""
     return BackgroundCall(partial(_offsets, seconds=PLACE_LOWER_SECONDS), _blocks(lives))
 
 
@@ -110,7 +110,7 @@ class FirstStep:
         self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
 
     def took(self, taken: int, planned: int) -> None:
-        """Compare bytes beside what is resident: those of a step with those of its plan."""
+        """Compare the bytes of a step with those of its plan, both without resident bytes."""
         if taken <= planned + self._made or self._said:
             return
         self._said = True

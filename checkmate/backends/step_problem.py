@@ -88,7 +88,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
 
 def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> int:
-    """Bytes that it takes to ask what is asked before the step, beside what is resident; refused above the limit.
+    """Measure the bytes of the questions before the step, beside resident ones; refuse what is above the limit.
 
     ``given``: bytes of the inputs that are made anew at each call.
     """
@@ -106,7 +106,7 @@ def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: 
 
 
 def with_asked(plan: Solution, asked: int) -> Solution:
-    """The plan, its peak that of what is asked before the step, where so many bytes beside the resident are more."""
+    """The plan with the higher of two peaks: its own, and that of the questions before the step."""
     peak = plan.problem.resident + asked
     if plan.peak is None or peak <= plan.peak:
         return plan

@@ -35,7 +35,7 @@ Write = Callable[[Solution], tuple[Any, Any] | None]
 
 @dataclass(frozen=True)
 class Planning:
-    """What is known of the plan of one captured graph."""
+    """The state of the plan of one captured graph."""
 
     cost: float  # seconds of the step, of the best plan that is known; it may not have taken over yet
     bound: float  # seconds that every schedule takes, proven
@@ -68,7 +68,7 @@ class Running:
         self._write: Write | None = None  # None: no plan can take over
 
     def go_on(self, unfinished: UnfinishedSearch, code: ReplaceableCode, write: Write, *, asked: int = 0) -> None:
-        """Have planning go on. What AOTAutograd was given is ``code``.
+        """Begin to look for better plans, which run in place of the first one's ``code``.
 
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
         was told of the first. ``asked``: bytes that it takes, beside what is resident, to ask what the step asks.
@@ -88,7 +88,7 @@ class Running:
 
     @property
     def known(self) -> Planning:
-        """What is known now."""
+        """The present state."""
         plan, search = self.plan, self._search
         if search is None:
             return Planning(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
@@ -98,14 +98,14 @@ class Running:
         return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until planning has ended, so many seconds at most; whether it has."""
+        """Wait until planning has ended, ``timeout`` seconds at most, and tell whether it has."""
         if self._search is None:
             return True
         with showing(lambda: f"planning: {self.known}"):
             return self._search.wait(timeout)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled function before each call of which a better plan may take over."""
+        """Wrap a compiled function so that a better plan may take over before each call."""
 
         @wraps(run)
         def changing(*args: Any) -> Any:
@@ -119,7 +119,7 @@ class Running:
         return changing
 
     def _before(self, args: Sequence[Any]) -> None:
-        """What goes before a forward: what there is to take over does, where nothing stands against it."""
+        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
         assert self._search is not None
         over, news = not self._search.goes_on, self._search.better
         leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
@@ -154,7 +154,7 @@ class Running:
         log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
 
     def _close(self) -> None:
-        """Planning is over, and all that it found has taken over: let go of what is needed for more."""
+        """Let go of the search: it has ended, and its best plan has taken over."""
         known = self.known
         if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
             closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost

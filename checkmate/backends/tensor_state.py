@@ -26,7 +26,7 @@ def tensors_within(things: Any) -> list[torch.Tensor]:
 
 
 def _named_within(things: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """These with their names, where a module has one for them."""
+    """The tensors within, with their names where a module has one for them."""
     for one in _reached(things, through=(nn.Module, torch.Tensor, FunctionType, MethodType, partial)):
         if isinstance(one, torch.Tensor):
             yield "", one
@@ -41,7 +41,7 @@ def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
 
 
 def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
-    """The modules among the arguments, and those that a function itself holds."""
+    """The modules among the arguments and in a function's closure, globals and defaults."""
     return modules_within((fn, getattr(fn, "__func__", None), args), depth=1)
 
 
@@ -63,7 +63,7 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
 
 
 def _held_by(function: FunctionType) -> list[Any]:
-    """What a function closes over, names of its module, and has as defaults."""
+    """The objects in a function's closure, globals that it reads, and defaults."""
     names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     cells: list[Any] = []
@@ -74,7 +74,7 @@ def _held_by(function: FunctionType) -> list[Any]:
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
-    """What to call each tensor, by its id: as its module does, with its number where two modules have the same name."""
+    """Name each tensor, by its id, as its module does; with a number where two modules have the same name."""
     own = {id(t): name for name, t in reversed([*_named_within(things)])}
     times = Counter(own.values())
     return {
@@ -121,19 +121,19 @@ def drawing_nothing() -> Iterator[None]:
 
 
 def other_random_states() -> tuple[Any, Any]:
-    """Of generators that are not torch's, from which captured code draws before its graph runs: Python's, NumPy's."""
+    """The states of Python's and NumPy's generators, from which captured code draws before its graph runs."""
     return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # that of users' code
 
 
 def draw_again_from(states: tuple[Any, Any] | None) -> None:
-    """Have the generators draw what they drew before, for a capture that turned out to be for another call."""
+    """Restore the generators after trying a capture that turned out to be for another call."""
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are there and have the same shape, type and bits: signs of zero and NaNs included."""
+    """Tell whether two tensors exist and have the same shape, type and bits, signs of zero and NaNs included."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_as_bytes(a), _as_bytes(b))  # noqa: TID251  # of bytes
@@ -148,7 +148,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(found: Any, expected: Any) -> list[str]:
-    """Where two trees of tensors, arrays and numbers are not the same bits; other leaves compare by type and value.
+    """List the places where two trees of tensors, arrays and numbers differ in bits; other leaves compare by value.
 
     >>> differing({"loss": torch.zeros(1), "seen": 3}, {"loss": -torch.zeros(1), "seen": 3})
     ["['loss']"]

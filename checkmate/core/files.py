@@ -29,7 +29,7 @@ MOST_BYTES = 2**28  # of a file that is read
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """The folder of the files."""
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("checkmate", appauthor=False))
 
 
@@ -57,7 +57,7 @@ def read_json(path: Path, *, format: str, version: int | tuple[int, ...], what: 
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All that a file holds, unpacked where its name ends in ``.gz``, and no more of it than is asked for.
+    """Read a file, unpacked if its name ends in ``.gz``, up to a limit of bytes.
 
     Raises:
         InvalidProblem: if that is more than ``most`` bytes, or does not unpack.

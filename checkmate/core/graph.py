@@ -1,4 +1,4 @@
-"""What is computed from what: operations, the storages they read and write, and the order they first run in.
+"""The graph of a step: operations, the storages they read and write, and the order they first run in.
 
 Operations and values are two sets, because an operation may have several outputs with different lives (batch
 normalization: an output and two statistics), and because a view is neither: it is the same value, seen differently.
@@ -32,7 +32,7 @@ _LINE = re.compile(r"[^\s,()]+:\d+$")
 
 @dataclass(frozen=True)
 class CodePlace:
-    """Where in the user's code an op comes from, each part empty where not known."""
+    """The place in the user's code that an op comes from, each part empty where not known."""
 
     module: str = ""  # path, such as "layer1.0.conv2"
     kind: str = ""  # class of the module, such as "Conv2d"
@@ -195,7 +195,7 @@ class Graph:
         return {name: tuple(k for k, op in enumerate(self.ops) if op.link == name) for name in names}
 
     def without_links(self) -> Graph:
-        """The same, the processor waits for each op."""
+        """The graph with all ops on the processor, which waits for each."""
         return replace(self, ops=tuple(replace(op, link="") for op in self.ops)) if self.links else self
 
     @cached_property
@@ -225,11 +225,11 @@ class Graph:
 
     @cached_property
     def forward_length(self) -> int:
-        """How many ops belong to the forward; the backward begins with the op of this index."""
+        """The number of ops in the forward, and so the index of the backward's first op."""
         return sum(op.phase == "forward" for op in self.ops)
 
     def in_order(self, order: Sequence[int]) -> Graph:
-        """The same ops and values, the ops in another order: ``order[i]`` is now the op i.
+        """The graph with its ops in another order: ``order[i]`` becomes op i.
 
         Raises:
             InvalidProblem: if an op then reads what is made only later, or the old content of what is overwritten in

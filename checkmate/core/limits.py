@@ -1,4 +1,4 @@
-"""How often and until when ops may run, and what must be gone before the backward: limits by rules and overwrites.
+"""Limits of plans by rules and overwrites: how often and until when ops run, which values the backward lacks.
 
 A rule that lets an op run once pins it, as an op is pinned that draws random numbers: `checkmate.core.graph.Op.pinned`
 says so in its words. The others are two limits of their own: how often an op may run, and which values are not at hand
@@ -22,7 +22,7 @@ Ask = str | int  # one of these, or the most runs in a step
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern, what is asked of the ops that it names, and which ops these are."""
+    """A pattern, the demand on the ops that it names, and these ops."""
 
     pattern: str
     asks: Ask
@@ -44,7 +44,7 @@ class Rule:
 
     @property
     def pin(self) -> str | None:
-        """Why its ops run once, in the words of `Op.pinned`; None: they may run again."""
+        """The reason why its ops run once, in the words of `Op.pinned`; None: they may run again."""
         if self.asks in ("keep", "once", 1):
             return f"is under the rule {self.text}"
         return None
@@ -52,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Limits:
-    """What is forbidden, beside runs of pinned ops."""
+    """The runs and values that plans must not have, beside runs of pinned ops."""
 
     most_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
     gone: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
@@ -64,7 +64,7 @@ class Limits:
 
     @classmethod
     def of(cls, graph: Graph, rules: Iterable[Rule]) -> Limits:
-        """The limits that rules and the graph set. Without a backward nothing is gone before it."""
+        """Collect the limits that rules and the graph set."""
         most_runs: dict[int, int] = {}
         gone: set[int] = set()
         for rule in rules:

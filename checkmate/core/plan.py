@@ -72,7 +72,7 @@ KINDS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, St
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens, in order. ``boundary``: how many of the steps belong to the forward.
+    """The steps of a training step, in order. ``boundary``: the number of steps in the forward.
 
     >>> print(Plan((Run(0), Send(0), Run(1), Wait(0), Free(0), Fetch(0), Wait(0), Drop(0), Run(2)), boundary=5))
     forward
@@ -98,22 +98,22 @@ class Plan:
 
     @property
     def runs_over(self) -> int:
-        """How many of these write over a value."""
+        """The number of runs that write over a value."""
         return sum(isinstance(step, Run) and step.over is not None for step in self.steps)
 
     @cached_property
     def sent(self) -> frozenset[int]:
-        """The values of which there is a copy in the second memory for a while."""
+        """The values that have a copy in the second memory for a while."""
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
 
     @cached_property
     def started(self) -> bool:
-        """Whether an op is begun before it is waited for."""
+        """True if an op is begun before it is waited for."""
         return any(isinstance(step, Start) for step in self.steps)
 
     @cached_property
     def is_a_schedule(self) -> bool:
-        """Whether R says all of it: in each stage each op runs once at most, in order, and nothing is on a link."""
+        """True if R says all of it: each op runs at most once a stage, in order, and nothing is on a link."""
         turn, before = 0, -1
         for k in self.runs:
             if k <= before:
@@ -122,13 +122,13 @@ class Plan:
         return not self.sent and not self.started
 
     def as_lists(self) -> list[list[str | int]]:
-        """Each step as its name and its numbers, as JSON holds it."""
+        """The steps as lists of a name and numbers, for JSON."""
         numbers = ([n for n in vars(step).values() if n is not None] for step in self.steps)
         return [[type(step).__name__.lower(), *of] for step, of in zip(self.steps, numbers, strict=True)]
 
     @classmethod
     def from_lists(cls, steps: Sequence[Sequence[str | int]], boundary: int) -> Plan:
-        """What `as_lists` wrote.
+        """Read a plan that `as_lists` wrote.
 
         Raises:
             ValueError, KeyError, TypeError: for what it did not write.

@@ -36,7 +36,7 @@ NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST, WITH_LINKS)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What each op costs, measured or estimated.
+    """The costs of all ops, measured or estimated.
 
     Raises:
         InvalidProblem: if the costs are no numbers, or bytes are no whole numbers.
@@ -68,7 +68,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Problem:
-    """What to schedule: the input of every solver.
+    """A step to schedule: the input of every solver.
 
     Raises:
         InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite, or a way is none, or
@@ -195,7 +195,7 @@ class Problem:
         return savings(self.profile.ways, self.sizes, self.workspace)
 
     def saved(self, k: int, dying: Container[int]) -> Saving | None:
-        """What a run of op k writes over, and the bytes less while it runs, if these values go with it."""
+        """The input that a run of op k writes over, and the bytes saved, if these values are freed with the run."""
         return next((saving for saving in self.savings[k] if saving[0] in dying), None)
 
     @cached_property
@@ -205,7 +205,7 @@ class Problem:
 
     @cached_property
     def limits(self) -> Limits:
-        """What is forbidden, beside runs of pinned ops: by its rules, and after an op that overwrites something."""
+        """The limits beside pinned ops: from its rules, and from ops that overwrite what others read."""
         return Limits.of(self.graph, self.rules)
 
     @cached_property
@@ -276,7 +276,7 @@ class Problem:
         return np.array(bytes_at, dtype=np.int64)
 
     def with_host(self, host: Host | None) -> Problem:
-        """The same problem with this second memory, or without one; split further, too.
+        """The problem, and its further splits, with this second memory or without one.
 
         >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
         >>> print(problem.with_host(Host(100, send=1e9, fetch=1e9)).host)

@@ -1,4 +1,4 @@
-"""What a person knows, as rules: a pattern of modules, ops or tags, and what every plan does with the ops it names.
+"""Rules of the user: a pattern of modules, ops or tags, and what every plan does with the ops it names.
 
     "keep", "once"    its values stay at hand until the last op that reads them has run: it runs once
     "recompute"       its values are not kept for the backward, which makes again what it reads of them
@@ -32,7 +32,7 @@ Rules = Mapping[str, Ask]
 
 
 def with_rules(problem: Problem, rules: Rules) -> Problem:
-    """The problem whose plans obey these rules, in place of those that it has.
+    """Replace the rules of a problem.
 
     Raises:
         RuleError: if a rule is none, names nothing, or cannot be obeyed by any op that it names; it says what is near.
@@ -56,7 +56,7 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
 
 
 def _ruled(smaller: Callable[[], Problem | None], rules: Rules) -> Problem | None:
-    """The step split further under the same rules; None if these are for what is no more in it."""
+    """Rule the step that is split further; None if the rules name nothing in it."""
     problem = smaller()
     try:
         return None if problem is None else with_rules(problem, rules)
@@ -96,7 +96,7 @@ def as_mapping(problem: Problem) -> dict[str, Ask]:
 
 
 def check(rules: object) -> None:
-    """Raise a RuleError for what are no rules, whatever the step."""
+    """Raise a RuleError for rules that are wrong for every step."""
     if not isinstance(rules, Mapping):
         raise RuleError(f'Rules are a dict of patterns, such as {{"blocks.3": "keep"}}, not {rules!r}.')
     for pattern, asks in rules.items():
@@ -111,7 +111,7 @@ def check(rules: object) -> None:
 
 
 def names_any(pattern: str, graph: Graph) -> bool:
-    """Whether a pattern names an op of a graph."""
+    """Tell whether a pattern names an op of a graph."""
     return any(_names(pattern, op) for op in graph.ops)
 
 
@@ -156,7 +156,7 @@ def _bound(graph: Graph, pattern: str, asks: Ask, named: list[int]) -> Rule:
 
 
 def _runs_no_more(graph: Graph, k: int) -> str | None:
-    """Why what an op makes cannot be made again in the backward; None: it can."""
+    """The reason why an op cannot run again in the backward; None: it can."""
     op = graph.ops[k]
     if op.phase == "backward":
         return "is in the backward"
@@ -168,7 +168,7 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
 
 
 def _names(pattern: str, op: Op) -> bool:
-    """Whether a pattern names an op: by what it computes, by a tag; in the forward, by its module."""
+    """Tell whether a pattern names an op: by its target or a tag, or by its module in the forward."""
     modules = _modules(op) if op.phase == "forward" else ()
     return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *modules))
 

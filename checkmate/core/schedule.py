@@ -1,4 +1,4 @@
-"""A schedule as two matrices, R for what runs and S for what is kept: the paper's equations for them, term by term.
+"""A schedule as two matrices, R of runs and S of kept values, with the paper's equations, term by term.
 
 Rows are stages: stage t ends with the first execution of op t, and before that may run any earlier op again, in order.
 ``R[t, k]``: op k runs in stage t. ``S[t, v]``: value v, made in an earlier stage, is at hand when stage t begins.
@@ -25,7 +25,7 @@ KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in wo
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What runs and what is kept in each stage.
+    """The ops that run and the values that are kept in each stage.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
     >>> R = np.eye(4, dtype=bool)
@@ -43,7 +43,7 @@ class Schedule:
 
     @classmethod
     def of_plan(cls, graph: Graph, plan: Plan) -> Schedule:
-        """What runs in each stage of a plan, what is at hand when it begins, and what is elsewhere or under way.
+        """Read R and S from a plan: runs in each stage; values in memory, elsewhere or under way when it begins.
 
         H, Out and In are None for a plan without transfers. An op that a link carries counts as run where it starts.
         """
@@ -154,7 +154,7 @@ class Schedule:
         return int(self.memory(problem).max())
 
     def violations(self, problem: Problem, budget: int | None = None) -> list[str]:
-        """Each equation that does not hold: its name, where, and by how much. Empty when all do.
+        """List the equations that do not hold: name, place and amount. Empty if all hold.
 
         Raises:
             ValueError: if values are sent to a second memory, as for `memory`; `checkmate.core.simulator.verify` checks
@@ -218,7 +218,7 @@ def _touched(stage: np.ndarray, op: np.ndarray, values: list[tuple[int, ...]], T
 
 
 def run_at_once(plan: Plan, graph: Graph) -> Plan:
-    """The plan in which what is started runs as it starts, or at its turn if it starts before that.
+    """The plan with each started op run at its start, or at its turn if it starts before that.
 
     It takes no more bytes at any run: what an op on a link holds, it holds from its start to its end, and the op's turn
     is not before the one nor after the other, as `checkmate.core.simulator.verify` asks for. So what is proven of all

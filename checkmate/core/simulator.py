@@ -21,7 +21,7 @@ from checkmate.units import exact_bytes
 
 @dataclass(frozen=True)
 class Usage:
-    """What a simulation saw: for each `Run` in order, the bytes at hand while it ran, or before the next one did."""
+    """The result of a simulation: for each `Run`, the bytes in memory while it ran, or before the next one did."""
 
     ops: tuple[int, ...]
     bytes_at: tuple[int, ...]
@@ -29,7 +29,7 @@ class Usage:
 
     @property
     def peak(self) -> int:
-        """The most bytes at hand at any moment."""
+        """The most bytes in memory at any moment."""
         return max(self.bytes_at)
 
     @property
@@ -77,7 +77,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
 
 
 def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
-    """The steps of what runs in each stage, in any order and as often as is said; nothing is at hand unless it is read.
+    """Make a plan of the ops that run in each stage, in any order and number; a value is kept only while it is read.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> print(lower_runs(problem, [[0], [1], [2], [0, 3]]))
@@ -183,7 +183,7 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
 
 
 def cost(plan: Plan, problem: Problem) -> float:
-    """Seconds of the step: the sum over everything that runs, and what is waited for at links."""
+    """The seconds of the step: the sum over all runs, and the waits for links."""
     if plan.sent or plan.started:
         return timing(plan, problem).seconds
     return float(sum(problem.seconds[k] for k in plan.runs))
@@ -306,7 +306,7 @@ def _touched(step: Run | Start | Free, started: Collection[int], graph: Graph) -
 
 
 class _Links:
-    """What is under way to or from the second memory, and what has a copy there."""
+    """The transfers under way to and from the second memory, and the copies there."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -359,6 +359,6 @@ class _Links:
                 yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"
 
     def left(self) -> Iterator[str]:
-        """What is still under way or there when the step ends."""
+        """List the transfers and copies that are left when the step ends."""
         for v in sorted({*self.going, *self.there}):
             yield f"{self.problem.graph.values[v].name} is on a link or in the second memory when the step ends"

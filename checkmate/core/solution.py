@@ -1,4 +1,4 @@
-"""What a solver answers: a plan with its cost, the bound that proves how good it is, and what happened, in words."""
+"""The answer of a solver: a plan with its cost, the bound that proves how good it is, and a message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
 
 class Status(Enum):
-    """How a solve ended. Each carries what it means.
+    """The outcome of a solve, with its meaning in words.
 
     What is proven is proven of schedules, R and S: each op runs once a stage at most, in PyTorch's order. A plan that
     runs ops again in another order may be better, or fit where no schedule does. `checkmate.min_budget` speaks of all.
@@ -40,7 +40,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no plan was found, and what would work."""
+    """The reason why no plan was found, and a budget that works."""
 
     min_budget: int  # bytes: the smallest budget for which a plan is known
     op: str  # the op in the way
@@ -50,7 +50,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What a plan has wait in a second memory."""
+    """The values of a plan that wait in a second memory."""
 
     values: int  # how many
     peak: int  # the most bytes there
@@ -100,7 +100,7 @@ class Solution:
 
     @property
     def overhead(self) -> float:
-        """The cost relative to a step that runs each op once, minus one: what runs again, and what is waited for.
+        """The cost relative to a step that runs each op once, minus one: recomputation and waits.
 
         Negative where links carry more beside the processor than that is.
         """
@@ -109,7 +109,7 @@ class Solution:
 
     @property
     def spent_on(self) -> str:
-        """What the overhead is, in words."""
+        """The parts of the overhead, in words."""
         if self.plan is not None and self.plan.started:
             return "recomputation, less what links carry meanwhile"
         return "recomputation and waiting" if self.waited else "recomputation"
@@ -123,12 +123,12 @@ class Solution:
 
     @property
     def runs_over(self) -> int:
-        """How many runs of the plan write over a value."""
+        """The number of runs of the plan that write over a value."""
         return 0 if self.plan is None else self.plan.runs_over
 
     @cached_property
     def elsewhere(self) -> Elsewhere | None:
-        """What waits in the second memory; None where the plan sends nothing."""
+        """The values in the second memory; None if the plan sends nothing."""
         if self.plan is None or not self.plan.sent:
             return None
         peak = simulate(self.plan, self.problem).peak_there
@@ -155,7 +155,7 @@ class Solution:
         return "\n".join([self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the facts of `str`, and the memory over the step as a small picture."""
+        """Show the facts of `str`, and the memory over the step as a small picture, in a notebook."""
         picture = "" if self.plan is None else _memory_picture(self.plan, self.problem, self.budget)
         return facts_html(self._title(), self._facts()) + picture
 
@@ -191,7 +191,7 @@ class Solution:
 
 
 def _memory_picture(plan: Plan, problem: Problem, budget: int) -> str:
-    """Bytes at hand over the seconds of the step, in HTML, and the budget, as a line unless it is far above."""
+    """Draw the bytes in memory over the seconds of the step, in HTML, with the budget unless it is far above."""
     held, begins, seconds = list[int](), list[float](), 0.0  # of each run, the most bytes until the next
     for event in walk(plan, problem):
         seconds = event.until
@@ -212,13 +212,13 @@ def _memory_picture(plan: Plan, problem: Problem, budget: int) -> str:
 
 
 def check_problem(problem: object) -> None:
-    """Raise a TypeError for what is no problem: a step or a model, say."""
+    """Raise a TypeError unless it is a problem."""
     if not isinstance(problem, Problem):
         raise TypeError(f"This takes a Problem, not {_kind(problem)}. Make one: checkmate.trace(step, *batch).")
 
 
 def check_solution(solution: object) -> None:
-    """Raise a TypeError for what is no solution: a problem or a path, say."""
+    """Raise a TypeError unless it is a solution."""
     if not isinstance(solution, Solution):
         raise TypeError(f"This takes a Solution, not {_kind(solution)}. Make one: checkmate.solve(problem, budget).")
 
@@ -237,6 +237,6 @@ def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
 
 
 def _kind(what: object) -> str:
-    """What something is, in a word or two: ``function step``, ``Linear``."""
+    """Describe an object in a word or two: ``function step``, ``Linear``."""
     name = getattr(what, "__name__", None)
     return f"{type(what).__name__} {name}" if isinstance(name, str) else type(what).__name__

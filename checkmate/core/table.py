@@ -1,4 +1,4 @@
-"""What answers print as, in a terminal, in a notebook and as a data frame: a title, facts, tables and a small picture.
+"""The printed form of answers, in a terminal, a notebook or a data frame: title, facts, tables and a small picture.
 
 In a notebook it is HTML without scripts and without network, whose lines and words have the notebook's own colour, so
 that they are read on light paper and on dark.
@@ -42,7 +42,7 @@ class Table:
         return "\n".join(titles + ["  ".join(cells).rstrip() for cells in aligned])
 
     def markdown(self) -> str:
-        r"""The same in Markdown, less the title; what would end a cell or begin a tag is escaped.
+        r"""Format the table as Markdown, without its title; pipes and tags are escaped.
 
         >>> print(Table(("name", "n"), [("a|b", "1")], {"n"}).markdown())
         | name | n |
@@ -55,7 +55,7 @@ class Table:
         return "\n".join([head, f"|{rule}|", *rows])
 
     def html(self) -> str:
-        """The same in HTML, the text escaped."""
+        """Format the table as HTML, the text escaped."""
         title = Table((self.title,)).html() if self.title else ""
         head = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)

@@ -1,4 +1,4 @@
-"""What happens while a plan runs, step by step: the bytes here and in a second memory, and the clock.
+"""Walk through a plan step by step: the bytes in both memories, and the clock.
 
 One walk, which everything that counts bytes or seconds of a plan goes by: `timing` here,
 `checkmate.core.simulator.simulate` and `checkmate.inspection.timeline`. The checker, `checkmate.core.simulator.verify`,
@@ -137,7 +137,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
 
 
 def timing(plan: Plan, problem: Problem) -> Timing:
-    """When each transfer of a plan happens, and what is waited for.
+    """The times of all transfers of a plan, and the waits for them.
 
     Raises:
         ValueError: if the plan has transfers and the problem has no second memory.

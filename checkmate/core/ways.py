@@ -1,4 +1,4 @@
-"""Other ways to run an op than the plain one: what it makes takes over the storage of an input that dies there.
+"""Ops in place: a result takes over the storage of an input that dies there.
 
 An op that reads a value for the last time may write its result over it: a rectified tensor over the tensor, a gradient
 over the gradient that it is made of. While a plain run of op k has its inputs, its outputs and W_k bytes of workspace
@@ -27,7 +27,7 @@ from checkmate.errors import InvalidProblem
 
 @dataclass(frozen=True, order=True)
 class Way:
-    """Op ``op`` makes value ``makes`` in the storage of its input ``over``, which is gone then."""
+    """Run op ``op`` in place: make value ``makes`` in the storage of its input ``over``, which this frees."""
 
     op: int
     makes: int | None  # None: what counts as workspace, and is no value of the graph
