@@ -1,4 +1,4 @@
-"""Whether anything else in the backward that now runs adds to a gradient before a compiled step does.
+"""Find out whether anything else in the running backward adds to a gradient before a compiled step does.
 
 A compiled step's backward asks this of its own node of autograd: to hand over its contributions one by one then
 (`checkmate.codegen.contributions`), or to refuse what it cannot add in that order (`refused_backwards`).
@@ -44,7 +44,7 @@ def verdicts(fan: Any) -> tuple[int, ...]:
 
 
 def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
-    """For each of these edges of a node: whether another node contributes there before it, as far as can be known."""
+    """Tell for each of these edges of a node whether another node contributes there first, if that can be known."""
     found = arrivals(node)
     return [found is None or _is_before(found[0], edge, node) for edge in edges]
 
@@ -54,7 +54,7 @@ def _is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
 
 
 def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | None:
-    """What contributes to each edge in the backward that comes to a node, and the nodes of it; None if unknown.
+    """The contributions to each edge in the backward that comes to a node, and its nodes; None if unknown.
 
     Contributions are told by the sequence numbers of the nodes that they come from, or `FIRST`.
     """
@@ -84,7 +84,7 @@ def reachable(roots: Iterable[Any]) -> dict[Any, None]:
 
 
 def _beginnings() -> Iterator[list[Edge]]:
-    """Where the backwards that now run began, the innermost of this thread first: the engine has threads of its own."""
+    """The roots of the running backwards, the innermost of this thread first: the engine has threads of its own."""
     yield from map(_roots, _engine_frames(sys._getframe()))
     for frame in sys._current_frames().values():
         yield from map(_roots, _engine_frames(frame))

@@ -60,14 +60,14 @@ UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
 
 @dataclass(frozen=True)
 class Sharing:
-    """The inputs of a step with several contributions: those that can be had one by one, and the others."""
+    """The inputs of a step with several contributions: those that autograd gets one by one, and the others."""
 
     apart: tuple[Shared, ...] = ()
     together: tuple[Shared, ...] = ()
 
 
 class Fan(torch.autograd.Function):
-    """Inputs of a step as they are, with as many edges to each as it has contributions: each is given so many times."""
+    """Alias inputs of a step so that autograd has an edge for each contribution to their gradients."""
 
     @staticmethod
     def forward(ctx: Any, counts: tuple[int, ...], *inputs: torch.Tensor) -> Any:
@@ -124,7 +124,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 
 
 def _is_of_transform(tensor: Any) -> bool:
-    """Whether a tensor is one level's of `torch.func`, where autograd's graph is not that of the step."""
+    """Tell whether a tensor belongs to a level of `torch.func`, where autograd's graph is not that of the step."""
     return isinstance(tensor, torch.Tensor) and (
         functorch.is_gradtrackingtensor(tensor) or functorch.is_batchedtensor(tensor)
     )
@@ -155,7 +155,7 @@ def sharing_of(
     names: Sequence[str],
     shards: Collection[int] = (),
 ) -> Sharing:
-    """Which inputs of a step have several contributions, and mark those that can be had one by one in its backward.
+    """Find the inputs with several contributions, and mark in the backward those that autograd can get one by one.
 
     Args:
         counts: what `counted_contributions` found when the joint graph was traced.
@@ -187,7 +187,7 @@ def sharing_of(
 
 
 def _written_or_shown(forward: fx.GraphModule, results: int) -> set[int]:
-    """Positions of inputs that the step overwrites, or of which it returns a view."""
+    """The positions of inputs that the step overwrites or returns a view of."""
     outputs: Any = forward.graph.output_node().args[0]
     descs: Any = forward.graph.output_node().meta["desc"]
     found = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
@@ -202,14 +202,14 @@ def _written_or_shown(forward: fx.GraphModule, results: int) -> set[int]:
 
 
 def _adds_through_views(total: fx.Node) -> bool:
-    """Whether a gradient may be one of a view of the input, where plain PyTorch adds what comes to that view."""
+    """Tell whether a gradient may belong to a view of the input: plain PyTorch adds up those of the view first."""
     while is_view(total := as_made(total)):
         total = total.all_input_nodes[0]
     return total.target is aten.add.Tensor
 
 
 def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
-    """The terms of ``((a + b) + c) + ...``, as autograd adds so many of them; None where this is no such sum."""
+    """Take apart ``((a + b) + c) + ...``, autograd's sum of this many terms; None if it is no such sum."""
     terms: list[fx.Node] = []
     for _ in range(count - 1):
         total = as_made(total)
@@ -265,7 +265,7 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
 
 
 def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
-    """A backward that returns, for some of its results, the first term of the sum there, and the others at the end."""
+    """Make a backward return the first term of some sums in their place, and the other terms at the end."""
     graph, output = fx.Graph(), module.graph.output_node()
     copies: dict[fx.Node, Any] = {}
     graph.graph_copy(module.graph, copies)

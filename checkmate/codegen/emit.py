@@ -122,12 +122,12 @@ def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
 
 
 def is_unchecked(node: fx.Node) -> bool:
-    """Whether autograd does not check, where this is saved for the backward, that it was not written to."""
+    """True for a saved node whose version autograd does not check."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """What crosses from the forward to the backward: what the backward reads without having made it or had it back.
+    """The saved tensors: values that the backward reads without making or fetching them.
 
     And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
     may take over. It takes no memory, as they stay with the caller.
@@ -152,7 +152,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
 
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
-    """What a node is a view of: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
+    """The roots of a view: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
     if is_sym_node(node) or node.op == "placeholder" or any(node in joint.faces[v] for v in joint.value_of[node]):
         return [] if node.op == "get_attr" else [node]
     return [root for a in node.all_input_nodes for root in _roots(joint, a)]
@@ -193,7 +193,7 @@ class _Writer:
             self.call.meta[transfers.IS_CALL] = True
 
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
-        """Have the module begin with a call that sends values."""
+        """Begin the module with a call that sends values."""
         call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
         call.meta["val"] = transfers.as_fake_call(self.joint.module.graph.nodes)
         self.call = self.env[call] = call
@@ -291,7 +291,7 @@ class _Writer:
                 self.env.pop(node, None)
 
     def _at_hand(self, node: fx.Node) -> fx.Node:
-        """The copy of a node that is at hand; a view, a getitem or a constant is written where it is first needed."""
+        """The copy of a node in this module; a view, a getitem or a constant is written where it is first needed."""
         if node not in self.env:
             if node in self.ops or node.op == "placeholder":
                 raise SolverError(f"The plan reads {node.name} where it is not at hand.")

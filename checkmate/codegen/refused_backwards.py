@@ -33,7 +33,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 
 
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
-    """Which of a graph's first outputs others of them are computed from: its position, with theirs.
+    """Find results from which other results are computed: the position of each, with the others'.
 
     Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
     """
@@ -55,14 +55,14 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def _tokens_of(output: fx.Node, count: int) -> int:
-    """How many of the first outputs of a joint graph are tokens of effects (of `torch.linalg`'s checks, say)."""
+    """Count the first outputs of a joint graph that are tokens of effects (of `torch.linalg`'s checks, say)."""
     return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
 def refuse_watching(
     users: Mapping[int, tuple[int, ...]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
 ) -> None:
-    """Have the backward of a call refuse hooks and kept gradients of results that others are computed from.
+    """Refuse, in the backward of a call, hooks and kept gradients of results from which others are computed.
 
     ``users``: what `computed_from` found of the compiled function.
     """
@@ -87,7 +87,7 @@ def _refuse_watched(result: weakref.ref[torch.Tensor], later: tuple[int, ...], g
 
 
 def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
-    """What a joint graph adds to the gradients that come from outside, by the position of the result.
+    """The terms that a joint graph adds to gradients from outside, by the position of the result.
 
     Each contribution is told by the positions of the results whose gradients it depends on. Results to whose gradients
     nothing is added are left out. ``count``: how many of the graph's outputs belong to the forward.
@@ -115,7 +115,7 @@ def _adds_to(total: fx.Node, user: fx.Node) -> bool:
 def refuse_views(
     within: Mapping[int, Sequence[set[int]]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
 ) -> None:
-    """Have the backward of a call refuse gradients of results that are views, where the order of sums is not known.
+    """Refuse, in the backward of a call, gradients of results that are views if the order of sums is unknown.
 
     ``within``: what `added_within` found of the compiled function.
     """
@@ -154,7 +154,7 @@ def _refuse_views(
 
 
 def watch_backward(result: Any) -> None:
-    """Have a backward for which there is no plan end in a clear error: a differentiable one, or one under autocast."""
+    """Raise a clear error in a backward without a plan: a differentiable one, or one under autocast."""
     tensors = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
     functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     for function in functions:

@@ -40,7 +40,7 @@ _OF_SEVERAL_TENSORS = (
 
 
 def may_change(joint: Joint) -> bool:
-    """Whether the forwards of all plans differ in nothing that AOTAutograd counts.
+    """Tell whether the forwards of all plans agree in everything that AOTAutograd counts.
 
     That is how many numbers they save, and how many tensors that autograd does not check: inputs among these are saved
     by each plan (`checkmate.codegen.emit`), others are not. Nor does it count only saved tensors where subclasses of
@@ -58,7 +58,7 @@ def may_change(joint: Joint) -> bool:
 
 
 def _detach_all_views() -> None:
-    """Have AOTAutograd save views without their graph, be they inputs or not.
+    """Make AOTAutograd save views without their graph, be they inputs or not.
 
     From PyTorch 2.14 on it notes by place which of the saved tensors are inputs; of another plan these are others.
     """
@@ -68,7 +68,7 @@ def _detach_all_views() -> None:
 
 
 class ReplaceableCode:
-    """The forward and the backward that AOTAutograd is given, and what they run."""
+    """The forward and backward given to AOTAutograd, which run the code of the present plan."""
 
     def __init__(self, results: int) -> None:
         self._results = results  # how many of the forward's outputs are not saved tensors
@@ -79,18 +79,18 @@ class ReplaceableCode:
 
     @property
     def pending(self) -> bool:
-        """Whether what some forward has saved for its backward is there still."""
+        """True while a forward's saved tensors wait for their backward."""
         return bool(self._alive)
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
-        """What AOTAutograd calls in place of the first plan's function, of which it asks for the backward last."""
+        """Take the first plan's function, the backward last, and give AOTAutograd the one to call in its place."""
         _detach_all_views()
         self._runs[phase][0] = run
         whole = self._forward if phase == "forward" else self._backward
         return takes_one_list(lambda inputs: whole(inputs))
 
     def take_over(self, forward: Run, backward: Run) -> None:
-        """Have all forwards from now on, and their backwards, run this code."""
+        """Run this code in all forwards from now on, and in their backwards."""
         self._runs["forward"] = {self.now + 1: forward}
         self._runs["backward"][self.now + 1] = backward
         self.now += 1
@@ -105,7 +105,7 @@ class ReplaceableCode:
         return self._runs["backward"][number](inputs)
 
     def _mark(self, number: int) -> torch.Tensor:
-        """What says by which plan a forward has run."""
+        """Make the tensor that tells by which plan a forward ran."""
         call = next(self._calls)
         memory = np.zeros(number + 1, dtype=np.float32)  # not empty: a hook may ask what is saved for its maximum
         self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))

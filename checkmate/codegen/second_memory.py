@@ -46,7 +46,7 @@ _HAS_FAILED = "This call of the step has failed, and what waited in the second m
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     device: torch.device
@@ -55,13 +55,13 @@ class TensorLayout(NamedTuple):
     stride: tuple[int, ...]
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same in another storage."""
+        """The tensor of this layout in another storage."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a step: which of its values wait elsewhere."""
+    """One call of a step, and its values in the second memory."""
 
     store: Store  # for this call alone
     home: SecondMemory
@@ -105,7 +105,7 @@ def call_of(token: torch.Tensor) -> Call:
 
 @contextmanager
 def running(token: torch.Tensor | None) -> Iterator[None]:
-    """Run a forward or a backward: where it fails, whatever its call has elsewhere is let go of."""
+    """Run a forward or a backward; if it fails, free all that its call has in the second memory."""
     before = getattr(_here, "call", None)
     _here.call = None if token is None else call_of(token)
     try:
@@ -119,7 +119,7 @@ def running(token: torch.Tensor | None) -> Iterator[None]:
 
 
 class SecondMemory:
-    """Where values of a step wait.
+    """The second memory of a step.
 
     Args:
         where: as `checkmate.host.open_store` knows it; None: what there is beside the device.
@@ -140,13 +140,13 @@ class SecondMemory:
 
     @property
     def use(self) -> HostUse:
-        """What waited here."""
+        """The use of this memory in the last call."""
         with self._books:
             taken = sum(store.capacity for store in (*self._free, *self._used))
             return HostUse(self.where, *self._last, taken, self._calls, len(self._used))
 
     def host(self, graph: Graph) -> Host:
-        """What a planner needs to know of it, its links measured if that was not done before.
+        """Describe it for a planner; its links are measured once.
 
         It takes whole blocks for each value: what these may be more than the values is left out of the budget.
 
@@ -160,7 +160,7 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call that has so many bytes elsewhere, at most: what says to all that follows which one it is.
+        """Begin a call with at most this many bytes here, and give the tensor that identifies it.
 
         Raises:
             HostError: if there is no room for them.
@@ -173,7 +173,7 @@ class SecondMemory:
         return torch.from_numpy(memory)
 
     def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
-        """Nothing is asked of a call any more: what still goes on ends, and what is there is let go of.
+        """End a call: stop its transfers and free its bytes.
 
         Args:
             why: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
@@ -235,5 +235,5 @@ class SecondMemories:
         return self.by_device[device]
 
     def uses(self) -> tuple[HostUse, ...]:
-        """What waited in each."""
+        """The use of each second memory in its last call."""
         return tuple(memory.use for memory in self.by_device.values())

@@ -30,7 +30,7 @@ _ANEW = "checkmate.compile captures such a call anew; a backend that torch.compi
 
 
 def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
-    """A compiled function that may be called within a region of autocast; what it converts may be found later."""
+    """Wrap a compiled function for calls within a region of autocast; its converted weights may be found later."""
     if not any(copies.kept):
         return run
 
@@ -78,7 +78,7 @@ def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
 
 
 class _Copy(torch.Tensor):
-    """What autocast keeps as the copy of a weight that nobody has used yet: it is converted when somebody does."""
+    """The copy of a weight that autocast keeps before anybody uses it: it is converted at its first use."""
 
     weight: Callable[[], Any]
     version: int  # of the weight, when it would have been converted
@@ -152,6 +152,6 @@ def _nodes_of_copies(weights: Sequence[tuple[torch.Tensor, torch.dtype, str]]) -
 
 
 def _is_of(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a copy is made of what a weight holds now, bit for bit."""
+    """Tell whether a copy has the bits of the present weight."""
     now = weight.detach().to(copy.dtype)
     return bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())

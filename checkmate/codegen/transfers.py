@@ -1,4 +1,4 @@
-"""What generated code calls to have values wait in a second memory: send, fetch, wait for either, drop.
+"""The calls of generated code to a second memory: send, fetch, wait for either, drop.
 
 A value is a storage. `send` begins to copy it there, and `arrive` waits for that; `fetch` allocates a storage on the
 thread of the step, by the allocator that serves the step, and begins to copy into it; `land` waits for that, and gives
@@ -30,7 +30,7 @@ IS_CALL = "is_call"  # in the meta data of the placeholder through which a backw
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is the bytes of its storage and nothing else."""
+    """True if the tensor is exactly the bytes of its storage."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
@@ -122,7 +122,7 @@ def finish(token: torch.Tensor) -> None:
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
-    """What the code of a plan calls that was made for no step.
+    """Stand in for the second memory in code of a plan that was made for no step.
 
     Raises:
         HostError: always.
@@ -135,13 +135,13 @@ def no_second_memory(capacity: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Land:
-    """In a plan that is being written: the `Wait` of a value that comes back."""
+    """The `Wait` of a value that comes back, in a plan that is being written."""
 
     value: int
 
 
 def told_apart(steps: Sequence[Step]) -> list[Step | Land]:
-    """The steps of a plan, where waiting for what comes back is told from waiting for what goes."""
+    """The steps of a plan, with waits for fetches told apart from waits for sends."""
     told: list[Step | Land] = []
     going: dict[int, Step] = {}
     for step in steps:
@@ -164,7 +164,7 @@ def most_there(plan: Plan, graph: Graph) -> int:
 
 
 def as_fake_call(nodes: Iterable[fx.Node]) -> torch.Tensor:
-    """What stands for a call among the fake tensors of a graph."""
+    """The stand-in for a call among the fake tensors of a graph."""
     modes = [val.fake_mode for n in nodes if isinstance(val := n.meta.get("val"), FakeTensor)]
     with modes[0] if modes else nullcontext():
         return torch.empty(1, dtype=torch.int64, device="cpu")
@@ -184,7 +184,7 @@ def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[
 
 
 def as_made(node: fx.Node) -> fx.Node:
-    """What stands where a value was made that a module sends and fetches back, a node itself where it does not."""
+    """The first node of a value that a module sends and fetches back; the node itself if it does not."""
     face, place = node, 0
     if face.target is operator.getitem:
         face, place = face.args  # type: ignore[assignment]

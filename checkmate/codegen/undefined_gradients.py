@@ -39,7 +39,7 @@ DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def keep_undefined(own: set[type], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Have autograd hand None to the backward of a call where a result has no gradient, and not zeros.
+    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient.
 
     ``own``: types of such nodes of autograd that were seen: each compiled function has one of its own.
     """
@@ -51,7 +51,7 @@ def keep_undefined(own: set[type], args: Sequence[Any], results: Sequence[Any], 
 
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
-    """Have a compiled function's backward do nothing where no gradient is defined, be its saved tensors gone or not.
+    """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors.
 
     Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
     Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
@@ -105,7 +105,7 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
 
 
 def _is_detached(node: fx.Node) -> bool:
-    """Whether a view is one of a detached tensor."""
+    """Tell whether a view is one of a detached tensor."""
     while isinstance(node.target, OpOverload) and node.target.is_view and node.target != aten.detach.default:
         node = node.all_input_nodes[0]
     return node.target == aten.detach.default
@@ -133,7 +133,7 @@ def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callab
 
 
 def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
-    """The autograd node of a compiled call, from its results and what it was called with."""
+    """Find the autograd nodes of a compiled call from its results and arguments."""
     leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
     front: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
@@ -144,7 +144,7 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
 
 
 def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], Sequence[Any], list[Any]], None]) -> Any:
-    """A compiled function after each call of which these are told its arguments, results and nodes of autograd."""
+    """Wrap a compiled function to tell these its arguments, results and autograd nodes after each call."""
 
     @wraps(run)
     def watching(*args: Any) -> Any:
@@ -158,7 +158,7 @@ def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], Sequence
 
 
 def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:
-    """Call ``check(node, gradients)`` before a node of autograd runs; what is checked does not hold the node."""
+    """Call ``check(node, gradients)`` before a node of autograd runs; the hook does not keep the node alive."""
     node = weakref.ref(function)
     function.register_prehook(lambda grads: check(node(), grads))
 
@@ -216,7 +216,7 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
 
 
 def _only_term(node: fx.Node, defined: list[fx.Node]) -> fx.Node | None:
-    """What is left of a sum of two gradients, one of which is undefined."""
+    """The defined term of a sum of two gradients, one of which is undefined."""
     if node.target is not aten.add.Tensor or node.kwargs or (len(node.all_input_nodes), len(defined)) != (2, 1):
         return None
     term, total = defined[0].meta["val"], node.meta["val"]

@@ -1,4 +1,4 @@
-"""Have ops write their results over inputs that die there, as a plan says, where nobody else could see it.
+"""Let ops write their results over inputs that die there, as planned, if nobody else could see it.
 
 A plan's modules are functional: an op that writes over an input stands there as it does in the captured graph, with a
 mark. Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the
@@ -69,7 +69,7 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 
 def _keeps_nothing(node: fx.Node) -> bool:
-    """Whether an op is PyTorch's own, or ours, and not one of those that exchange data."""
+    """True for ops of PyTorch's own or ours that exchange no data with other ranks."""
     called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")
@@ -80,7 +80,7 @@ def _keeps_nothing(node: fx.Node) -> bool:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Have each mark of a module be one that can be followed.
+    """Raise an error if a mark of a module cannot be followed.
 
     Raises:
         SolverError: naming an op that would write over what is read afterwards, or belongs to another.
@@ -112,7 +112,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 
 def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
-    """The marked ops that can write over their argument, each with its position; ``spare``: what is handed in."""
+    """The marked ops that can write over their argument, each with its position; ``spare``: the module's inputs."""
     storages = _storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
     locked = {number for n in graph.nodes if _is_locked(n, spare=spare) for number in storages[n].values()}
@@ -131,7 +131,7 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
 
 
 def _is_locked(node: fx.Node, *, spare: bool) -> bool:
-    """Whether what a node makes is not to be written over: it is another's, or it is not known what it is a view of."""
+    """True if a node's result must not be written over: it belongs to another, or its base is not known."""
     if node.op != "call_function":
         return spare or OWN not in node.meta
     return any(n.op == "call_function" and n.meta.get("val") is None for n in node.all_input_nodes)
@@ -180,7 +180,7 @@ def writing_over(module: fx.GraphModule) -> Run:
 
 
 def _is_watched() -> bool:
-    """Whether a mode of the user's sees each op, and may keep what it made; the default device is one that does not.
+    """True if a mode of the user's sees each op, and may keep results; the one of the default device does not.
 
     Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
     """
@@ -194,7 +194,7 @@ def _is_watched() -> bool:
 
 
 def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
-    """How often Python holds an entry of a list, C++ the tensor, and tensors its storage."""
+    """Count the holders of a list entry: of the object in Python, the tensor in C++, and its storage."""
     tensor_storage = inputs[i].untyped_storage()._cdata
     return sys.getrefcount(inputs[i]), inputs[i]._use_count(), _storage_Use_Count(tensor_storage)
 
@@ -205,7 +205,7 @@ def _alone() -> tuple[int, int, int]:
 
 
 def _is_any_shared(inputs: list[Any], which: Collection[int]) -> bool:
-    """Whether somebody else may hold one of these tensors, or another tensor in its storage."""
+    """True if somebody else may hold one of these tensors, or another tensor in its storage."""
     if not _CAN_COUNT:
         return True
     alone = _alone()

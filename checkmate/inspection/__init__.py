@@ -1,1 +1,1 @@
-"""What a person asks of a solution: its timeline, its costs, its peak, another plan beside it."""
+"""Look at a solution: its timeline, its costs, its peak, its difference from another plan."""

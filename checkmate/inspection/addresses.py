@@ -1,4 +1,4 @@
-"""Where a plan's values would lie in one arena, and how much higher it is than the bytes alive at any moment."""
+"""The addresses of a plan's values in one arena, and how much higher it is than the most bytes alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Life:
-    """One storage over time: a copy of a value with the copies that are written over it, one after another."""
+    """A storage over time: a copy of a value, and the copies that are written over it, one after another."""
 
     bytes: int  # as the plan counts
     born: int  # the tick of `checkmate.core.timing.Event` from which on it is needed
@@ -105,7 +105,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
 
 
 def lives_of(solution: Solution) -> list[Life]:
-    """The storages that a plan needs: of what it makes, and of the workspace of each op that runs."""
+    """The storages of a plan: of its values, and of the workspace of each op that runs."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
     lives: list[Life] = []

@@ -1,4 +1,4 @@
-"""Two plans of one step side by side: what runs more often in one, what is kept in one and not in the other, where."""
+"""Two plans of one step side by side: ops that run more often in one, values that only one keeps, by module."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """What differs in neighbouring modules, taken together."""
+    """The difference within neighbouring modules, taken together."""
 
     module: str
     runs: int  # that the second plan makes more
@@ -55,7 +55,7 @@ class ModuleDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """How the second of two plans differs from the first. Prints as a summary with tables."""
+    """The difference of the second of two plans from the first. Prints as a summary with tables."""
 
     a: Solution
     b: Solution
@@ -148,7 +148,7 @@ def _module_cells(row: ModuleDifference) -> tuple[str, ...]:
 
 
 def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
-    """How plan b differs from plan a of the same step.
+    """Compare plan b with plan a of the same step.
 
     A value is kept if it is at hand when the backward begins; of a problem without a backward, if it is so when the op
     begins at which a plan that keeps everything has its peak.
@@ -191,7 +191,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
 
 
 def same_problem(a: Problem, b: Problem) -> bool:
-    """Whether two problems have the same graph and the same seconds."""
+    """Tell whether two problems have the same graph and the same seconds."""
     return a is b or (a.graph == b.graph and np.array_equal(a.seconds, b.seconds))
 
 
@@ -214,7 +214,7 @@ def _values(problem: Problem, a: Set[int], b: Set[int]) -> Iterator[ValueDiffere
 def _modules(
     problem: Problem, ops: list[OpDifference], values: list[ValueDifference], most: int
 ) -> tuple[ModuleDifference, ...]:
-    """What differs, by groups of the modules of the forward in their order; modules in which nothing does left out."""
+    """Sum up the differences by groups of modules, in the order of the forward; groups without any are left out."""
     touched = {row.module for row in ops} | {row.module for row in values}
     order = dict.fromkeys(op.place.module for op in problem.graph.ops)
     paths = [path for path in order if path and path in touched]

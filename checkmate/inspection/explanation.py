@@ -1,4 +1,4 @@
-"""Why a step cannot be planned, or not as one wishes: where torch.compile cuts its graph, which ops must run once."""
+"""The reasons why a step cannot be planned, or not as wished: graph breaks, and ops that must run once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Break:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Printed):
-    """What `explain` found. ``problem`` is None where the step cannot be planned; ``reason`` says why."""
+    """The answer of `explain`. ``problem`` is None if the step cannot be planned; ``reason`` says why."""
 
     pinned: tuple[Pinned, ...]  # most bytes first
     breaks: tuple[Break, ...]
@@ -47,7 +47,7 @@ class Explanation(Printed):
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether the whole step was captured."""
+        """True if the whole step was captured."""
         return self.problem is not None
 
     @property
@@ -87,7 +87,7 @@ class Explanation(Printed):
 
 
 def _in_place(problem: Problem) -> str:
-    """How many ops can write over an input, and what that takes off the peak of keeping everything."""
+    """Count the ops that can write over an input, and the bytes this takes off the peak of keeping everything."""
     plain = replace(problem, profile=replace(problem.profile, ways=()))
     saved = plain.keep_all_peak - problem.keep_all_peak
     worth = f"they take {format_bytes(saved)} off it" if saved else "they leave it as it is"

@@ -1,4 +1,4 @@
-"""What a step spends, op by op: its time, the bytes it makes, and how long these bytes stay."""
+"""The costs of a step, op by op: time, bytes made, and how long these bytes stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkmate.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class OpCosts:
-    """What one op spends in a step that runs each op once and frees each value after its last use."""
+    """The costs of one op in a step that runs each op once and frees each value after its last use."""
 
     op: int  # position in the order of execution
     name: str
@@ -56,11 +56,11 @@ class Costs(Printed):
         return sorted(self.rows, key=lambda row: -row.seconds)
 
     def by_bytes(self) -> list[OpCosts]:
-        """By the bytes that an op takes while it runs, beyond its inputs: outputs and workspace."""
+        """The rows sorted by the bytes of an op while it runs, beyond its inputs: outputs and workspace."""
         return sorted(self.rows, key=lambda row: -(row.output_bytes + row.workspace_bytes))
 
     def by_lifetime(self) -> list[OpCosts]:
-        """By bytes times the seconds that they stay: what rematerialization can win most from."""
+        """The rows sorted by bytes times the seconds that they stay, from which rematerialization wins most."""
         return sorted(self.rows, key=lambda row: -row.byte_seconds)
 
     def records(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def _cells(row: OpCosts) -> tuple[str, ...]:
 
 
 def costs_of(problem: Problem, top: int = 10) -> Costs:
-    """What each op of a problem costs, as a table that prints the ``top`` most expensive."""
+    """List the costs of each op of a problem, as a table that prints the ``top`` most expensive."""
     graph, seconds, sizes = problem.graph, problem.seconds, problem.sizes
     ends = np.cumsum(seconds)
     step = problem.keep_all_cost

@@ -1,4 +1,4 @@
-"""Why a plan's peak is what it is: what is alive there, what dropping it costs, what other budgets would change."""
+"""Explain a plan's peak: the values alive there, the price of dropping each, and of other budgets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Price:
-    """What a step within another budget takes. Changes are against the plan explained; a negative one is faster."""
+    """The step within another budget. Changes are against the plan explained; a negative one is faster."""
 
     change_bytes: int  # less or more than this plan may have
     budget: int  # bytes
@@ -60,7 +60,7 @@ class Price:
 
 @dataclass(frozen=True, repr=False)
 class PeakExplanation(Printed):
-    """What `explain_peak` found. Iterates over what is held, the most bytes first; prints as tables."""
+    """The answer of `explain_peak`. Iterates over the values held, the most bytes first; prints as tables."""
 
     held: tuple[Held, ...]
     prices: tuple[Price, ...]  # of less memory, then of more; empty where not asked for
@@ -145,7 +145,7 @@ def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
 
 
 def price_cells(price: Price) -> tuple[str, ...]:
-    """What is said of a price, under `PRICE_HEADS`."""
+    """The cells of a price, under `PRICE_HEADS`."""
     known = price.cost < float("inf")
     least = "none fits" if price.bound == float("inf") else f"at least {signed(price.proven_change, format_seconds)}"
     return (
@@ -172,7 +172,7 @@ def explain_peak(
     time_limit: float = TIME_LIMIT,
     top: int = 10,
 ) -> PeakExplanation:
-    """What is in memory at the peak of a plan and what it would cost not to have it there.
+    """List the values in memory at the peak of a plan, with the price of not having each there.
 
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
     from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
@@ -224,7 +224,7 @@ def explain_peak(
 
 
 def _not_over(solution: Solution, line: Timeline) -> str:
-    """What the op at the peak could write over to take less, and which op still reads that; empty: nothing."""
+    """Name the input that the op at the peak could write over, and the op that still reads it; empty: none."""
     moment, problem = line.peak_moment, solution.problem
     for v, saved in problem.savings[moment.op]:
         name = problem.graph.values[v].name
@@ -240,7 +240,7 @@ def _not_over(solution: Solution, line: Timeline) -> str:
 
 
 class Remaking:
-    """What must run to make a value again at some moment, from what is at hand there."""
+    """The ops that must run to make a value again at some moment, from the values in memory then."""
 
     def __init__(self, solution: Solution, line: Timeline) -> None:
         self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
@@ -250,7 +250,7 @@ class Remaking:
             self.spans.setdefault(span.value, []).append((span.ready - 1, last))
 
     def at_hand(self, value: int, index: int) -> bool:
-        """Whether a copy made before this execution is still there."""
+        """Tell whether a copy made before this execution is still in memory."""
         copies = self.spans.get(value, [])
         i = bisect_left(copies, (index, -1)) - 1  # the last copy made before
         return i >= 0 and copies[i][1] >= index
@@ -306,7 +306,7 @@ def _held(
 
 
 def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
-    """Why op k cannot run again just before this execution, in words; empty where it can."""
+    """Say why op k cannot run again just before this execution; empty if it can."""
     op, by = problem.graph.ops[k], problem.limits.until.get(k)
     if op.pinned:
         return f"{op.name} {op.pinned}"
@@ -328,7 +328,7 @@ def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
 
 
 def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
-    """Of a step less than the peak, if so much can be taken away, and of one more than the budget; with the plans."""
+    """The prices of less memory than the peak, if that is possible, and of more than the budget, with the plans."""
     assert solution.peak is not None
     for budget, change in ((solution.peak - step, -step), (solution.budget + step, step)):
         if budget > 0:

@@ -1,4 +1,4 @@
-"""What is in memory while a plan runs: each copy of a value from when it is made to when it goes, op by op.
+"""The timeline of a plan: each copy of a value in memory, from the op that makes it to the one that frees it.
 
 Pictures, explanations and reports read a plan through this module. Its bytes and seconds are those of
 `checkmate.core.timing.walk`; the copies that it tells apart add up to these, to the byte, at every op.
@@ -60,7 +60,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """One copy of a value: at hand while the executions from ``first`` to ``last`` run, both included.
+    """One copy of a value, in memory while the executions from ``first`` to ``last`` run, both included.
 
     A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
     fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
@@ -124,7 +124,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a link carries over the step, and where the step waits for it: pairs of seconds, begin and end."""
+    """The traffic of a link over the step, and the waits for it: pairs of seconds, begin and end."""
 
     name: str  # "sent" to and "fetched" from the second memory, or the name of the link
     bars: tuple[tuple[float, float], ...]
@@ -133,7 +133,7 @@ class Lane:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """A plan as it unfolds. Made by `timeline`; the sum of everything at hand is the simulator's, to the byte."""
+    """A plan as it unfolds. Made by `timeline`; the sum of all bytes in memory is the simulator's, to the byte."""
 
     moments: tuple[Moment, ...]  # (N,) in the order in which they run
     spans: tuple[Span, ...]  # in the order in which they are made
@@ -149,7 +149,7 @@ class Timeline:
 
     @cached_property
     def bytes(self) -> np.ndarray:
-        """(N,) int64: bytes at hand while each execution runs."""
+        """(N,) int64: bytes in memory while each execution runs."""
         return np.array([moment.bytes for moment in self.moments], dtype=np.int64)
 
     @cached_property
@@ -177,16 +177,16 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes at hand."""
+        """The most bytes in memory."""
         return int(self.bytes.max())
 
     @property
     def peak_moment(self) -> Moment:
-        """The first execution at which so many bytes are at hand."""
+        """The first execution with the most bytes in memory."""
         return self.moments[int(self.bytes.argmax())]
 
     def alive(self, index: int) -> tuple[Span, ...]:
-        """The copies at hand while this execution runs, its outputs included, the most bytes first.
+        """The copies in memory while this execution runs, its outputs included, the most bytes first.
 
         Where more bytes are at hand after it than while it runs, since a fetch begins, the copies that are there then.
         """
@@ -256,7 +256,7 @@ class Timeline:
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
-    """What is at hand at each execution of a plan that `checkmate.core.simulator.verify` accepts.
+    """Make the timeline of a plan that `checkmate.core.simulator.verify` accepts.
 
     Raises:
         ValueError: if the plan runs nothing, or writes over what no way of an op does.
@@ -291,7 +291,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
 
 
 def _by_run(events: list[Event]) -> Iterator[list[Event]]:
-    """What happens from each execution to the next."""
+    """Group the events from each execution to the next."""
     return (list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0)
 
 

@@ -45,11 +45,11 @@ class PendingPlaces(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
 
     @property
     def result(self) -> Offsets | None:
-        """What was found, if anything was."""
+        """The result, if there is one."""
 
 
 PlaceSoon = Callable[[Lives], Offsets]
@@ -57,7 +57,7 @@ PlaceLower = Callable[[Lives], PendingPlaces]
 
 
 class _Noted(NamedTuple):
-    """What a step has allocated, for the allocator."""
+    """The allocations of a step, noted for the allocator."""
 
     lives: Lives
     stays: np.ndarray  # (N,) uint8: alive when the next step began
@@ -66,7 +66,7 @@ class _Noted(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """Bytes that were alive at once in the step, without those that stay: these are resident from then on."""
+        """The most bytes alive at once in the step, without those that stay and are resident from then on."""
         born, own = np.arange(len(self.sizes)), self.stays == 0
         return Lives(self.sizes[own], born[own], self.lives.died[own]).peak
 
@@ -77,7 +77,7 @@ class _Noted(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What an arena did in the step that ran last, in the order of ``Counts`` in arena.cpp."""
+    """The counts of an arena in the step that ran last, in the order of ``Counts`` in arena.cpp."""
 
     steps: int = 0  # since it was made
     layouts: int = 0  # times that addresses were planned
@@ -93,7 +93,7 @@ class Counts:
 
 
 class Arena:
-    """What one captured step allocates from.
+    """One mapping of memory that serves the allocations of a captured step.
 
     Args:
         place_soon: finds an offset for each allocation, at once.
@@ -114,7 +114,7 @@ class Arena:
         self._opening = threading.Lock()
 
     def expect(self, capacity: int) -> None:
-        """Prepare for another step, which is expected to allocate so many bytes at once: nothing of the last one holds.
+        """Prepare for another step, which is to have this many bytes alive at once, and forget the last one.
 
         Not to be called while a step runs.
         """
@@ -146,7 +146,7 @@ class Arena:
 
     @property
     def counts(self) -> Counts:
-        """What it did in the last step."""
+        """The counts of the last step."""
         if self._handle is None:
             return Counts()
         numbers = np.zeros(len(Counts.__dataclass_fields__), dtype=np.int64)
@@ -155,7 +155,7 @@ class Arena:
 
     @property
     def settled(self) -> bool:
-        """Whether nobody looks for lower addresses any more."""
+        """True if nobody looks for lower addresses any more."""
         return self._lower is None
 
     @property
@@ -206,7 +206,7 @@ class Arena:
             self._lay(noted, offsets)
 
     def _lay(self, noted: _Noted, offsets: Offsets) -> int:
-        """Have these addresses from now on; bytes of the arena."""
+        """Use these addresses from now on; in bytes of the arena."""
         where, height = np.array(offsets, dtype=np.int64), noted.height(offsets)
         arrays = (array.ctypes.data for array in (noted.sizes, where, noted.stays))
         self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)

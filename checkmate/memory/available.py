@@ -1,4 +1,4 @@
-"""What there is for a step on its device, in bytes: what nobody else holds, less a margin.
+"""The memory for a step on its device, in bytes: free and its own, less a margin.
 
 An accelerator tells how much of its memory is free; what PyTorch's allocator has taken of it already is this process's
 own. On the CPU it is the least that any of these still gives: the machine, the control groups (cgroups) that this
@@ -39,7 +39,7 @@ _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where 
 
 @dataclass(frozen=True)
 class Limit:
-    """One that bounds what a process can have."""
+    """A limit of the memory of a process."""
 
     of: str  # what limits, in words
     total: int  # bytes
@@ -49,7 +49,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Available:
-    """What there is for a step."""
+    """The memory for a step."""
 
     limit: Limit  # the one that leaves least
     held: int  # bytes that the step, or PyTorch's allocator on an accelerator, holds already
@@ -57,7 +57,7 @@ class Available:
 
     @property
     def bytes(self) -> int:
-        """What a budget may be."""
+        """The largest budget."""
         return max(0, self.limit.free + self.held - self.margin)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Available:
 
 
 def available(device: torch.device, held: int, *, in_arena: bool = True, sharing: int = 1) -> Available:
-    """What there is for a step on a device.
+    """Find the memory for a step on a device.
 
     Args:
         held: bytes of the step's tensors that are in memory already; on an accelerator the allocator knows it.
@@ -102,7 +102,7 @@ def rounded_down(count: int) -> int:
 
 
 def limits(root: Path = Path("/")) -> Iterator[Limit]:
-    """What bounds this process on the CPU; nothing where the system does not say.
+    """The limits of this process on the CPU; none where the system does not say.
 
     ``root``: the folder with ``proc`` and ``sys``.
     """
@@ -126,7 +126,7 @@ def _of_accelerator(device: torch.device) -> Available:
 
 
 def _cgroups(root: Path) -> Iterator[Limit]:
-    """Of the control groups of this process and those above them, of version 1 or 2."""
+    """The limits of this process's control groups and those above them, of version 1 or 2."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

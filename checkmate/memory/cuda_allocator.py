@@ -1,4 +1,4 @@
-"""The rules of PyTorch's caching allocator on CUDA, in Python: what it would give for what is asked for, in order.
+"""The rules of PyTorch's caching allocator on CUDA, in Python: the blocks it would give, request by request.
 
 After `c10/cuda/CUDACachingAllocator.cpp`, whose names are in parentheses. Sizes are rounded up to blocks of 512 bytes.
 Up to 1 MiB a block is in the small pool, above it in the large one. A pool serves from the smallest free block that is
@@ -62,7 +62,7 @@ class Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether it can become one with a neighbour."""
+        """True if it can be merged with a neighbour."""
         return not self.in_use
 
     @property
@@ -86,7 +86,7 @@ class _Pool:
         return SEGMENT if self.is_small else LARGE_SEGMENT
 
     def fitting(self, size: int) -> Block | None:
-        """The block that serves so many bytes, which is free no more (get_free_block)."""
+        """Take the free block that serves this many bytes (get_free_block)."""
         i = bisect_left(self.free, size, key=lambda block: block.size)
         if i == len(self.free):
             return None
@@ -100,14 +100,14 @@ class _Pool:
         return self.free.pop(i)
 
     def cut(self, block: Block, size: int, *, expandable: bool) -> None:
-        """Have a block keep so many bytes, where the allocator splits it (should_split)."""
+        """Cut a block to this many bytes, if the allocator splits it (should_split)."""
         rest = block.size - size
         if rest < BLOCK if self.is_small or expandable else rest <= SMALL:
             return
         insort(self.free, _parted(block, size))
 
     def give_back(self, block: Block) -> None:
-        """Have a block be free, as one with its neighbours that are (free_block)."""
+        """Free a block, merged with its free neighbours (free_block)."""
         block.in_use = False
         self.merge(block)
         insort(self.free, block)
@@ -130,7 +130,7 @@ class _Pool:
 
 
 class CudaAllocator:
-    """What PyTorch's allocator holds of a device, and what it does next.
+    """The state and the rules of PyTorch's allocator on a device.
 
     Args:
         expandable: it runs with ``expandable_segments:True``.
@@ -162,7 +162,7 @@ class CudaAllocator:
         self._peaks = Used(self.allocated, self.reserved)
 
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
-        """The block that so many bytes get.
+        """Allocate a block for this many bytes.
 
         Args:
             size: bytes asked for, more than 0.
@@ -203,14 +203,14 @@ class CudaAllocator:
 
     @property
     def state(self) -> Any:
-        """What it does next depends on: equal where it does the same."""
+        """A key of its state: equal if it will do the same."""
         return [
             (key, [(block.size, block.begin) for block in pool.free], [block.begin for block in pool.unmapped])
             for key, pool in self._pools.items()
         ]
 
     def add_segment(self, segment: dict[str, Any]) -> None:
-        """One of those that `torch.cuda.memory_snapshot` lists, above all that were added before."""
+        """Add a segment that `torch.cuda.memory_snapshot` lists, above all segments added before."""
         key = tuple(segment["segment_pool_id"]), segment["stream"]
         pool = self._pool(key, small=segment["segment_type"] == "small")
         below, expandable = None, segment["is_expandable"]
@@ -272,7 +272,7 @@ class CudaAllocator:
         return block
 
     def _growing(self, pool: _Pool, size: int) -> Block:
-        """Where there are addresses for so many bytes (find_expandable_block)."""
+        """Find addresses for this many bytes (find_expandable_block)."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
             first = before if before is not None and before.is_free else unmapped
@@ -294,7 +294,7 @@ class CudaAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Give memory to so many bytes, in whole units (map_block); whether the device had it."""
+        """Map memory to this many bytes, in whole units (map_block), and tell whether the device had it."""
         pool = block.pool
         nbytes = min(rounded(size, pool.unit), block.size)
         if self.reserved + nbytes > self.capacity:
@@ -327,7 +327,7 @@ class CudaAllocator:
 
 
 def _parted(block: Block, size: int) -> Block:
-    """Have a block that is in no list keep its first bytes; the rest, which is in none."""
+    """Cut a block that is in no list after its first bytes, and give the rest, which is in none."""
     rest = Block(block.begin + size, block.size - size, block.pool, block, block.next)
     rest.mapped, rest.expandable, rest.base = block.mapped, block.expandable, block.base
     if rest.next is not None:

@@ -1,4 +1,4 @@
-"""What a CUDA device holds at a time, and what its allocator gives and holds when a plan runs from there."""
+"""Replay a plan from the present state of a CUDA device: the bytes its allocator gives and holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 4  # that are replayed at most, until one leaves the allocator as the on
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What PyTorch's allocator holds of a device at a time, and its settings."""
+    """A snapshot of PyTorch's allocator on a device, and its settings."""
 
     segments: tuple[dict[str, Any], ...] = ()  # as `torch.cuda.memory_snapshot` lists them, by address
     expandable: bool = False  # it runs with ``expandable_segments:True``
@@ -66,7 +66,7 @@ class DeviceState:
 
     @property
     def expanding(self) -> CudaAllocator:
-        """One with expandable segments that holds what is in use here."""
+        """An allocator with expandable segments and the blocks in use here."""
         allocator = CudaAllocator(expandable=True, capacity=self.capacity)
         for size in self.asked:
             allocator.take(size, self.key)
@@ -79,7 +79,7 @@ class DeviceState:
 
 
 def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """What an allocator gives and holds at most, from now on, while blocks are asked for and let go of.
+    """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
 
     All are let go of in the end.
 
@@ -110,7 +110,7 @@ def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -
 
 
 def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """The same over several steps, each of which lets go of what it leaves before the next one begins."""
+    """Replay several steps, each of which frees its leftovers before the next one begins."""
     allocated = reserved = 0
     for _ in range(STEPS):
         before = allocator.state

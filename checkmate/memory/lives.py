@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Lives:
-    """What a step allocates, in order. Time is counted in allocations: the first is made at 0."""
+    """The allocations of a step, in order. Time is counted in allocations: the first is made at 0."""
 
     sizes: np.ndarray  # (N,) int64, bytes, multiples of `ALIGNMENT`
     born: np.ndarray  # (N,) int64

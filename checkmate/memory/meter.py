@@ -1,4 +1,4 @@
-"""One meter of memory: what a call allocates above the level at entry, on the CPU or on an accelerator.
+"""One meter of memory: the bytes that a call allocates above the level at entry, on the CPU or an accelerator.
 
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a call allocated."""
+    """The memory use of a call."""
 
     peak: int  # the most bytes above the level at entry
     final: int  # bytes above that level when it returned
@@ -67,7 +67,7 @@ class Recording:
 
 
 def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> MemoryUse:
-    """Call ``fn`` and measure what it allocates on a device, in bytes.
+    """Call ``fn`` and measure the bytes that it allocates on a device.
 
     On CUDA, and other accelerators, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
     `torch.accelerator.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512
@@ -125,7 +125,7 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
 
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Free no garbage that there is now within the block, even by ``gc.collect()``: that would hide what is allocated.
+    """Free no present garbage within the block, even by ``gc.collect()``: that would hide allocations.
 
     It is put aside, and only the young is collected first: to look through all objects of a large program takes half a
     second.
@@ -207,7 +207,7 @@ def _by_process(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]])
 
 @contextmanager
 def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
-    """The same by PyTorch's profiler of one thread and what it starts, beside another profiler elsewhere."""
+    """Find times and bytes by PyTorch's profiler of one thread, which may run beside another profiler."""
     experimental = _profiler._ExperimentalConfig()
     only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
     _autograd._enable_profiler_legacy(only_memory)
@@ -230,7 +230,7 @@ def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) 
 
 
 def trim() -> bool:
-    """Have glibc's malloc give back all pages in which nothing is alive; whether there were any. Elsewhere: False.
+    """Make glibc's malloc give back all unused pages, and tell whether there were any. Elsewhere: False.
 
     Measuring ops and tracing free hundreds of megabytes, which malloc keeps between the blocks that live on.
 

@@ -31,12 +31,12 @@ _HERE = Path(torch.__file__).parent
 
 
 class Unbuildable(Exception):
-    """Why there is no library, in words."""
+    """The reason why there is no library, in words."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of C++, the libraries of PyTorch that it needs, and what is called in it.
+    """A file of C++, the libraries of PyTorch that it needs, and the functions called in it.
 
     >>> Source(Path(__file__).with_name("arena.cpp"), ("c10",), ()).path().name.startswith("arena-")
     True
@@ -47,13 +47,13 @@ class Source:
     functions: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # name after "checkmate_", type of the result, of arguments
 
     def path(self) -> Path:
-        """Where the library is kept: another source, PyTorch or kind of machine has another."""
+        """The path of the library, by source, PyTorch and kind of machine."""
         parts = (torch.__version__, torch.version.git_version, platform.machine(), *_flags(), self.file.read_text())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
         return files.folder() / "native" / f"{self.file.stem}-{digest}.so"
 
     def state(self) -> str:
-        """Whether there is a library here or could be one, in words."""
+        """Say whether there is a library here or could be one."""
         try:
             if (found := _opened(self.path())) is not None:
                 os.close(found)
@@ -90,7 +90,7 @@ class Source:
         return library
 
     def _loaded(self, path: Path) -> ctypes.PyDLL | None:
-        """The library in a file: the very file that was looked at, whatever is put in its place meanwhile."""
+        """Load the library in a file: the very file that was checked, even if it is replaced meanwhile."""
         found = _opened(path)
         if found is None:
             return None
@@ -127,7 +127,7 @@ def _compiler() -> str:
 
 
 def _opened(path: Path) -> int | None:
-    """A descriptor of a library that nobody else can have written: what it holds is run. None: there is no such file.
+    """Open a library that nobody else can have written, as its code is run. None: there is no such file.
 
     Raises:
         Unbuildable: if others may put files into its folder.
@@ -154,5 +154,5 @@ def _opened(path: Path) -> int | None:
 
 
 def _is_ours(about: os.stat_result) -> bool:
-    """Whether nobody may write to a file or a folder but this user, or root."""
+    """Tell whether only this user, or root, may write to a file or a folder."""
     return about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022

@@ -24,7 +24,7 @@ class ArenaUse(Counts):
 
 @dataclass(frozen=True)
 class HostUse:
-    """What waited in a second memory in the call that ended last; all but counts and seconds in bytes."""
+    """The use of a second memory by the call that ended last; all but counts and seconds in bytes."""
 
     where: str  # "file:/fast/disk", "pinned"
     there: int  # of values that were elsewhere, at most at once
@@ -60,7 +60,7 @@ class ArenaReport(Printed):
 
 
 def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaReport:
-    """What these arenas did, the largest first, and second memories."""
+    """Report on arenas, the largest first, and second memories."""
     uses = [
         ArenaUse(
             **asdict(counts),

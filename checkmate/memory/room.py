@@ -37,7 +37,7 @@ def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, a library on it or the host has no memory for what was asked for."""
+    """Tell whether an error says that a device, a library on it or the host is out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 

@@ -1,1 +1,1 @@
-"""What a training step does with each gradient, as ops of its backward: `checkmate.training_step` has them put in."""
+"""Updates as ops of the backward: what `checkmate.training_step` does with each gradient."""

@@ -65,7 +65,7 @@ def _as_written(step: Any) -> Any:
 
 
 def is_named(optimizer: optim.Optimizer) -> bool:
-    """Whether it is of another library, and known."""
+    """True if it is of another library, and known."""
     return _name_of(optimizer) in NAMED
 
 
@@ -96,7 +96,7 @@ def update_alone(
 
 
 def update_once(optimizer: optim.Optimizer) -> None:
-    """What an optimizer's own step does once, and not for each parameter: its step, where there is no gradient."""
+    """Run the part of an optimizer's step that it does once, not for each parameter: its step without gradients."""
     if known(optimizer) is not None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -145,5 +145,5 @@ def _name_of(optimizer: optim.Optimizer) -> str:
 
 
 def _is_wrapper(kind: type) -> bool:
-    """Whether it shows the groups or states of something else."""
+    """True if it shows the groups or states of another optimizer."""
     return any(name in vars(one) for one in kind.__mro__ for name in ("param_groups", "state"))

@@ -39,7 +39,7 @@ class Average:
 
     @property
     def about(self) -> str:
-        """What the costs of averaging depend on, beside the tensor."""
+        """The key of the costs of averaging, beside the tensor."""
         fn: Any = self.averaged.avg_fn or self.averaged.multi_avg_fn
         if fn is None:
             return "averaged"
@@ -48,7 +48,7 @@ class Average:
         return f"averaged by {getattr(fn, '__qualname__', type(fn).__qualname__)} {version:08x}"
 
     def expect(self, updated: Collection[torch.Tensor]) -> None:
-        """A step updates these parameters: what it takes to average the rest is measured."""
+        """Expect a step that updates these parameters, and measure the averaging of the rest."""
         rest = [(p, q) for p, q in self.pairs.items() if p not in updated]
         largest = max(rest, key=lambda pair: pair[0].nbytes, default=None)
         if largest is not None and is_fake(largest[0]):
@@ -83,7 +83,7 @@ class Average:
 
 
 def checked(ema: Any) -> Average:
-    """What averages in a step.
+    """Check an averaged model and its model, and make the averaging of a step.
 
     Raises:
         TypeError: if something else is given.
@@ -113,7 +113,7 @@ def checked(ema: Any) -> Average:
 
 
 def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, count: torch.Tensor) -> None:
-    """Have one tensor follow another, as an averaged model does after it has averaged so often."""
+    """Move one tensor towards another, as an averaged model does after this many averages."""
     if not like.use_buffers and not isinstance(tensor, nn.Parameter):
         averaged.detach().copy_(tensor.detach().to(averaged.device))
         return

@@ -48,7 +48,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (  # of a module, what
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Ranks that train together, and what they share."""
+    """The ranks that train together, and their exchanges."""
 
     group: Any  # of the ranks
     parameters: Callable[[], Iterable[torch.Tensor]]  # those whose gradients are averaged, as they are now
@@ -57,11 +57,11 @@ class Exchange:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return dist.get_world_size(self.group)
 
     def part(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What a rank has to add to the mean; ``out``: where it is to be written."""
+        """The term that a rank adds to the mean, written to ``out``."""
         return torch.mul(gradient, 1.0 / self.ranks, out=out)  # `mul_` would round the factor to half precision
 
     def mean(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Exchange:
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
-        """Have all ranks be about to send the same gradients; these are said in words that mean the same on each.
+        """Check that all ranks are about to send the same gradients, described in words that mean the same on each.
 
         Raises:
             Unsupported: on every rank, if they are not the same.
@@ -85,7 +85,7 @@ class Exchange:
             )
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have tensors be those of the first rank."""
+        """Copy tensors from the first rank."""
         with torch.no_grad():
             given = [(t.detach(), _dense(t.detach())) for t in tensors]
             sent = [dist.broadcast(dense, group=self.group, group_src=0, async_op=True) for _, dense in given]
@@ -96,7 +96,7 @@ class Exchange:
                     tensor.copy_(dense)
 
     def _reduce(self, tensor: torch.Tensor, how: Any) -> None:
-        """Have a tensor be the sum, say, of those of all ranks, in place."""
+        """Reduce a tensor over all ranks, in place."""
         dense = _dense(tensor)
         reduce_in_place(dense, how, self.group)
         if dense is not tensor:
@@ -112,12 +112,12 @@ class AsItsModule(DistributedDataParallel):
     """Calls the module that it wraps, and nothing else."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the wrapped module gives."""
+        """Call the wrapped module."""
         return self.module(*inputs, **kwargs)
 
 
 def wrapped_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    """Those of the modules and their parts that average gradients over ranks."""
+    """The modules and parts of modules that average gradients over ranks."""
     found = (part for module in modules for part in module.modules())
     return list({id(part): part for part in found if isinstance(part, DistributedDataParallel)}.values())
 
@@ -136,7 +136,7 @@ def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Non
 
 
 def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Have them leave the next backward alone.
+    """Make wrapped modules leave the next backward alone.
 
     After a forward without a backward, as to evaluate, they wait for gradients, and would send those of a step as well.
     """
@@ -164,7 +164,7 @@ def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[optim.Optimizer]) -> Exchange | None:
-    """What a step exchanges with other ranks; None: nothing.
+    """Find the exchange of a step with other ranks; None: there is none.
 
     Args:
         modules: of the step.

@@ -1,4 +1,4 @@
-"""What is done with gradients before an update: they are summed, unscaled, clipped. Each as plain PyTorch does it.
+"""The steps of gradients before an update: sum, unscale, clip, each as plain PyTorch does it.
 
 **Sums.** Gradients of several micro-batches are summed in each parameter's ``.grad``. The first is stored there, later
 ones are added to it in place. What it is stored in is made before the backward: it outlives the step, so that it is no
@@ -60,13 +60,13 @@ class Sums:
         return sum(p.numel() * p.element_size() for p in self._strides)
 
     def make_rooms(self) -> None:
-        """Have room for the sum of each parameter that has none."""
+        """Allocate the missing sums of parameters."""
         for parameter in self._strides:
             if parameter.grad is None and parameter not in self._rooms:
                 self._rooms[parameter] = self._room(parameter)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """What autograd does with a gradient."""
+        """Add a gradient to a sum as autograd does."""
         if parameter.grad is None:
             room = self._rooms.pop(parameter, None)
             parameter.grad = (self._room(parameter) if room is None else room).copy_(gradient)
@@ -79,7 +79,7 @@ class Sums:
 
 
 class Scaling:
-    """What a scaler does in one update."""
+    """The part of a scaler in one update."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
@@ -100,19 +100,19 @@ class Scaling:
         return copy
 
     def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One if an optimizer's update is to be skipped, else zero, of what `largest_of` finds; the scaler is told."""
+        """1.0 if an optimizer's update is to be skipped, else 0.0, as `largest_of` finds; the scaler notes it."""
         found = are_not_finite(largest)
         state = self.scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         return found
 
     def unscale(self, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Unscale all gradients where they are, and look for those that are not finite."""
+        """Unscale all gradients in place, and look for infs and NaNs."""
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
 
     def skips(self, optimizer: optim.Optimizer) -> bool:
-        """Whether a gradient was not finite: then nothing is updated."""
+        """True if a gradient was not finite, so that nothing is updated."""
         key = id(optimizer)
         if key not in self._skipped:
             found = self.scaler._per_optimizer_states[key]["found_inf_per_device"].values()
@@ -157,7 +157,7 @@ def checked_scaler(scaler: Any, optimizers: Sequence[optim.Optimizer]) -> Scalin
 
 
 def are_not_finite(largest: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One if any of these is not finite, else zero."""
+    """1.0 if any gradient has an inf or NaN, else 0.0 (GradScaler's found_inf)."""
     return (~torch.stack([one.isfinite() for one in largest]).all()).float()
 
 
@@ -170,7 +170,7 @@ def largest_of(gradient: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Clipping:
-    """How gradients are clipped.
+    """The clipping of gradients.
 
     Raises:
         ValueError: if a limit is no positive number, or there are two, or the order is no number.

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Insert:
-    """Puts what is done with gradients into traced steps."""
+    """Puts the updates into traced steps."""
 
     updates: Updates
     last: bool = True  # the steps are of the last micro-batch before an update; the others only add to sums
@@ -110,7 +110,7 @@ class _Writer:
     inputs: Mapping[int, fx.Node]  # of the graph, by the id of the tensor
 
     def with_sums(self, *, last: bool) -> None:
-        """Each gradient is added to its sum; at last each parameter is updated by its sum."""
+        """Add each gradient to its sum, and at last update each parameter by its sum."""
         what, tokens = self.what, []
         assert what.sums is not None
         together = what.clipping.most is not None or what.scaling is not None
@@ -136,7 +136,7 @@ class _Writer:
                 self._update(operations.update(what, update, by_sum=True), ready, parameter, update)
 
     def without_sums(self) -> None:
-        """Each gradient goes its way to its update."""
+        """Lead each gradient to its update."""
         what, results = self.what, self.results
         for i, (parameter, _) in self.found.items():
             results[i] = self._as_stored(results[i], parameter)
@@ -166,7 +166,7 @@ class _Writer:
         return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
 
     def _agreed(self) -> fx.Node | None:
-        """Where gradients are averaged over ranks, that these agree on which and in what order."""
+        """Make ranks that average gradients agree on which, and in what order."""
         if self.what.exchange is None:
             return None
         order = [update.parameter for _, update in self.found.values() if update.parameter in self.averaged]
@@ -199,7 +199,7 @@ class _Writer:
         return {o: self._last(decide[o], (nodes,), nodes[-1], "skips") for o, nodes in largest.items()}
 
     def _factor(self) -> fx.Node:
-        """What gradients are to be multiplied by, of norms in the order of the parameters."""
+        """The factor that clips gradients, from norms in the order of the parameters."""
         of = {id(update.parameter): self.results[i] for i, (_, update) in self.found.items()}
         gradients = [of[key] for key in self.what.of_parameters() if key in of]
         norms = [self._next(norm_of, (gradient, self.what.clipping.order), "norm") for gradient in gradients]
@@ -286,12 +286,12 @@ def _refuse_other_exchanges(graph: fx.Graph) -> None:
 
 
 def _is_input(node: fx.Node) -> bool:
-    """Whether a node is one tensor that the step is given."""
+    """Tell whether a node is a tensor input of the step."""
     return _is_primal(node) and hasattr(node.meta.get("desc"), "idx")
 
 
 def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
-    """Those with which autograd stores a gradient for a parameter."""
+    """The strides with which autograd stores a gradient of a parameter."""
     val, like = gradient.meta["val"], parameter.meta["val"]
     if obeys_layout(val, like):
         return tuple(val.stride())

@@ -27,7 +27,7 @@ AVERAGED = 3  # the position of what an update overwrites beside its parameter, 
 
 
 def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
-    """A function that runs another, with what is to be known of it."""
+    """Make an op of a function, with its name and properties."""
 
     def op(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
@@ -38,7 +38,7 @@ def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
 
 
 def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = False) -> Op:
-    """Of a gradient, the parameter, and what the costs of an update depend on.
+    """Update by a gradient; further arguments are the parameter and the key of the update's costs.
 
     With ``by_sum`` the sum of gradients that is there is taken: with ``adds`` the gradient is added to it before, else
     the first argument only says that it is ready.
@@ -72,7 +72,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
 
 def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
-    """Of a gradient and the parameter, and of the number of the exchange before, if there is one.
+    """Add a gradient to the sum of its parameter, behind the exchange before, if there is one.
 
     Gives a number that says that the gradient was added to its sum, and with ``exchanges`` that this was averaged.
     """
@@ -103,7 +103,7 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
-    """Of a gradient and its parameter; gives a number that says that all ranks send gradients in this order."""
+    """Agree on a gradient and its parameter; the result says that all ranks send gradients in this order."""
 
     def run(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         updates.agree(order)
@@ -117,7 +117,7 @@ def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
 
 
 def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
-    """Of a gradient, the parameter, and the number of the exchange before.
+    """Average a gradient over ranks, behind the exchange before.
 
     Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
     """
@@ -132,7 +132,7 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
 
 
 def prepare(updates: Updates) -> Op:
-    """Of numbers that say that all sums are there; gives one that says that they are ready for the updates."""
+    """Wait for all sums; the result says that they are ready for the updates."""
 
     def run(added: Sequence[torch.Tensor]) -> torch.Tensor:
         updates.prepare()
@@ -157,7 +157,7 @@ def prepare(updates: Updates) -> Op:
 
 
 def coefficient(clipping: Clipping) -> Op:
-    """Of the norms of all gradients; gives the factor that clips them."""
+    """The factor that clips all gradients, from their norms."""
 
     def rehearse(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.clamp(1.0 / (total(norms, clipping.order) + 1.0), max=1.0)
@@ -166,12 +166,12 @@ def coefficient(clipping: Clipping) -> Op:
 
 
 def decide(scaling: Scaling, optimizer: optim.Optimizer) -> Op:
-    """Of the largest value in each gradient; gives whether the update is skipped, which the scaler notes."""
+    """Decide whether the update is skipped, from the largest value in each gradient; the scaler notes it."""
     return _op("decide_to_skip", partial(scaling.decide, optimizer), lambda: are_not_finite)
 
 
 def unscale(scaling: Scaling) -> Op:
-    """Of a gradient; gives it without the scale."""
+    """A gradient without the scale."""
     return _op("unscaled", scaling.unscaled, lambda: Scaling(scaling.scaler).unscaled)
 
 

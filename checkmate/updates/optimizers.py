@@ -1,4 +1,4 @@
-"""One parameter's update by the optimizer that has it: the same object, the same state, its settings as they are now.
+"""The update of one parameter by its own optimizer: same object, same state, present settings.
 
 The optimizer's own `step` runs, on a view of the optimizer that has this parameter only. So a learning rate that is set
 by hand or by a scheduler holds from the next update on, and states are where `state_dict` finds them. PyTorch's
@@ -79,7 +79,7 @@ class Update:
 
     @property
     def about(self) -> str:
-        """What a late update's cost depends on beside the parameter: the optimizer's kind, and what is turned on.
+        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches.
 
         Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
         """
@@ -94,7 +94,7 @@ class Update:
             self._update(self.parameter, gradient, self.optimizer.state)
 
     def rehearsal(self) -> Call:
-        """A function that does to another parameter what a late update does to this one, with a state of its own.
+        """Make a function that updates another parameter as a late update does this one, with a state of its own.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
         one that is said to it. Of optimizers that are not of `torch.optim` it does once, the second time it is called,
@@ -216,7 +216,7 @@ class Update:
         return kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Whether to update a parameter in slices: it is large, saves memory, and all that is sliced lies alike."""
+        """Tell whether to update a parameter in slices: it is large, this saves memory, and all slices lie alike."""
         kind, settings = known(self.optimizer), self.settings
         if parameter.numel() <= SLICE or settings.get("fused") or kind is None or kind in _WHOLE:
             return False
@@ -231,7 +231,7 @@ class Update:
 
 
 def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
-    """The kind of an optimizer and what is turned on in a group of it, but for rates, which change from step to step.
+    """The kind of an optimizer and the switches of a group, without rates, which change from step to step.
 
     >>> about(sgd := optim.SGD([torch.ones(1)], lr=0.1, momentum=0.9), sgd.param_groups[0])
     'SGD momentum'
@@ -320,7 +320,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def checked(
     optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False, alone: bool = False
 ) -> tuple[optim.Optimizer, ...]:
-    """The optimizers of a step, each of which updates parameters of its own.
+    """Check the optimizers of a step: each updates parameters of its own.
 
     Args:
         optimizers: one or several.
@@ -350,7 +350,7 @@ def checked(
 
 
 def _what_it_is(given: object) -> str:
-    """What was given in an optimizer's place, and what to give."""
+    """Say what was given in an optimizer's place, and what to give."""
     if isinstance(given, type):
         return f"the class {given.__name__}: make one of it, {given.__name__}(model.parameters())"
     if isinstance(given, optim.lr_scheduler.LRScheduler):
@@ -419,7 +419,7 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
 
 
 def _at_once(group: dict[str, Any]) -> bool:
-    """Whether a group is updated by ops of many tensors."""
+    """True if a group is updated by ops of many tensors."""
     on_cpu = all(p.device.type == "cpu" for p in group["params"])
     return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
 

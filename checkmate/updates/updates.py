@@ -1,4 +1,4 @@
-"""What a training step does with its gradients, one parameter after the other: unscale, clip, update, average.
+"""The updates of a training step, one parameter after the other: unscale, clip, update, average.
 
 gradient -> (added to the sum of several) -> (mean of ranks) -> (without the scale) -> (clipped) -> update -> (average)
 """
@@ -22,7 +22,7 @@ NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
 
 @dataclass(eq=False)
 class Updates:
-    """What is done with gradients."""
+    """The updates of a training step."""
 
     optimizers: Sequence[optim.Optimizer]  # whose parameters are updated, as `optimizers.checked` gives them
     clipping: Clipping = field(default_factory=Clipping)  # of gradients
@@ -43,18 +43,18 @@ class Updates:
 
     @property
     def signature(self) -> list[tuple[str, list[int]]]:
-        """What a plan holds for: which parameters are updated, in what groups, and how."""
+        """The key that plans hold for: the parameters that are updated, their groups, and how."""
         groups = ((o, group) for o in self.optimizers for group in o.param_groups)
         return [(about(o, group), [id(p) for p in group["params"]]) for o, group in groups]
 
     @property
     def together(self) -> bool:
-        """Whether it has to be known of each gradient which parameter it belongs to, updated or not."""
+        """True if each gradient must be matched with its parameter, updated or not."""
         return self.clipping.most is not None or self.scaling is not None or self.exchange is not None
 
     @property
     def reach(self) -> list[nn.Module]:
-        """What is held beside a step and its batch."""
+        """The modules held beside a step and its batch."""
         return [] if self.average is None else [self.average.averaged]
 
     @property
@@ -76,7 +76,7 @@ class Updates:
             self.average.begin()
 
     def agree(self, order: Sequence[torch.Tensor]) -> None:
-        """Have all ranks be about to send the same gradients: in this order, then those that are there already."""
+        """Check that all ranks are about to send the same gradients: in this order, then those that exist already."""
         if self.exchange is not None:
             places = {p: n for n, p in enumerate(parameters_of(self.optimizers))}
             sent = [*order, *(p for p in self._rest() if p not in {*order})]
