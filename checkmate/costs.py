@@ -1,4 +1,4 @@
-"""What a step costs, op by op: `profile`. PyTorch is loaded where there is a step to trace only."""
+"""The costs of a step, op by op: `profile`. PyTorch is loaded only to trace a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from checkmate.inspection.op_costs import Costs, costs_of
 
 
 def profile(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:
-    """What each op of a step costs, as a table.
+    """List the costs of each op of a step, as a table.
 
     Args:
         fn: a `Problem`, as `checkmate.trace` or `Problem.from_json` give it: then nothing runs and PyTorch is not

@@ -1,4 +1,4 @@
-"""What each kind of device has of its own: the CPU, CUDA, and any other that `torch.accelerator` speaks for.
+"""Traits of each kind of device: the CPU, CUDA, and any other that `torch.accelerator` speaks for.
 
 Streams, events and the counts of an allocator are asked of `torch.accelerator`, CUDA's too, and generators of the
 device's module; here is what neither tells. ROCm comes as CUDA; others are XPU, and what is built on PrivateUse1.
@@ -34,7 +34,7 @@ KERNELS = (  # variables of the environment by which libraries choose kernels
 
 
 class Kind:
-    """The traits of a kind of device: of any accelerator, as far as the CPU and CUDA have no others."""
+    """The traits of an accelerator; the CPU and CUDA have some of their own."""
 
     block_bytes = 512  # what its allocator rounds sizes up to (kMinBlockSize on CUDA and XPU)
     like = "a100"  # what ops are estimated for in `checkmate.profiling.roofline`, and then scaled
@@ -46,7 +46,7 @@ class Kind:
         return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
 
     def settings(self) -> dict[str, bool]:
-        """What changes which kernels run, in words: settings that are not PyTorch's own; whether each is to be said."""
+        """The settings that change which kernels run, in words, each with whether it is to be said."""
         backends: Any = torch.backends
         products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
         return {
@@ -114,7 +114,7 @@ class _Cuda(Kind):
         }
 
     def free_bytes(self, device: torch.device) -> tuple[int, int]:
-        """As far as `torch.cuda.set_per_process_memory_fraction` lets PyTorch's allocator have it."""
+        """Bytes that are free, within the fraction of `torch.cuda.set_per_process_memory_fraction`."""
         free, total = torch.cuda.mem_get_info(device)
         most = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free, most - torch.cuda.memory_reserved(device)), total
@@ -176,7 +176,7 @@ def kind_of(device: torch.device) -> Kind:
 
 
 def kinds() -> list[str]:
-    """What PyTorch calls the kinds of device that there may be: the CPU, CUDA, and what is the accelerator here."""
+    """PyTorch's names of the kinds of device: the CPU, CUDA, and the accelerator of this machine."""
     accelerator = torch.accelerator.current_accelerator()
     return [*dict.fromkeys([*_KINDS, *([] if accelerator is None else [accelerator.type])])]
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="checkmate", options={"budget": "8 GB"})`` calls, by an entry point.
+"""The entry point of ``torch.compile(model, backend="checkmate", options={"budget": "8 GB"})``.
 
 It finds fewer mistakes than `checkmate.compile`, which sees the whole call: there is no ``verify``, no ``plans``, and
 errors come wrapped as PyTorch wraps them. PyTorch decides what is captured when, and for how many kinds of input. The

@@ -1,4 +1,4 @@
-"""What can go wrong, each with the way out in its message."""
+"""The errors of checkmate, each with the way out in its message."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def showing(
     name: str = "",
     shown: bool | None = None,
 ) -> Iterator[None]:
-    """Show what is done within, and how far it is.
+    """Show the work within the block, and its progress.
 
     Args:
         text: a few words, asked for at each drawing.
@@ -92,7 +92,7 @@ class _Part:
 
 
 class _Line:
-    """The line of what is being done, drawn by a thread."""
+    """The line of the present work, drawn by a thread."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []  # the innermost last

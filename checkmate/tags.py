@@ -28,7 +28,7 @@ _noted: ContextVar[list[tuple[torch.Tensor, str]] | None] = ContextVar("noted", 
 
 
 def tag(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The same tensor, under a name that rules may speak of: ``compile(..., rules={"scores": "recompute"})``.
+    """Name a tensor for rules to speak of: ``compile(..., rules={"scores": "recompute"})``.
 
     The op that makes the tensor's memory is named, be the tensor a view of it. What is there before the step, as a
     parameter or the batch, is made by no op. Outside of a compiled step it does nothing.
@@ -54,14 +54,14 @@ def _note(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _traced(x: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor in the graph that is traced of it."""
+    """The stand-in of a tensor in the graph that is traced."""
     inner = x.elem if isinstance(x, FunctionalTensor) else x
     return _from_functional_tensor(inner) if _is_functional_tensor(inner) else inner
 
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Within the block, what is traced notes its tags here."""
+    """Collect the tags of all that is traced within the block."""
     noted: list[tuple[torch.Tensor, str]] = []
     token = _noted.set(noted)
     try:

@@ -72,7 +72,7 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
 
 
 def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Problem:
-    """What `trace` gives for a batch."""
+    """Trace a step for a batch, as `trace` does."""
     find_costs, block_bytes = options.costs
     problems: list[Problem] = []
     fakes = [*filter(is_fake, tensors_within((fn, args, kwargs)))]

@@ -201,11 +201,11 @@ class TrainingStep(Planned):
 
     @property
     def inserts(self) -> Insert:
-        """What puts the updates into a captured ``loss_fn``, for a backend that captures it."""
+        """Insert the updates into a captured ``loss_fn``, for a backend that captures it."""
         return Insert(self._updates)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Within the block ``loss_fn`` does nothing beside what is captured, where it is wrapped for several ranks."""
+        """Within the block, a ``loss_fn`` wrapped for several ranks does nothing beside its captured graph."""
         return as_their_modules(self._wrapped)
 
     @property
@@ -225,7 +225,7 @@ class TrainingStep(Planned):
             self._updates.finish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``loss_fn`` gives, detached, after the parameters were updated, or the gradients added."""
+        """Run the step: give the result of ``loss_fn``, detached, after parameters were updated, or gradients added."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         with self._alone():
@@ -276,7 +276,7 @@ class TrainingStep(Planned):
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:
-        """What comes before the first call of an update."""
+        """Prepare the first call of an update."""
         for optimizer in self._updates.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self._updates.exchange is not None:
@@ -320,7 +320,7 @@ class TrainingStep(Planned):
 
 
 def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
-    """Refuse modules that speak with other ranks in their forward, outside of what is captured."""
+    """Refuse modules that speak with other ranks in their forward, outside of the captured graph."""
     try:
         ranks.refuse_wrapped(loss_fn)
         ranks.refuse_inner(loss_fn, ())
@@ -332,7 +332,7 @@ def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
 
 
 def _refuse_beside_shards(updates: Updates) -> None:
-    """Refuse what is done with gradients of which each rank has a shard only, where that takes all shards."""
+    """Refuse work on sharded gradients that takes all shards."""
     if not any(map(is_shard, parameters_of(updates.optimizers))):
         return
     found = [

@@ -59,7 +59,7 @@ def parse_bytes(budget: int | float | str) -> int:
 
 
 def parse_share(budget: object) -> float | None:
-    """Read a budget that is a share of what there is for a step: "fit", all of it, or "70%". None: it is in bytes.
+    """Read a budget that is a share of the free memory: "fit", all of it, or "70%". None: it is in bytes.
 
     Raises:
         BudgetError: if it is text that is neither, and no bytes either.
@@ -102,7 +102,7 @@ def parse_rate(rate: float | str) -> float:
 
 
 def check_positive(name: str, given: Any, of: str = "", most: float = sys.float_info.max) -> None:
-    """Raise a ValueError for what is no positive number, such as text, or is more than ``most``.
+    """Raise a ValueError unless it is a positive number of at most ``most``.
 
     >>> check_positive("time_limit", "60s", " of seconds")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Which version of checkmate this is: part of what a plan on disk was made by."""
+"""The version of checkmate, which plans on disk carry."""
 
 from __future__ import annotations
 

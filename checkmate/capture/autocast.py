@@ -51,7 +51,7 @@ def is_kept(tensor: Any) -> bool:
 
 @contextmanager
 def autocast_as_found() -> Iterator[None]:
-    """Autocast as it was, whatever was entered and not left within.
+    """Restore autocast at the end, even if a region was entered and not left within.
 
     In a region that nobody leaves plain PyTorch would compute on with the weights that it once converted.
     """
@@ -72,7 +72,7 @@ def autocast_as_found() -> Iterator[None]:
 
 
 class Copies:
-    """The weights of a captured step of which autocast keeps copies.
+    """The weights of a captured step whose converted copies autocast keeps.
 
     Args:
         module: the graph as Dynamo captured it. Its weights are leaves from now on when its gradients are traced.
@@ -137,9 +137,9 @@ def is_converted(node: fx.Node) -> bool:
 
 
 def _as_leaves(*weights: torch.Tensor) -> None:
-    """In a captured graph: what stands for its weights are leaves, while the gradients are traced.
+    """Make the stand-ins of weights leaves while the gradients of a captured graph are traced.
 
-    But for those of which AOTAutograd hands over a clone, because the step writes them.
+    Clones that AOTAutograd hands over, because the step writes these weights, stay as they are.
     """
     for weight in weights if proxy_tensor.get_proxy_mode() is not None else ():
         if weight.grad_fn is not None and not weight.grad_fn.next_functions:

@@ -1,4 +1,4 @@
-"""Have cuDNN's batch norm in the joint graph where eager PyTorch runs it: AOTAutograd traces another kernel.
+"""Put cuDNN's batch norm into the joint graph where eager PyTorch runs it: AOTAutograd traces another kernel.
 
 ``aten.cudnn_batch_norm`` writes the running statistics without saying so in its schema. AOTAutograd therefore traces
 PyTorch's own kernel in its place, whose sums are in another order: other bits than eager's. Here the node becomes a
@@ -55,7 +55,7 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
 
 
 def reserve_bytes(x: Tensor) -> int:
-    """What cuDNN keeps of a training forward for its backward, beyond what everyone does.
+    """The bytes that cuDNN keeps of a training forward for its backward, beyond the usual statistics.
 
     Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. An
     estimate, and no small one: those that PyTorch calls for tensors that are not in channels last may keep nothing.

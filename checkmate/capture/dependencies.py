@@ -1,4 +1,4 @@
-"""What a node of a graph that Dynamo captured depends on: what it reads, and what writes to any of that before."""
+"""The dependencies of a node in a graph of Dynamo's: its inputs, and earlier writes to any of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def up_to(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
-    """The node, what it is computed from, and what writes to any of that before."""
+    """The node, the nodes it is computed from, and earlier writes to any of them."""
     needed, memory = set[fx.Node](), set[int]()
     writers = [n for n in earlier if is_write(n)]
     todo = [node]

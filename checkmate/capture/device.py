@@ -1,4 +1,4 @@
-"""Where a step runs: on the CPU or on one accelerator, and what that means for sizes, budget and repeated numbers."""
+"""The device of a step, the CPU or one accelerator, and its part in sizes, budget and repeated numbers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Joint:
         return sum(self.graph.values[v].size_bytes for op in self.graph.ops if op.name == NUMBERS for v in op.outputs)
 
     def in_order(self, order: Sequence[int]) -> Joint:
-        """The same step, its ops in another order, as `checkmate.core.graph.Graph.in_order` has them."""
+        """The step with its ops in another order, as in `checkmate.core.graph.Graph.in_order`."""
         return replace(self, graph=self.graph.in_order(order), nodes=tuple(self.nodes[k] for k in order))
 
 
@@ -206,7 +206,7 @@ class _Contents:
         self.nodes.append(node)
 
     def add_op(self, node: fx.Node, phase: Phase) -> None:
-        """What a node runs, and the values that it makes.
+        """Add the op of a node, and the values that it makes.
 
         Raises:
             Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
@@ -240,9 +240,9 @@ class _Contents:
                 self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
-        """What is made outside of the captured code, within the step: numbers before the forward, by Dynamo.
+        """Add values that others make within the step: numbers, by Dynamo, before the forward.
 
-        And gradients between forward and backward, by autograd, which holds them to the end.
+        And gradients, by autograd, between forward and backward, which holds them to the end.
         """
         made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:

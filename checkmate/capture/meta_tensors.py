@@ -17,7 +17,7 @@ from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, M
 
 
 def is_fake(tensor: Any) -> bool:
-    """It has a shape and a type, but no data: a fake tensor, or one on the meta device."""
+    """True for a tensor without data: a fake one, or one on the meta device."""
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 

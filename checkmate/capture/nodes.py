@@ -1,4 +1,4 @@
-"""What a node of a joint graph is, told from its fake tensors and its schema: a view, a write, a random draw."""
+"""Properties of a node of a joint graph, from its fake tensors and its schema: view, write, random draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 
 
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes and all that they are computed from, but for some and what is behind these."""
+    """The nodes and their ancestors, without some nodes and the ancestors of these."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -64,7 +64,7 @@ def call(
 
 
 def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:
-    """Those that are nodes, of arguments or outputs that may be constants."""
+    """The nodes among arguments or outputs, which may be constants."""
     return [n for n in leaves if isinstance(n, fx.Node)]
 
 
@@ -76,7 +76,7 @@ def tensors(val: Any) -> list[torch.Tensor]:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others."""
+    """The identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -88,14 +88,14 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 def target_name(node: fx.Node) -> str:
-    """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
+    """The name of a node's target, equal in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
     if isinstance(node.target, types.FunctionType) and called(node) is node.target:
         return f"{node.target.__module__.partition('.')[0]}.{node.target.__name__}"
     return str(called(node))
 
 
 def called(node: fx.Node) -> Any:
-    """What a node calls, be it on a copy."""
+    """The target of a node, also behind a copy of its argument."""
     return node.args[0] if node.target in (layouts.write_copy, layouts.draw_copy) else node.target
 
 
@@ -109,7 +109,7 @@ def getitems(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """All its tensors live in storages of its inputs, and it writes nothing; getitems are views of their source."""
+    """True if all its tensors live in storages of its inputs and it writes nothing; getitems are views as well."""
     if node.op != "call_function" or is_mutating(node):
         return False
     if node.target is operator.getitem:
@@ -120,7 +120,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """It writes to an argument."""
+    """True if it writes to an argument."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -140,7 +140,7 @@ def updated(node: fx.Node) -> list[fx.Node]:
 
 
 def done_with_gradients(node: fx.Node) -> str | None:
-    """What an op of `checkmate.updates` does beside what it makes, in words with a place for the parameter's name.
+    """The effect of an op of `checkmate.updates`, in words with a place for the parameter's name.
 
     None of any other op.
     """
@@ -148,7 +148,7 @@ def done_with_gradients(node: fx.Node) -> str | None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """It does more than to make what others read: it must stay, read or not."""
+    """True if it has an effect, so that it must stay even if nobody reads its result."""
     return node.is_impure() or is_random(node) or is_mutating(node) or bool(done_with_gradients(node))
 
 
@@ -166,5 +166,5 @@ def is_convolution(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Speaks with other ranks, or waits for what they say."""
+    """True if it exchanges data with other ranks, or waits for such data."""
     return getattr(node.target, "namespace", None) in _COLLECTIVES

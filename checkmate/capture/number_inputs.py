@@ -49,12 +49,12 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class NotFree(Exception):
-    """A number cannot be an input: what is captured depends on it."""
+    """Raised if a number cannot be an input, as the captured graph depends on it."""
 
 
 @contextmanager
 def as_inputs(sources: Collection[str]) -> Iterator[None]:
-    """Have Dynamo capture numbers, by its names, as inputs, and leave them numbers: as tensors they would round."""
+    """Make Dynamo capture numbers, by its names, as inputs that stay numbers: as tensors they would round."""
 
     def is_dynamic(name: str, *where: Any) -> bool:
         return name in sources
@@ -183,7 +183,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
 
 
 def _size_of_data(node: fx.Node) -> str:
-    """What to say where a size is as large as the data of a tensor makes it."""
+    """The message for a size that depends on the data of a tensor."""
     of = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
     place = where(node)
     return (
@@ -215,7 +215,7 @@ def value_of(leaf: Any) -> Any:
 def written_out(
     graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
 ) -> list[Any]:
-    """What a joint graph computes with numbers put in, as data: two graphs that do the same are equal.
+    """Write out a joint graph with numbers put in, as data that is equal for equal computations.
 
     Args:
         graph: the joint graph; numbers: its placeholders that are numbers; given: their values, by source.
@@ -249,7 +249,7 @@ def written_out(
 
 
 class _Position(int):
-    """Of an op or an input among the others."""
+    """The position of an op or an input among the others."""
 
 
 def hands_out_number(node: fx.Node) -> bool:
@@ -274,7 +274,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def number_read(place: str, source: str) -> str:
-    """What to say where a number is read from a tensor, ``source``, to be a size, an index or an argument."""
+    """The message for a number read from a tensor, ``source``, as a size, an index or an argument."""
     said = (
         f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
         "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "

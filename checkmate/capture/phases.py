@@ -84,7 +84,7 @@ class Traced:
         }
 
     def name(self, node: fx.Node) -> str:
-        """What to call a node's value: an input as the user knows it, else as in the graph."""
+        """The name of a node's value: an input's as the user knows it, else as in the graph."""
         is_input = node.op == "placeholder" and _is_primal(node)
         position = getattr(node.meta.get("desc"), "idx", None) if is_input else None
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
@@ -137,7 +137,7 @@ def _is_outside_its_running_statistics(node: fx.Node) -> bool:
 
 
 def let_overwrite(step: Traced) -> None:
-    """Have autograd accept what is written between forward and backward, and the backward does not depend on.
+    """Save in-place-updated inputs without autograd's version check if the backward does not read them.
 
     Running statistics by another call; by this step a parameter that is updated from what was written.
     """
@@ -168,7 +168,7 @@ def phases(step: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _needed_in_forward(step: Traced, ops: Collection[fx.Node]) -> set[fx.Node]:
-    """What the forward's results depend on, and what must run once before any gradient is there."""
+    """The ops of the forward: those its results depend on, and those that must run once before any gradient."""
 
     def must_run(n: fx.Node) -> bool:
         return n in ops and n not in step.after_tangent and bool(step.pinned(n)) and not _has_tag_is_backward(n)
@@ -206,7 +206,7 @@ def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
-    """The same ops, what is done with a gradient as early as it can be: updates behind all that reads the parameter."""
+    """Move the ops on each gradient as early as possible: updates behind the last reader of the parameter."""
     updates = [n for n in backward if done_with_gradients(n)]
     place = {n: i for i, n in enumerate(backward)}
     last: dict[int, int] = {}  # reader of a storage

@@ -96,7 +96,7 @@ class Buffer:
             done += whole
 
     def _forget_pages(self, offset: int, nbytes: int) -> None:
-        """Have the kernel let go of pages, which it does once they are written."""
+        """Tell the kernel to let go of pages, which it does once they are written."""
         os.fdatasync(self.fd)
         os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -110,7 +110,7 @@ class Buffer:
         return True
 
     def _find_alignment(self) -> int:
-        """What addresses must be multiples of, found by trying; without any the page cache is used after all."""
+        """Find by trying the alignment of addresses; without any the page cache is used after all."""
         if not self.nbytes:
             return 1
         with mmap.mmap(-1, 3 * BLOCK) as space, memoryview(space) as memory:
@@ -148,7 +148,7 @@ class FileMover:
         return self._begin(self._back, slot, storage.data_ptr())
 
     def finish(self) -> None:
-        """Wait for what the threads are at; what is behind it never begins."""
+        """Wait for the present copies of the threads; those behind them never begin."""
         wait([future for future in self._begun if not future.cancel()])
         self._begun.clear()
 

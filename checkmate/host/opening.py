@@ -199,7 +199,7 @@ def _measure(where: str, device: torch.device) -> Links:
 
 
 def _read(path: Path, place: str) -> Links | None:
-    """What is kept of a place; None, with a warning where there is reason for one, if there is nothing."""
+    """Read the kept links of a place; None, with a warning where there is reason for one, if there are none."""
     try:
         document = files.read_json(path, format=FORMAT, version=VERSION, what="file of links")
         links = _links(document["links"])
@@ -223,7 +223,7 @@ def _links(kept: dict[str, Any]) -> Links:
 
 
 def _first_of(path: Path, place: str, links: Links) -> Links:
-    """What the first process has kept that measured; a warning says if nothing can be kept."""
+    """The links kept by the first process that measured; a warning says if nothing can be kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path):

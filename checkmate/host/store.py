@@ -40,7 +40,7 @@ class Extent(NamedTuple):
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a value of so many takes in a second memory.
+    """Round up the bytes of a value to those it takes in a second memory.
 
     >>> rounded(0), rounded(1), rounded(4096), rounded(4097)
     (0, 4096, 4096, 8192)
@@ -86,7 +86,7 @@ class FreeSpace:
         return tuple(taken)
 
     def give(self, extents: tuple[Extent, ...]) -> None:
-        """Have bytes back that were taken."""
+        """Take bytes back."""
         for extent in extents:
             insort(self._free, extent)
         merged: list[Extent] = []
@@ -110,7 +110,7 @@ Wait = Callable[[], BaseException | None]  # until a copy has ended, for all tha
 
 
 class Mover(Protocol):
-    """What copies between a step's memory and the second one. The caller keeps the storages until the copy's end."""
+    """The copier between a step's memory and the second one. The caller keeps the storages until the copy's end."""
 
     name: str  # for errors
 
@@ -121,7 +121,7 @@ class Mover(Protocol):
         """Begin to copy a value here."""
 
     def finish(self) -> None:
-        """Wait for what is under way, and forget what has not begun; raises nothing that a copy does."""
+        """Wait for copies under way, and forget those that have not begun; raises no error of a copy."""
 
     def close(self) -> None:
         """Let threads and memory go, after `finish`."""
@@ -236,7 +236,7 @@ class Store:
             self._forget(key)
 
     def reset(self) -> None:
-        """Begin anew, after a step that did not end: what is under way ends first, and then nothing is there.
+        """Begin anew after a step that did not end: wait for copies under way, then free everything.
 
         No storage is let go while something is copied to or from it.
         """
@@ -246,7 +246,7 @@ class Store:
             self._space = FreeSpace(self.capacity)
 
     def close(self) -> None:
-        """Let the second memory go, after what is under way has ended. Closing again does nothing."""
+        """Free the second memory after the copies under way have ended. Closing again does nothing."""
         if os.getpid() != self._process:
             self._close()
             return
@@ -280,7 +280,7 @@ class Store:
 
 
 def _shut(mover: Mover, values: dict[int, _Value], process: int) -> None:
-    """What is left to do where a store is closed, deleted, or alive at the interpreter's end."""
+    """Clean up a store that is closed, deleted, or alive at the interpreter's end."""
     if os.getpid() != process:
         mover.abandon()
         return

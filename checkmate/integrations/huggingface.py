@@ -25,7 +25,7 @@ log = logging.getLogger("checkmate.integrations")
 
 
 class WithinBudget(TrainerCallback):
-    """Have a Trainer stay within a budget of bytes, with the numbers that it has without.
+    """Keep a Trainer within a budget of bytes, with unchanged numbers.
 
     The model's forward and the backward through it are planned. What the Trainer keeps beside them is left out of the
     budget by itself: the optimizer's state, gradients that are accumulated, batches that it fetches ahead. Nothing else
@@ -156,7 +156,7 @@ def find_batch_size(
 
 
 def _turn_checkpointing_off(model: Any) -> None:
-    """Have no module run its forward again by itself; a plan decides what runs again."""
+    """Turn off checkpointing within modules; a plan decides what runs again."""
     newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
     if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
         log.info("activation checkpointing is turned off: the plan decides what runs again")

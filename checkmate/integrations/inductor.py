@@ -130,7 +130,7 @@ class KnapsackSolver(CustomKnapsackSolver):
         return choice
 
     def uuid(self) -> tuple[bytes, int | None]:
-        """What Inductor's cache of compiled code knows the solver by: its sources, and the budget."""
+        """The key of the solver in Inductor's cache of compiled code: its sources, and the budget."""
         return get_hash_for_files((__file__, step_graph.__file__, kept_ops.__file__)), self.budget
 
 

@@ -29,7 +29,7 @@ def head_within(model: Any) -> tuple[nn.Module, Callable[..., Any]] | None:
 
 
 def outside_of(planned: PlannedCall, base: nn.Module, forward: Callable[..., Any], *, refers: bool) -> Outside:
-    """What measures the bytes that a forward takes outside of a planned part of it.
+    """Make a meter of the bytes that a forward takes outside of its planned part.
 
     Args:
         planned: the call of the part.
@@ -67,7 +67,7 @@ def outside_of(planned: PlannedCall, base: nn.Module, forward: Callable[..., Any
 
 
 def _peak(fn: Callable[[], Any], device: torch.device) -> Any:
-    """What a call takes, measured in a thread of its own where a profiler runs in this one, under the same autocast."""
+    """Measure the bytes of a call, in another thread if a profiler runs in this one, under the same autocast."""
     kind = device.type
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 

@@ -26,7 +26,7 @@ def largest_batch(
     loop: Loop,
     options: Mapping[str, Any],
 ) -> LargestBatch:
-    """The largest batch of a step of a module, within a budget of which a loop needs a part.
+    """Find the largest batch of a module's step, within a budget of which the loop around it needs a part.
 
     Batches that the loop holds beside the one at hand grow with it: the step is given them too, and reads one.
 

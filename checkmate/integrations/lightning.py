@@ -25,7 +25,7 @@ _LOGGING = ("log", "log_dict")
 
 
 class WithinBudget(lightning.Callback):
-    """Have a Lightning Trainer stay within a budget of bytes, with the numbers that it has without.
+    """Keep a Lightning Trainer within a budget of bytes, with unchanged numbers.
 
     Planned is ``training_step``, the loss included, and the backward through it; what it logs is logged behind the
     planned part. With manual optimization, where ``training_step`` is a loop of its own, and with ``of="forward"`` it
@@ -166,7 +166,7 @@ def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _logging_behind(module: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What has a planned method log when it has run: within it no graph can hold that."""
+    """Delay the logging of a planned method until it has run, since no graph can hold it."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:

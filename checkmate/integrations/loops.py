@@ -30,7 +30,7 @@ def within_budget(
     beside: Sequence[nn.Module] = (),
     **options: Unpack[CompileOptions],
 ) -> M:
-    """Have a model's forward, and the backward through it, leave room in a budget for the loop around them.
+    """Plan a model's forward and backward within a budget, with room for the loop around them.
 
     The model stays the object that it is; its forward is planned at its first training call. The bytes of the
     optimizer's state are reserved by kind, as its first update will make it, and so are gradients that are accumulated
@@ -74,7 +74,7 @@ def within_budget(
 
 
 def plans_of(model: nn.Module) -> PlannedCall:
-    """What is planned of a model: ``.plans``, ``.planning``, ``.wait()``, ``.memory()``, and ``.kept``.
+    """The plans of a model: ``.plans``, ``.planning``, ``.wait()``, ``.memory()``, and ``.kept``.
 
     Raises:
         Unsupported: if it is not within a budget.

@@ -42,7 +42,7 @@ _NO_SAMPLE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class Kept:
-    """What is in use while a step runs, and no part of it; all in bytes."""
+    """The bytes in use while a step runs that are no part of it."""
 
     states: int  # of the optimizers, from the first update on
     gradients: int  # that are kept from one step to the next
@@ -69,7 +69,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Loop:
-    """What is known of the loop around a step when it begins to train."""
+    """The loop around a step, as it is when training begins."""
 
     optimizers: Sequence[optim.Optimizer]
     accumulates: bool = False  # gradients of several steps are summed before an update
@@ -79,7 +79,7 @@ class Loop:
     outside: Outside | None = None  # measures what runs around the planned part
 
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
-        """What it keeps beside a step of a module on a batch."""
+        """The bytes that it keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
         updates = [*self._updates()]
         trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
@@ -126,7 +126,7 @@ class PlannedCall(Planned):
         self.loop, self._step = loop, None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the method gives; where nothing is trained the plain one runs."""
+        """Call the planned method; without gradients the plain one."""
         given = (module, *args) if self._is_bound else args
         if self.stub is not None:
             return self.stub
@@ -138,7 +138,7 @@ class PlannedCall(Planned):
         return self._step(*given, **kwargs)
 
     def plainly(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the method gives without a plan."""
+        """Call the plain method."""
         return self._fn(*((module, *args) if self._is_bound else args), **kwargs)
 
     def _planned(self, module: nn.Module, given: Sequence[Any], kwargs: Any) -> CompiledStep[..., Any]:

@@ -43,7 +43,7 @@ def by_method(rows: Iterable[Row]) -> list[MethodLine]:
 def proven_area(
     rows: list[Row], points: Iterable[tuple[float, float]]
 ) -> tuple[list[tuple[float, float]], float, float]:
-    """Where it is proven that no schedule is, in a picture with these points: peak in bytes and seconds of the step.
+    """The area proven to have no schedule, in a picture with these points: peak in bytes and seconds of the step.
 
     It lies below a line of steps, of which this gives the corners, each up to its peak: at the best bound of any row
     whose budget is no smaller, beyond all budgets at the seconds of a step that runs each op once. Then come the lowest
@@ -68,7 +68,7 @@ def frontier(
     peers: Mapping[str, Iterable[tuple[float, float]]] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Seconds of the step against its peak, for each method; shaded is where no schedule can be, as far as proven.
+    """Draw seconds of the step against its peak, for each method; the shaded area is proven to have no schedule.
 
     Marks are plans. The thin steps between them say that a plan fits larger budgets too, not that others were looked
     for. Methods that have no plan for any of the budgets stand in the title of the legend.
@@ -131,7 +131,7 @@ def _relative(ax: Axes, base: float) -> None:
 
 
 def _shade_bound(ax: Axes, rows: list[Row]) -> None:
-    """Shade where it is proven that no schedule can be, and fit the picture to that and to what is drawn."""
+    """Shade the area proven to have no schedule, and fit the picture to it and to the lines."""
     points = [point for line in ax.lines for point in np.asarray(line.get_xydata()).tolist()]
     corners, bottom, top = proven_area(rows, points)
     edges, heights = zip(*corners, strict=True)

@@ -1,4 +1,4 @@
-"""A step as a picture of boxes and arrows: what is computed from what, by module where the ops are many."""
+"""A step as a picture of boxes and arrows, by module where the ops are many."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ PLACES = (0.2, 0.3, 0.12, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88)  # of the way along an 
 
 
 def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
-    """Write beside each arrow what is said of it, above or below, where no arrow and no other label is.
+    """Label each arrow, above or below, away from arrows and other labels.
 
     Arrows are a text, two points and a width; the first ones choose first. What finds no room is not written.
     """

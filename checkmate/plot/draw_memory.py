@@ -1,4 +1,4 @@
-"""Memory over a step as a picture: stacked areas of what is at hand, the budget as a line, the peak named.
+"""Memory over a step as a picture: stacked areas, the budget as a line, the peak named.
 
 Below it, for a plan that uses links, strips: what is on each, and where values wait in a second memory the bytes there.
 """
@@ -40,7 +40,7 @@ def memory(
     by: Literal["role", "module"] = "role",
     ax: Axes | None = None,
 ) -> Axes:
-    r"""Bytes at hand over the seconds of the step, as stacked areas: what they are, or whose.
+    r"""Draw the bytes in memory over the seconds of the step, as stacked areas by role or by module.
 
     The budget is a line that bears its bytes, the peak bears its bytes and its op. Other solutions, for example plain
     PyTorch (the method "checkpoint-all") or plans within other budgets, are lines, which the legend names. Their steps
@@ -102,7 +102,7 @@ def memory(
 
 
 def _called(solution: Solution) -> str:
-    """What a stranger calls it: plain PyTorch, which runs each op once and keeps all, or planned within a budget."""
+    """The name of a plan: plain PyTorch, which runs each op once and keeps all, or planned within a budget."""
     plan = check_plan(solution, "draw")[0]
     kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
     if kept and not (plan.sent or plan.started):
@@ -150,7 +150,7 @@ def _middle(line: Timeline) -> float:
 
 
 def _name_level(ax: Axes, words: str, level: int, *, at_the_right: bool) -> None:
-    """Words for a line at so many bytes, at the end away from the peak."""
+    """Label a line at this many bytes, at the end away from the peak."""
     end, side, shift = (1.0, "right", -5) if at_the_right else (0.0, "left", 5)
     place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
     paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
@@ -201,7 +201,7 @@ def _links(ax: Axes, line: Timeline) -> None:
 
 
 def _strips(ax: Axes, heights: list[float]) -> list[Axes]:
-    """Places below the Axes, which become as much lower; those that are in no grid are left as high as they are."""
+    """Make room for strips below the Axes, which become lower; Axes in no grid keep their height."""
     place = ax.get_subplotspec()
     if place is None:
         bottoms = [-(0.06 * (i + 1) + sum(heights[: i + 1]) / 6) for i in range(len(heights))]

@@ -1,4 +1,4 @@
-"""What all pictures share: colours and hatches, numbers with units, and Matplotlib, imported when the first is drawn.
+"""The common style of pictures: colours, hatches, numbers with units, and Matplotlib, imported for the first one.
 
 What colours tell apart, hatches, markers or line styles tell apart too, so that pictures read in black and white.
 """
@@ -74,7 +74,7 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def lane_styles(count: int) -> list[tuple[str, str]]:
-    """A fill and a hatch for each of so many links."""
+    """A fill and a hatch for each link."""
     return list(islice(cycle(LANES), count))
 
 

@@ -1,4 +1,4 @@
-"""All that checkmate uses of PyTorch that is not public, each name in one row: no other room imports ``torch._…``.
+"""The private names of PyTorch that checkmate uses, each in one row: no other room imports ``torch._…``.
 
 `names` finds them in the running version of PyTorch. A table stands in the module of the part of PyTorch that it is of:
 `aot`, `descriptions`, `dispatcher`, `dynamo`, `engine`, `inductor`, `kernels`, `steps`, `trees`. `versions` says which

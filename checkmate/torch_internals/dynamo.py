@@ -1,4 +1,4 @@
-"""Dynamo, which follows the user's code: the frames that it runs, what it takes values for, its refusals and settings.
+"""Dynamo, which follows the user's code: its frames, its variables for values, its refusals and settings.
 
 `METHODS` has what `wrap` puts others around.
 """
@@ -130,7 +130,7 @@ wrap = METHODS.wrap
 
 
 def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
-    """Put a function around what follows a method of a tensor; it is given None where Dynamo has none of its own.
+    """Wrap Dynamo's handler of a method of tensors; the wrapper is given None if Dynamo has none.
 
     From 2.14 on Dynamo has a table of them; before that, and where it calls one itself, they are attributes.
     """

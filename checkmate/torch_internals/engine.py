@@ -1,4 +1,4 @@
-"""What runs a backward and what counts memory: autograd's engine, reference counts, the profiler."""
+"""Autograd's engine, reference counts, and the profiler that counts memory."""
 
 from __future__ import annotations
 

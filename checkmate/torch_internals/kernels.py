@@ -1,4 +1,4 @@
-"""Kernels that PyTorch calls by names of its own: what its public functions call, without what these do besides."""
+"""Kernels by private names: called by PyTorch's public functions, without what these do besides."""
 
 from __future__ import annotations
 

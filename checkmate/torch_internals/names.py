@@ -1,4 +1,4 @@
-"""Names of PyTorch that are not public: where the running version has them, and what is left out without them.
+"""Private names of PyTorch: their place in the running version, and what is left out without them.
 
 A row of a table is a `Name`. A table hands out what a name stands for, looked up once: under the latest place that the
 running version knows. Of a name that it has nowhere, a stand-in is handed out, which is no class of anything and
@@ -107,7 +107,7 @@ class Table:
         TABLES.append(self)
 
     def get(self, name: str) -> Any:
-        """What a name stands for, or a stand-in.
+        """The object of a name, or a stand-in.
 
         Raises:
             AttributeError: if the table does not have it.

@@ -1,4 +1,4 @@
-"""Which versions of PyTorch have been tried, and what is done about others."""
+"""The versions of PyTorch that have been tried, and the warning about others."""
 
 from __future__ import annotations
 

@@ -137,12 +137,12 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """By which a content security policy knows a script or a style."""
+    """The hash by which a content security policy knows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _visible(document: Any) -> Any:
-    r"""The same, with characters in its texts that cannot be seen, or turn the text around them, written out.
+    r"""Write out invisible characters in texts, and those that change the direction of text.
 
     >>> _visible({"name": "a\u202eb\n"})
     {'name': 'a\\u202eb\\n'}

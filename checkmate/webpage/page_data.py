@@ -1,4 +1,4 @@
-"""What the page's script draws, as plain data that becomes JSON: columns of numbers, and each repeated text once."""
+"""The data for the page's script, which becomes JSON: columns of numbers, and each repeated text once."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ class _Texts(dict[str, int]):
 
 
 def _seen(line: Timeline, span: Span) -> tuple[int, int]:
-    """The first and the last moment at which a copy is among what is alive."""
+    """The first and the last moment at which a copy is alive."""
     first, end = np.searchsorted(line.ticks, (span.born, span.died)).tolist()
     return first, end - 1
 
 
 def _links(line: Timeline) -> dict[str, Any]:
-    """What is on each link, where the step waits for it, and if anything crosses to a second memory the bytes there."""
+    """The traffic of each link, the waits for it, and the bytes in a second memory if anything crosses to it."""
     there = {"levels": line.levels, "most": max(line.there), "bytes": line.there}
     return {
         "lanes": [
@@ -131,7 +131,7 @@ def _module(place: CodePlace) -> str:
 
 
 def _intervals(S: np.ndarray) -> list[list[int]]:
-    """S column by column: [value, first stage, last stage] of each time at hand."""
+    """S column by column: [value, first stage, last stage] of each interval."""
     edges = np.diff(np.pad(S.T.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     (values, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)
     return np.stack([values, first, end - 1], axis=1).tolist()

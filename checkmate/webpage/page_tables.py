@@ -28,7 +28,7 @@ TEXTS = {  # heads of the columns that hold no numbers
 def page_tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None
 ) -> list[dict[str, Any]]:
-    """In their order. ``heads`` are texts and whether numbers; ``go``: the moment that a row's name leads to."""
+    """The tables in order. ``heads``: texts, and whether numbers; ``go``: the moment that a row's name leads to."""
     again, ops = _op_tables(line, problem)
     others = [
         table for table in (again, _prices_table(peak), _crossings_table(line), _carried_table(line)) if table["rows"]
@@ -76,7 +76,7 @@ def _prices_table(peak: PeakExplanation) -> dict[str, Any]:
 
 
 def _op_tables(line: Timeline, problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the ops that run again, what that takes; and what each op costs, the most seconds first."""
+    """Two tables: ops that run again, with the price of that; and the costs of all ops, the most seconds first."""
     ops, stages, moments = costs_of(problem).rows, stages_of(line), line.moments
     executions: list[list[int]] = [[] for _ in ops]
     for moment in moments:

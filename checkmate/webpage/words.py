@@ -1,4 +1,4 @@
-"""The sentences and figures of the page: what a plan costs, what is proven of it, and what each picture shows."""
+"""The sentences and figures of the page: the price of a plan, its proof, and a text for each picture."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _price_in_words(solution: Solution) -> str:
 
 
 def _beside_in_words(solution: Solution) -> str:
-    """What links that carry ops save, with a space before; empty where none does."""
+    """The seconds that links save by carrying ops, with a space before; empty if none does."""
     assert solution.plan is not None
     if not solution.plan.started:
         return ""
@@ -76,7 +76,7 @@ def _beside_in_words(solution: Solution) -> str:
 
 
 def _elsewhere_in_words(solution: Solution) -> str:
-    """What waits in the second memory, with a space behind; empty where nothing does."""
+    """The values in the second memory, with a space behind; empty if there are none."""
     away = solution.elsewhere
     if away is None:
         return ""
@@ -103,7 +103,7 @@ def _counted(count: int, word: str) -> str:
 
 
 def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
-    """What the page opens on: name, figure and what it means, as who knows neither solver nor schedule reads it."""
+    """The first figures of the page, for readers who know neither solver nor schedule: name, figure and meaning."""
     assert solution.schedule is not None
     problem, peak = solution.problem, solution.peak or 0
     all_of_it, ops = format_bytes(problem.keep_all_peak), len(problem.graph.ops)
@@ -123,7 +123,7 @@ def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
 
 
 def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
-    """Of the plan, beside the `answer`: name, figure and what more there is to say."""
+    """Further figures of the plan: name, figure and note."""
     problem = solution.problem
     yield "status", solution.status.label, solution.message or solution.status.meaning
     yield "step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
@@ -139,7 +139,7 @@ def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
 
 
 def facts(solution: Solution) -> Iterator[tuple[str, str]]:
-    """What the problem is: name and text."""
+    """The facts of the problem: name and text."""
     problem, graph = solution.problem, solution.problem.graph
     made = [value for value in graph.values if value.producer is not None]
     estimated = len(problem.profile.estimated)
@@ -173,7 +173,7 @@ def _versions() -> Iterator[str]:
 
 
 def memory_text(solution: Solution, line: Timeline) -> str:
-    """What the picture of the memory shows, for who does not see it."""
+    """Describe the picture of the memory, for those who do not see it."""
     moment, after = line.peak_moment, len(line.moments) - line.boundary
     where = f" ({moment.where})" if moment.where else ""
     halves = f" The forward runs {_counted(line.boundary, 'op')}, the backward {after:,}." if after else ""
@@ -193,7 +193,7 @@ def memory_text(solution: Solution, line: Timeline) -> str:
 
 
 def links_text(solution: Solution, line: Timeline) -> str:
-    """What the strips below the memory show; empty where the plan uses no link."""
+    """Describe the strips below the memory; empty if the plan uses no link."""
     if not line.lanes:
         return ""
     back, ops = sum(one.back for one in line.crossings), Counter(op.link for op in line.carried)
@@ -206,7 +206,7 @@ def links_text(solution: Solution, line: Timeline) -> str:
 
 
 def schedule_text(solution: Solution) -> str:
-    """What the picture of the schedule shows."""
+    """Describe the picture of the schedule."""
     assert solution.schedule is not None
     again = solution.schedule.recomputed
     dearest = np.argsort(-again * solution.problem.seconds, kind="stable")[:3]
@@ -220,7 +220,7 @@ def schedule_text(solution: Solution) -> str:
 
 
 def addresses_text(placed: Addresses) -> str:
-    """What the picture of the addresses shows."""
+    """Describe the picture of the addresses."""
     alive = format_bytes(placed.bound)
     places = "" if not any(box.over for box in placed.boxes) else " What is written over a value takes over its place."
     low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
@@ -232,7 +232,7 @@ def addresses_text(placed: Addresses) -> str:
 
 
 def frontier_text(rows: list[Row]) -> str:
-    """What the picture of cost against peak shows."""
+    """Describe the picture of cost against peak."""
     found = [row for row in rows if row.peak is not None]
     text = f"{_counted(len(found), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
     if len(found) == 1:

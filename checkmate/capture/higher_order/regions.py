@@ -22,7 +22,7 @@ def put_regions_in_place(module: fx.GraphModule) -> None:
 
 
 def _put_in_place(module: fx.GraphModule, node: fx.Node) -> None:
-    """Copy the ops of a region before its call, and have the readers of the call read what they make."""
+    """Copy the ops of a region before its call, whose readers then read their results."""
     held, _, *operands = node.args
     assert isinstance(held, fx.Node)
     body: Any = body_of(held)

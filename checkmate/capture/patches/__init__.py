@@ -1,4 +1,4 @@
-"""What PyTorch's tracing is changed in, so that a step of ours is captured as eager PyTorch runs it: `PATCHES`.
+"""Changes of PyTorch's tracing, listed in `PATCHES`, by which our steps are captured as eager PyTorch runs them.
 
 ``import checkmate`` changes nothing. The first use of `checkmate.compile` and its like imports these modules, which
 then change what `PATCHES` says. Nothing here changes what eager PyTorch or another backend of `torch.compile` computes.

@@ -92,7 +92,7 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
 
 
 def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
-    """Have the captured code raise this, as the same call would in plain PyTorch."""
+    """Raise this in the captured code, as the same call would in plain PyTorch."""
     try:
         raise_observed_exception(kind, tx, args=args)
     except ObservedException:
@@ -111,7 +111,7 @@ def _refuse(reason: CannotTellError, sized: str | None) -> None:
 
 
 def _where_sized(asked: VariableTracker) -> str | None:
-    """Where the step first made a tensor of a size that is asked about; None for what is read from a tensor itself."""
+    """Find the place where a tensor of this size was first made; None for a number read from a tensor itself."""
     if not isinstance(asked, SymNodeVariable):
         return None
     symbols = free_unbacked_symbols(asked.sym_num)
@@ -169,7 +169,7 @@ def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: A
 
 
 def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
-    """What a tensor of one element holds, where sizes are asked: a float only if it is always the same; else None."""
+    """The number in a tensor of one element, when sizes are asked: a float only if it is always the same; else None."""
     answer: Any = answer_now()
     answer.may_ask_sizes = True
     if not answer.asks_sizes or tensor.dtype.is_complex:

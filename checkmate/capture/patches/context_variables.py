@@ -21,14 +21,14 @@ _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the st
 
 
 class TokenVariable(VariableTracker):
-    """What `ContextVar.set` gives while a step is captured; ``before`` is None where the step had not set it."""
+    """The result of `ContextVar.set` in a captured step; ``before`` is None if the step had not set it."""
 
     def __init__(self, var: ContextVar[Any], before: VariableTracker | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.var, self.before = var, before
 
     def python_type(self) -> type:
-        """As Python calls it."""
+        """The type in Python."""
         return Token
 
 

@@ -1,4 +1,4 @@
-"""Have a captured gradient take the formula that eager PyTorch picks by the data, of a few reductions.
+"""Give captured gradients of a few reductions the formula that eager PyTorch picks by the data.
 
 Of a few reductions autograd's formula depends on the data: it asks whether a number is zero, or is none, and goes on
 accordingly. Of tensors that are traced it cannot ask, and takes a formula for all cases, which rounds differently or

@@ -51,7 +51,7 @@ _said: set[str] = set()  # places that the user was told of
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
-    """Have PyTorch's own code, too, do within the block what it does when it runs: an optimizer takes another way."""
+    """Make PyTorch's own code behave as if it ran, not compiled, within the block: an optimizer takes another way."""
     with patch.object(torch.compiler, "_is_compiling_flag", False):
         yield
 

@@ -61,7 +61,7 @@ def _set(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> None:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-    """Where nothing is dropped, eager PyTorch gives the tensor itself; where all is, a product, without a draw."""
+    """Drop out as eager PyTorch: the tensor itself at p = 0, a product without a draw at p = 1."""
     if not train or p == 0 or x.numel() == 0:
         return x
     return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else decompositions.dropout(x, p, train)

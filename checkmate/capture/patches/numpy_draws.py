@@ -37,7 +37,7 @@ _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what
 
 
 class DrawnArray(RandomValueSource):
-    """Where an input comes from that such a function makes."""
+    """The source of an input that such a function makes."""
 
 
 def _describe(array: np.ndarray[Any, Any]) -> Described:
@@ -64,7 +64,7 @@ def _drawing(function: Callable[..., Any], expected: Described, place: str) -> C
 
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
-    """What a function of constants returns, as an input of the captured graph; None: it has to be followed."""
+    """Make the result of a function of constants an input of the captured graph; None: it has to be followed."""
     if not all(a.is_python_constant() for a in (*args, *kwargs.values())):  # which Dynamo looks at from now on
         return None
     given = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}

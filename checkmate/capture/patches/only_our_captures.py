@@ -34,7 +34,7 @@ class Answer:
 
 
 def answer_now() -> Answer | None:
-    """That of the backend that captures, within whatever PyTorch has wrapped around it; None: it is not ours."""
+    """The answer of the capturing backend, within PyTorch's wrappers; None: it is not ours."""
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while compiler is not None:
         if isinstance(answer := getattr(compiler, "answer", None), Answer):
@@ -57,7 +57,7 @@ def only_ours(ours: Handler, plain: Handler | None) -> Handler:
 
 
 def _as_any(*args: Any, **kwargs: Any) -> None:
-    """What Dynamo does with a function that it has no handler of: it becomes a node."""
+    """Leave a function without a handler to Dynamo, which makes it a node."""
 
 
 def follow(name: str, ours: Handler) -> None:

@@ -40,7 +40,7 @@ _OF_DATA = re.compile(
 
 
 def knowing_selections(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
-    """Have captures ask how much masks select, and which integers are read, if they fail without."""
+    """Make captures that fail ask how much masks select, and which integers are read."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _places(tx: Any, mask: Any) -> Any:
-    """Where a mask, or any tensor, is not zero: int64, (number of places, dimensions); None: that is not known."""
+    """The places where a tensor is not zero: int64, (number of places, dimensions); None: not known."""
     if not mask.ndim:
         return None
     try:

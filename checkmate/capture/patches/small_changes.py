@@ -47,7 +47,7 @@ def _guard_each_parameter() -> None:
 
 
 def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Where there is nothing to convert, ``x.to(x.dtype)`` is ``x``, as in plain PyTorch.
+    """Give ``x`` itself for ``x.to(x.dtype)`` and its like, as plain PyTorch.
 
     Dynamo makes another object of it, which has lost what Python keeps with the tensor: assigned again to the name of
     an `torch.nn.Buffer`, as models do that move it to where their input is, it no longer says whether it is persistent,

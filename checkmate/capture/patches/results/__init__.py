@@ -1,1 +1,1 @@
-"""What ops make is described as the kernels make it: in their strides, of their types, by their routines."""
+"""Describe results as the kernels make them: in their strides, of their types, by their routines."""

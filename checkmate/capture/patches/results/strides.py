@@ -95,7 +95,7 @@ def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def write_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What ``x`` holds after a write by an op in place: a copy in the strides of x, on which the op was run."""
+    """The contents of ``x`` after an op in place: run the op on a copy in the strides of x."""
     copy = copied(x)
     op(copy, *args, **kwargs)
     return copy
@@ -254,7 +254,7 @@ def _keep_strides(tensor: FunctionalTensor) -> None:
 
 
 def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
-    """Have a value stand for a tensor, and what shares its storage follow."""
+    """Set the traced value of a tensor and of all that share its storage."""
     tensor.replace_(value)
     tensor.commit_update()
     tensor.sync()
@@ -269,7 +269,7 @@ def obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Those that say where an element is."""
+    """The strides of dimensions with more than one element."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
@@ -287,7 +287,7 @@ def _in_the_layout_of_the_kernel(helper: Callable[..., Any]) -> Callable[..., An
 
 
 def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
-    """Those of the result of an op on the CPU that PyTorch describes with others."""
+    """The strides of the result of a CPU kernel that PyTorch describes with others."""
     if op in _CONTIGUOUS:
         return tuple(make_contiguous_strides_for(result.shape))
     arguments = dict(zip((a.name for a in op._schema.arguments), given, strict=False))
@@ -302,7 +302,7 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
 
 
 def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
-    """What finds the fake result of an op, with the strides and the types of the CPU's kernel."""
+    """Wrap the dispatch of fake tensors so that results have the strides and types of the CPU's kernels."""
 
     @wraps(describe)
     def described(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

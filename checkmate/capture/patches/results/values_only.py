@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 
 
 def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
-    """What an op of a step makes without vectors, by ``call`` of another; None: it is to be called as it is."""
+    """Compute an op without vectors, by ``call`` of another; None: call it as it is."""
     if op not in _OPS or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
     stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
