@@ -200,7 +200,7 @@ def new_backend(
     elsewhere: SecondMemories | None = None,
     budget: Budget | None = None,
 ) -> Backend:
-    """What compiles a step, with its updates if these are part of it.
+    """Make the backend of a step, with its updates if these are part of it.
 
     ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for. ``budget``: that of
     several backends of one step; None: one of its own.
@@ -221,7 +221,7 @@ def new_backend(
 
 
 class Planned:
-    """What is known of the plans of a step, whose code one backend or several have made."""
+    """The plans of a step, whose code was made by one backend or several."""
 
     _backends: Sequence[Backend]
 
@@ -235,11 +235,11 @@ class Planned:
 
     @property
     def planning(self) -> list[Planning]:
-        """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
+        """The state of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
         return [one.known for backend in self._backends for one in backend.running]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until planning has ended, so many seconds at most, and tell whether it has.
+        """Wait until planning has ended, ``timeout`` seconds at most, and tell whether it has.
 
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
@@ -250,7 +250,7 @@ class Planned:
         return True
 
     def memory(self) -> ArenaReport:
-        """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
+        """Report on the arenas and the second memory in the last step; it prints as a table."""
         elsewhere = self._backends[0].elsewhere  # all of a step have one
         arenas = (arena for backend in self._backends for arena in backend.arenas)
         return report(arenas, () if elsewhere is None else elsewhere.uses())
@@ -323,7 +323,7 @@ class _OfItsStep:
 
 
 def _compile_module(model: Any, options: Options) -> Any:
-    """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``.
+    """Give the module a twin of a class whose forward is compiled; both objects have one ``__dict__``.
 
     What is compiled goes with the module, and not with the class, which stays: Dynamo keeps those it has seen.
     """

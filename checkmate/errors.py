@@ -8,7 +8,7 @@ class CheckmateError(Exception):
 
 
 class BudgetError(CheckmateError, ValueError):
-    """A budget that is neither a positive number of bytes nor a share of what there is."""
+    """A budget that is neither a positive number of bytes nor a share of the free memory."""
 
 
 class InvalidProblem(CheckmateError, ValueError):
@@ -16,7 +16,7 @@ class InvalidProblem(CheckmateError, ValueError):
 
 
 class RuleError(CheckmateError, ValueError):
-    """A rule that is none, or that names nothing in the step; says what is near."""
+    """A rule that is none, or that names nothing in the step; it says what is near."""
 
 
 class InfeasibleBudget(CheckmateError):

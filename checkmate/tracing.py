@@ -175,7 +175,7 @@ def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
-    """Where `torch.compile` would split the step, in the order of the code that runs."""
+    """Find the places where `torch.compile` would split the step, in the order of the code that runs."""
     found: dict[Break, None] = {}
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn

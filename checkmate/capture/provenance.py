@@ -1,4 +1,4 @@
-"""Where in the user's code an op comes from."""
+"""Trace an op back to the user's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_users(file: str) -> bool:
 
 
 def where(node: fx.Node) -> str:
-    """The module that a node comes from and the line of the user's code, as far as tracing kept them.
+    """The module of a node and the line of the user's code, if tracing kept them.
 
     For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``, or ``In[3]:31`` for a line of a notebook's third cell.
     """

@@ -1,4 +1,4 @@
-"""What a step asks of its tensors, ``if mask.any():``, decided before it runs: one plan for each set of answers.
+"""Answer a step's questions on its tensors, ``if mask.any():``, before it runs: one plan for each set of answers.
 
 While a step is captured, each question is answered by running what it depends on, on the tensors of that call, and the
 capture goes on with the answer. It stands in the captured graph as a call of `decided`. At each later call the
@@ -58,18 +58,18 @@ class AnotherAnswer(Unsupported):
 
 
 def decided(value: Any, answer: bool | int) -> None:
-    """In a captured graph: the step asked for this value, and was captured as if it were always the answer."""
+    """Stand for a value that the captured step asked for, and that was taken as constant."""
 
 
 def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
-    """In the program of all questions, in place of `decided`."""
+    """Compare, in the program of all questions, the present value with the one taken as constant."""
     now = type(known)(value)
     if now != known:
         raise AnotherAnswer(where, known, now, place)
 
 
 def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """All that nodes of a captured graph depend on, as a module of its own that ends with the last of them.
+    """Extract a module with all that nodes of a captured graph depend on, up to the last of them.
 
     Args:
         ends: in a graph that Dynamo captured or captures, in order. `decided` becomes a comparison.
@@ -203,7 +203,7 @@ class _Watch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Questions:
-    """All that a captured step asks before it runs, in order."""
+    """The questions of a captured step, in order."""
 
     module: fx.GraphModule
     inputs: tuple[int, ...] = ()  # positions among the step's

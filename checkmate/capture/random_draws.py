@@ -1,4 +1,4 @@
-"""What draws random numbers in a captured step, and how a draw is made again.
+"""Random draws of a captured step, and their repetition.
 
 A draw changes the generator, so it runs once, and what it drew is kept; or, where that is large, what is kept is the
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
@@ -57,7 +57,7 @@ def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def save_state(x: torch.Tensor) -> torch.Tensor:
-    """What it takes to draw a mask for ``x``, now or later, without x: the CPU generator's state and x's memory order.
+    """Save what a mask for ``x`` is drawn from, now or later, without x: the CPU generator's state and x's strides.
 
     Returns:
         Bytes, (STATE_BYTES + 8 * x.dim(),).
@@ -67,19 +67,19 @@ def save_state(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw_saved(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """What ``draw_mask(x, p)`` draws, right after ``saved = save_state(x)``."""
+    """Draw as ``draw_mask(x, p)`` does, right after ``saved = save_state(x)``."""
     return _empty(saved, shape).bernoulli_(p)
 
 
 def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """The same mask another time, at any time, from a generator of its own; in the same bytes of memory."""
+    """Draw the mask again, at any time, from a generator of its own, in the same bytes of memory."""
     generator = torch.Generator()
     generator.set_state(saved[:STATE_BYTES])
     return _empty(saved, shape).bernoulli_(p, generator=generator)
 
 
 def hold_place(x: torch.Tensor) -> torch.Tensor:
-    """As many bytes as `save_state` takes and gives, with nothing in them: for a mask that is drawn once."""
+    """Take as many bytes as `save_state`, with nothing in them, for a mask that is drawn once."""
     size = STATE_BYTES + 8 * x.dim()
     parts = torch.empty(size, dtype=torch.uint8)  # there while save_state puts its own together, as the plan counts it
     place = torch.empty_like(parts)
@@ -107,7 +107,7 @@ class Drawn:
     __name__ = "drawn"
 
     def __call__(self, *args: Any, on: torch.device, saved: torch.Tensor, **kwargs: Any) -> Any:
-        """What the op gives."""
+        """Run the op."""
         if not self.again:
             return self.op(*args, **kwargs)
         generators, now = torch.get_device_module(on), save_device_state(on)
@@ -131,7 +131,7 @@ DRAWS: set[Any] = {draw_mask, draw_numbers, draw_once, *SAVES}  # run once, besi
 
 
 def drawn_again(target: Any) -> Any:
-    """What is called in place of an op's target after its first run."""
+    """The target of an op after its first run."""
     if isinstance(target, Drawn):
         return replace(target, again=True)
     return draw_again if target is draw_saved else target

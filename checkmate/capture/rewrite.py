@@ -82,7 +82,7 @@ def prepare(
 
 
 def expose_dropout(graph: fx.Graph) -> None:
-    """Split dropout on the CPU into what eager PyTorch computes there, with the mask as a value of its own.
+    """Split dropout on the CPU as eager PyTorch computes it, with the mask as a value.
 
         noise = bernoulli(1 - p) / (1 - p),   y = x * noise,   dx = dy * noise
 
@@ -173,7 +173,7 @@ def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:
-    """In training mode batch norm's backward is handed the new running statistics and reads none of them.
+    """Take the running statistics from batch norm's backward, which reads none of them in training mode.
 
     Without them the statistics are free as soon as they are stored, and what batch norm computes again has no reader.
     Only on the CPU: the kernel on CUDA reads their type, and chooses by it how to read the weight.
@@ -290,7 +290,7 @@ def gather_copies(graph: fx.Graph) -> None:
 
 
 def _is_plain_copy(node: fx.Node) -> bool:
-    """An input overwritten by a tensor of its own type, with nothing reading the result."""
+    """True for a copy of a tensor into an input of the same type whose result nobody reads."""
     target: Any = node.args[0]
     source: Any = node.args[1]
     return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype

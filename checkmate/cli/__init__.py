@@ -1,4 +1,4 @@
-"""What a shell calls: ``checkmate``."""
+"""The command line ``checkmate``."""
 
 from checkmate.cli.app import main
 

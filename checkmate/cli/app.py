@@ -354,7 +354,7 @@ def _bytes_of(args: argparse.Namespace) -> int | str:
 
 
 def _profile(args: argparse.Namespace) -> str:
-    """Where costs come from, as `checkmate.trace` takes it.
+    """The source of costs, as `checkmate.trace` takes it.
 
     Raises:
         UsageError: if there is no such device.

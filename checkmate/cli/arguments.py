@@ -1,4 +1,4 @@
-"""What a command line may say: the commands with their options, and what a word of these stands for."""
+"""The commands with their options, and the meaning of their words."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
 
 
 def host_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What is said of a second memory, by the names of `checkmate.core.host.Host`; empty where nothing is.
+    """The options of a second memory, by the names of `checkmate.core.host.Host`; empty if there are none.
 
     Raises:
         UsageError: if there are not one or two rates.
@@ -221,7 +221,7 @@ def host_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def asked_host(args: argparse.Namespace, known: Host | None = None) -> Host | None:
-    """The second memory asked for; what is not said of it stays as it is known.
+    """The second memory asked for; unnamed properties stay as they are.
 
     Raises:
         UsageError: if a budget or a rate is missing.
@@ -240,7 +240,7 @@ def asked_host(args: argparse.Namespace, known: Host | None = None) -> Host | No
 
 
 def with_host(args: argparse.Namespace, problem: Problem) -> Problem:
-    """The problem with the second memory asked for; what is not said stays as the problem's file has it.
+    """The problem with the second memory asked for; unnamed properties stay as in the problem's file.
 
     Raises:
         UsageError: if a budget or a rate is missing.

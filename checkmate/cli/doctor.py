@@ -25,7 +25,7 @@ EXTRAS = ("matplotlib", "pandas")
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found. ``wrong``: what stands in the way, in words, with the way out."""
+    """The findings. ``wrong``: the obstacles in words, with the way out."""
 
     facts: dict[str, Any]
     wrong: list[str]
@@ -69,7 +69,7 @@ def _namesakes() -> list[str]:
 
 
 def _devices() -> dict[str, Any]:
-    """Which build of PyTorch runs on what, whether its steps can have an arena, and what it is not changed in."""
+    """Report PyTorch's build and devices, whether steps can have an arena, and the changes that are left out."""
     import torch
 
     from checkmate.backends import captures as _all_patches  # noqa: F401  # which puts them in place
@@ -102,7 +102,7 @@ def _solver(wrong: list[str]) -> str:
 
 
 def _cache(wrong: list[str]) -> dict[str, Any]:
-    """Where files are kept, how much there is, and whether they can be written."""
+    """Report the folder of files, their bytes, and whether they can be written."""
     folder = files.folder()
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     writable = _can_write(folder)

@@ -61,7 +61,7 @@ def steps_of(solution: Solution) -> list[dict[str, str]]:
 
 
 def finite(document: Any) -> Any:
-    """The document with null for what is infinite or no number: JSON knows neither.
+    """The document with null for infinities and NaNs, which JSON does not know.
 
     >>> finite({"gap": float("inf"), "costs": (1.0, 2)})
     {'gap': None, 'costs': [1.0, 2]}

@@ -52,7 +52,7 @@ def fingerprints(problem: Problem) -> Fingerprints:
 
 
 def same_ops(a: Problem, b: Problem) -> bool:
-    """Whether two problems have the same ops, reading and making the same values, of whatever bytes and seconds."""
+    """Tell whether two problems have the same ops, reading and making the same values, of any bytes and seconds."""
     return fingerprints(a).structure == fingerprints(b).structure
 
 

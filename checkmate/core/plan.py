@@ -12,7 +12,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Run:
-    """Execute an op: its outputs are made; where one is still at hand, the new copy goes when the op is done.
+    """Execute an op: make its outputs; if one is still in memory, the new copy is freed when the op is done.
 
     ``over``: a value that is gone then, since the op has written over it (`checkmate.core.ways`).
     """
@@ -40,14 +40,14 @@ class Free:
 
 @dataclass(frozen=True)
 class Send:
-    """Begin to copy a value into the second memory (`checkmate.core.host`). It stays at hand."""
+    """Begin to copy a value into the second memory (`checkmate.core.host`). It stays in memory."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Begin to copy a value back from the second memory. It takes its bytes now, and is at hand after `Wait`."""
+    """Begin to copy a value back from the second memory. It takes its bytes now, and can be read after `Wait`."""
 
     value: int
 

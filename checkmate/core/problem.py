@@ -226,7 +226,7 @@ class Problem:
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use.
+        """(T,) int64: bytes in memory while each op runs, if each runs once and values are freed after their last use.
 
         Ways that are slower than a plain run are not taken.
         """
@@ -251,7 +251,7 @@ class Problem:
 
     @cached_property
     def unavoidable_bytes(self) -> np.ndarray:
-        """(T,) int64: bytes that every schedule has at hand while each op runs for the first time.
+        """(T,) int64: bytes that every schedule has in memory while each op runs for the first time.
 
         Its inputs, outputs and workspace, the results of the step made so far, and the values that a later op still
         reads and whose own op must not run again, since it is pinned or since what it reads has been overwritten; less

@@ -113,7 +113,7 @@ class Schedule:
         return float(self.R.sum(axis=0) @ problem.seconds)
 
     def memory(self, problem: Problem) -> np.ndarray:
-        """(T, T) int64: U[t, k], bytes at hand while op k runs in stage t, or would, Eqs. (2)-(5); 0 for k > t.
+        """(T, T) int64: U[t, k], bytes in memory while op k runs in stage t, or would, Eqs. (2)-(5); 0 for k > t.
 
         U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
         last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs, less the most

@@ -216,7 +216,7 @@ class _Lane:
 
 
 def _spans(extents: tuple[Extent, ...], begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Where bytes of a slot lie, from its byte `begin` on: offset in the file, bytes since `begin`, and how many."""
+    """The extents of a slot, from its byte `begin` on: offset in the file, bytes since `begin`, and length."""
     passed, end = 0, begin + nbytes
     for extent in extents:
         first, last = max(begin, passed), min(end, passed + extent.nbytes)
@@ -226,7 +226,7 @@ def _spans(extents: tuple[Extent, ...], begin: int, nbytes: int) -> Iterator[tup
 
 
 def _no_room(folder: Path, nbytes: int, error: OSError) -> HostError:
-    """Why a file cannot have so many bytes."""
+    """The error for a file that cannot have this many bytes."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         largest = "larger than this file system's" if limit == resource.RLIM_INFINITY else f"{exact_bytes(limit)}"

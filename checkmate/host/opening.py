@@ -39,7 +39,7 @@ _measured: dict[str, Links] = {}  # in this process, by place
 
 
 def open_store(where: str, capacity: int, device: torch.device) -> Store:
-    """Open a second memory for a step. All of its bytes are taken at once: what is missing is known before the step.
+    """Open a second memory for a step. All of its bytes are taken at once, so that a lack is known before the step.
 
     Args:
         where: ``"file:/fast/disk"``, a folder in which a file without a name is made, for a step on the CPU;

@@ -99,7 +99,7 @@ class FreeSpace:
 
 @dataclass
 class Slot:
-    """Where a value lies in a second memory."""
+    """The place of a value in a second memory."""
 
     nbytes: int
     extents: tuple[Extent, ...]

@@ -99,7 +99,7 @@ class Difference(Printed):
             yield word, f"{len(kept)} values {self.kept_at}: {_bytes(kept)}" if kept else "no value"
 
     def _tables(self) -> Iterator[Table]:
-        """Those without rows are left out."""
+        """The tables that have rows."""
         if len(self.modules) > 1:
             yield Table(_MODULE_HEADS, [*map(_module_cells, self.modules)], _NUMBERS, "by module")
         if self.ops:

@@ -66,7 +66,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
 
 
 def _kept(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """(T, T) bool: some value of the op is at hand when the stage begins."""
+    """(T, T) bool: some value of the op is in memory when the stage begins."""
     kept = np.zeros_like(schedule.R)
     for v, value in enumerate(problem.graph.values):
         if value.producer is not None:

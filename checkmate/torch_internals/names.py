@@ -53,11 +53,11 @@ class Name:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where it is looked for, in this order."""
+        """The paths to look for it, in this order."""
         return (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
 
     def find(self) -> tuple[str, Any]:
-        """The path under which the running version has it, and what it stands for.
+        """Find the path under which the running version has it, and the object.
 
         Raises:
             LacksError: if it has it nowhere.
@@ -152,7 +152,7 @@ class Table:
 
 
 def _is_called_alike(other: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Whether what is called as a function is can be the other, which may take any arguments after its first ones."""
+    """Tell whether one function can stand for another, which may take any arguments after its first ones."""
     mine = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
     theirs = [p.kind for p in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in mine:

@@ -1,4 +1,4 @@
-"""Kernels of Triton that a step launches itself, as ops which make what they write.
+"""Launches of Triton kernels by a step, as ops that make the tensors they write.
 
 PyTorch captures a launch as ``triton_kernel_wrapper_functional``, which copies all that the kernel writes to, runs it
 on the copies and gives these. What is written to is mostly empty memory: `make_what_they_write` has the op take that

@@ -129,7 +129,7 @@ def _arguments(node: fx.Node, seed: int) -> list[Tensor]:
 
 
 def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:
-    """Inputs for a trial: normal numbers, positive class weights, and targets, some of which are ignored."""
+    """Make up inputs for a trial: normal numbers, positive class weights, and targets, some of them ignored."""
     depth, columns = loss.w.meta["val"].shape
     weights = {loss.w, *loss.w.all_input_nodes}
     made = []

@@ -36,7 +36,7 @@ _CHANGE_SHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "sw
 
 
 def _guard_each_parameter() -> None:
-    """PyTorch 2.11 takes a tensor for what it was where nobody has written to the dictionary that holds it.
+    """Guard each parameter: PyTorch 2.11 takes it for unchanged if nobody wrote to the dictionary that holds it.
 
     It would run what was captured before a parameter was frozen or thawed in place. Later versions look, and leave out
     the shortcut past whole modules that goes with it, by which the versions are told apart here.
@@ -155,7 +155,7 @@ def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: 
 
 
 def _config(function: Any) -> dict[str, Any] | None:
-    """Inductor's settings for what it compiles; other compilers have none."""
+    """The settings of Inductor; other compilers have none."""
     ask = getattr(function, "get_compiler_config", None)
     return None if ask is None else ask()
 

@@ -1,1 +1,1 @@
-"""Steps of several ranks: tensors of which each rank has a shard, and what ranks say to each other as ops of a plan."""
+"""Steps of several ranks: sharded tensors, and exchanges between ranks as ops of a plan."""

@@ -1,4 +1,4 @@
-"""What ranks say to each other within a step, each exchange as one op of a plan.
+"""Exchanges between ranks within a step, each as one op of a plan.
 
 A functional collective of PyTorch's is two ops: one launches it, `wait_tensor` ends it and gives its result, which has
 been there from the launch on. Both become one op here, which ends when no thread of a backend holds a tensor of it.
@@ -41,7 +41,7 @@ _NAMESPACE = "_c10d_functional"
 
 
 def times_held(tensor: torch.Tensor) -> int:
-    """By how many the memory of a tensor on the CPU is held; 0 elsewhere, where it is the device that waits."""
+    """Count the holders of a tensor's memory on the CPU; 0 elsewhere, where the device waits."""
     if tensor.device.type != "cpu" or not engine.NAMES.has("_storage_Use_Count"):
         return 0
     count: int = engine._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -49,7 +49,7 @@ def times_held(tensor: torch.Tensor) -> int:
 
 
 def until_let_go(tensor: torch.Tensor, held: int) -> None:
-    """Wait until the memory of a tensor is held by so many only.
+    """Wait until the memory of a tensor has this many holders only.
 
     On the CPU a thread of the backend may hold it a moment longer, and free it: no plan would know when.
     """
@@ -59,12 +59,12 @@ def until_let_go(tensor: torch.Tensor, held: int) -> None:
 
 
 def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
-    """Have a tensor be the sum, say, of those of all ranks."""
+    """Reduce a tensor over all ranks, in place."""
     _reducing(tensor, how, group, lambda: tensor).end()
 
 
 def as_number(said: object) -> int:
-    """A number for what is said in words that mean the same on each rank."""
+    """Hash words that mean the same on each rank to a number."""
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
 
 
@@ -94,7 +94,7 @@ class Pending:
 
 
 def end(pending: Pending) -> torch.Tensor:
-    """What a collective gives, when it has ended; for the code of plans."""
+    """Wait for a collective and give its result; for the code of plans."""
     return pending.end()
 
 
@@ -118,7 +118,7 @@ def _reduce(x: torch.Tensor, how: str, group: Any) -> Pending:
 
 
 def _reducing(total: torch.Tensor, how: Any, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
-    """A sum, say, over ranks, in place, that has been launched; ``result``: what it gives, made of that."""
+    """A launched reduction over ranks, in place; ``result`` makes its result."""
     held = times_held(total)
     return Pending(dist.all_reduce(total.detach(), how, ranks, async_op=True), ((total, held),), result)
 
@@ -152,7 +152,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reduction(how: str, x: torch.Tensor) -> Any:
-    """What a backend is asked for; gloo adds for a mean, which is divided afterwards."""
+    """The reduction to ask of a backend; gloo adds for a mean, which is divided afterwards."""
     return getattr(dist.ReduceOp, "SUM" if how == "avg" and x.device.type == "cpu" else how.upper())
 
 

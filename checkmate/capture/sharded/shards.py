@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a shard, `DTensor`, as the tensors that a captured step is given.
+"""Sharded parameters, `DTensor`, as plain tensors of a captured step.
 
 A step is traced with the shards that lie in this rank's memory, so that its graph, its plan and its updates know
 ordinary tensors. Within the graph each use of a shard begins by making the `DTensor` of it; around the compiled
@@ -30,7 +30,7 @@ def is_shard(tensor: object) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """What lies in this rank's memory: the shard of a `DTensor`, without its gradient; anything else is itself.
+    """The shard of a `DTensor` in this rank's memory, without its gradient; anything else is itself.
 
     >>> local(x := torch.ones(2)) is x
     True
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Any) -> Layout:
-        """That of a `DTensor`."""
+        """The layout of a `DTensor`."""
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
     @property
@@ -81,7 +81,7 @@ class Shards:
 
     @classmethod
     def among(cls, inputs: Sequence[Any]) -> Shards:
-        """Those among the inputs."""
+        """The shards among the inputs."""
         return cls({i: Layout.of(tensor) for i, tensor in enumerate(inputs) if is_shard(tensor)})
 
     @property
@@ -90,7 +90,7 @@ class Shards:
         return not all(layout.is_even for layout in self.layouts.values())
 
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Have a graph of Dynamo's be given shards in place of these inputs; gives what it is traced with.
+        """Make a graph of Dynamo's take shards in place of these inputs, and give the inputs to trace it with.
 
         Raises:
             Unsupported: if the step gives a `DTensor`.

@@ -1,4 +1,4 @@
-"""Where an op of a captured step may write over an argument: where nothing else could still see what it overwrites.
+"""Find the arguments that ops of a captured step may write over, as nothing else could see the change.
 
 That the argument's value is not needed any more is for the plan to see to, run by run. What it cannot see is here: who
 holds a tensor without being an op of the step, and which bytes are not the value's alone.
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Reason(Enum):
-    """Why an op must not write over an argument, whatever the plan."""
+    """The reason why an op must not write over an argument, whatever the plan."""
 
     CALLERS = "it belongs to the caller"  # a parameter, a buffer, an input
     HELD = "autograd or Dynamo handed it in, and holds it"
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(joint: Joint) -> Iterator[Candidate]:
-    """What the ops of a step may write over, as far as shapes, layouts and aliases tell; bits are another question."""
+    """The arguments that ops may write over, by shapes, layouts and aliases; bits are another question."""
     shown = handed_out(joint)
     for k, node in enumerate(joint.nodes):
         for i in () if node is None else positions_to_try(node):
@@ -99,7 +99,7 @@ def _may_be_zeros(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """All nodes among a node's arguments, as often as they are there."""
+    """The nodes among a node's arguments, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found

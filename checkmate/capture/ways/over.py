@@ -122,7 +122,7 @@ def convolution_backward_input_over(
     *geometry: Any,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The same where nothing but the shape of the input is handed in."""
+    """Compute that where only the shape of the input is handed in."""
     for some in _slices(shape[0], _images_of_a_block(shape[0])):
         count = len(range(shape[0])[some])
         out[some] = convolution_backward_input(grad[some], weight, (count, *shape[1:]), stride, *geometry)
@@ -145,14 +145,14 @@ def convolution_block(x: torch.Tensor, *_: Any) -> int | None:
 
 
 def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
-    """The same of the gradient; None, too, where that of the input is not the only one."""
+    """The blocks of a convolution's backward; None, too, unless only the input's gradient is asked for."""
     return convolution_block(x) if [*others[-1]] == [True, False, False] else None
 
 
 def convolution_backward_input_block(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int | None:
-    """The same where nothing but the shape of the input is handed in."""
+    """Compute that where only the shape of the input is handed in."""
     images = _images_of_a_block(shape[0])
     return math.prod(shape[1:]) * grad.itemsize * images if shape[0] >= 2 * images else None
 

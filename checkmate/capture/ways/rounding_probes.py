@@ -110,7 +110,7 @@ class _Pairs:
         self.draw = draw
 
     def scale(self, *given: Tensor) -> None:
-        """Have elements of many sizes."""
+        """Scale elements to many sizes."""
         for t in given:
             if t.is_floating_point() and _is_plain(t):
                 memory = flat(t)
@@ -120,7 +120,7 @@ class _Pairs:
                     some.mul_(sizes[: len(some)])
 
     def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int]) -> bool:
-        """Have entries along a dimension be equal in some tensors, opposite in another, by twos; False: it is one."""
+        """Make pairs of entries along a dimension equal in some tensors, opposite in another; False: it has one."""
         given = [*same, opposite]
         size = opposite[0].shape[opposite[1]]
         if size < 2 or not all(_is_plain(t) for t, _ in given):
@@ -135,7 +135,7 @@ class _Pairs:
         return True
 
     def _places(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """All places but the middle one of an odd number, in pairs at random.
+        """The places in random pairs, without the middle one of an odd number.
 
         Of many places some at either end are paired at a time, in an order that is drawn once. Repeated from one end
         only, it could pair each place of the first half with one as far into the other: a sum by halves would be exact.

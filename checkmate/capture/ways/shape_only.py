@@ -64,7 +64,7 @@ def max_pool2d_backward(
 
 
 def forget_inputs(graph: fx.Graph) -> None:
-    """Call the ops of a joint graph without the inputs of which they read the shape only."""
+    """Call ops of a joint graph without the inputs whose shape is all they read."""
     if not CAN_STAND_IN:
         return
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
@@ -82,7 +82,7 @@ def forget_inputs(graph: fx.Graph) -> None:
 
 
 def _is_alike(x: fx.Node, *others: fx.Node) -> bool:
-    """All are on the CPU, in one type."""
+    """True if all are on the CPU, in one type."""
     tensors = [n.meta["val"] for n in (x, *others)]
     return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
 

@@ -120,12 +120,12 @@ def written_of(target: Any) -> Written | None:
 
 
 def positions(node: fx.Node) -> tuple[int, ...]:
-    """The arguments over which a node's op could write its first result, as far as its own tensors tell."""
+    """The arguments over which a node's op could write its first result, by its own tensors."""
     return tuple(i for i in positions_to_try(node) if is_whole(node.args[i]))
 
 
 def positions_to_try(node: fx.Node) -> tuple[int, ...]:
-    """The same as far as types, shapes and strides tell: be an argument the whole of its memory or a part.
+    """The arguments to try to write over, by types, shapes and strides, also if one is a part of its memory.
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """

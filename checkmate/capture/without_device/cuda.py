@@ -78,7 +78,7 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
 
 @contextmanager
 def triton_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Within the block kernels of Triton's are captured, and looked into for what they write, as on such a device."""
+    """Capture kernels of Triton's within the block, and find what they write, as on such a device."""
     triton: Any = sys.modules.get("triton")
     if triton is None:  # then no kernel of a user's is there
         yield
