@@ -12,7 +12,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.core.table import Table
 from checkmate.solvers.auto import auto
-from checkmate.solvers.baselines.chen import checkpoint_all, greedy, last_node, sqrt
+from checkmate.solvers.baselines.checkpointing import checkpoint_all, greedy, last_node, sqrt
 from checkmate.solvers.baselines.dtr import dtr
 from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.min_cut import min_cut

@@ -29,14 +29,10 @@ from math import comb
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.baselines.checkpoint_places import CANDIDATES, droppable
-from checkmate.solvers.baselines.sweep import cheapest, does_not_apply
+from checkmate.solvers.baselines.checkpointing import CANDIDATES, TRIES, cheapest, does_not_apply, droppable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import on_demand
 from checkmate.solvers.common.task import Task
-
-METHOD = "griewank"
-TRIES = 64  # numbers of slots that are simulated
 
 
 def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tries: int = TRIES) -> Remarks:
@@ -58,24 +54,25 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
     """
     if candidates not in CANDIDATES:
         raise ValueError(f"There are no candidates {candidates!r}. There are {', '.join(CANDIDATES)}.")
-    instead = "candidates='ap' and candidates='linearized'"
-    if candidates == "chain" and (no := does_not_apply(task, instead)):
-        return no
     problem = task.problem
+    if candidates == "chain" and (no := does_not_apply(problem, "candidates='ap' and candidates='linearized'")):
+        return no
     line = CANDIDATES[candidates](problem)
     needed = needs(problem, line)
     length = 1 + max(needed.values(), default=0)
-    sweep = cheapest(
-        task, incumbent, METHOD, length, lambda i: reversal(problem, line, needed, stored(length, i + 1)), tries=tries
-    )
-    details = {"candidates": len(line), "steps": length}
-    if sweep.best is not None:
-        details |= {"slots": sweep.best + 1, "least steps": least_steps(length, sweep.best + 1)}
-    return sweep.remarks(details)
+
+    def runs(i: int) -> np.ndarray:
+        return reversal(problem, line, needed, stored(length, i + 1))
+
+    def details(best: int | None) -> dict[str, int]:
+        about = {"candidates": len(line), "steps": length}
+        return about if best is None else {**about, "slots": best + 1, "least steps": least_steps(length, best + 1)}
+
+    return cheapest(task, incumbent, "griewank", length, runs, details, tries=tries)
 
 
 def beta(s: int, r: int) -> int:
-    """β(s, r) = C(s + r, s): how many steps s slots reverse with no step run more than r times; 0 for r < 0."""
+    """β(s, r) = C(s + r, s), the steps that s slots reverse with no step run more than r times; 0 for r < 0."""
     return comb(s + r, s) if r >= 0 else 0
 
 
@@ -83,10 +80,7 @@ def repetitions(steps: int, slots: int) -> int:
     """The r with β(s, r − 1) < l ≤ β(s, r)."""
     if slots == 1:
         return steps - 1
-    r = 0
-    while beta(slots, r) < steps:
-        r += 1
-    return r
+    return next(r for r in itertools.count() if beta(slots, r) >= steps)
 
 
 def least_steps(steps: int, slots: int) -> int:
@@ -134,8 +128,7 @@ def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
     for t in range(graph.forward_length, len(graph.ops)):
         made_by = [graph.values[v].producer for v in graph.ops[t].inputs if v in values]
         if made_by:
-            state = min([state, *(bisect_right(line, k) for k in made_by if k is not None)])
-            needed[t] = state
+            state = needed[t] = min([state, *(bisect_right(line, k) for k in made_by if k is not None)])
     return needed
 
 
@@ -149,26 +142,24 @@ def reversal(
         line: the ops that make states 1, 2, ….
         needed: per backward op the state it needs, as `needs` gives it.
         at: per state, those in slots when it is needed, as `stored` gives it.
-
-    Between two ops that need the same state nothing is let go; and what is in a slot is not let go while it is still
-    to be read, by the backward of the next op for one.
     """
     graph = problem.graph
     ops = list(needed)
     if not ops:
         return np.eye(len(graph.ops), dtype=bool)
     others = set(range(len(graph.values))) - droppable(problem)
+
+    def in_slots(t: int) -> set[int]:
+        """The values of the states in slots when op t needs its state."""
+        return {v for j in at[needed[t]] if j for v in graph.ops[line[j - 1]].outputs}
+
+    # the first reversal keeps all that its ops read
     first = {v for t in ops if needed[t] == needed[ops[0]] for v in graph.ops[t].inputs}
-    slots = _values(problem, line, at[needed[ops[0]]])
+    slots = in_slots(ops[0])
     kept_after = {graph.forward_length - 1: others | slots | first}
     for t, following in itertools.pairwise(ops):
+        # let go only where another state is needed next, and of no slot that is still to be read
         if needed[following] < needed[t]:
-            slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t}
-            slots |= _values(problem, line, at[needed[following]])
+            slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t} | in_slots(following)
             kept_after[t] = others | slots
     return on_demand(problem, kept_after)
-
-
-def _values(problem: Problem, line: Sequence[int], states: Sequence[int]) -> set[int]:
-    """What the ops that make these states make."""
-    return {v for j in states if j for v in problem.graph.ops[line[j - 1]].outputs}
