@@ -65,7 +65,7 @@ def dtr(
     Raises:
         ValueError: if there is no such heuristic.
 
-    >>> from checkmate import solve
+    >>> from checkmate import Problem, solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> solve(problem, 3, method="dtr", heuristic="h_eq").cost
     4.0

@@ -7,16 +7,15 @@ more than r times, and the fewest steps for l are, with the first sweep up to x_
 
     t(l, s) = r l − β(s + 1, r − 1)   where   β(s, r − 1) < l ≤ β(s, r)
 
-Here x_0 is what is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j is what the j-th
-op of the chain makes, with all outputs of that op. l − 1 is the state that the first backward op needs; an op after
-it, the loss say, belongs to its reversal, and is not counted in t. On chains of unit costs and sizes these are the
-optimal schedules of the integer program. Where costs or sizes differ they are schedules still, not optimal ones: the
-number of steps is least, not their seconds, and a slot is as large as what lies in it.
+x_0 is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j are all outputs of the j-th op
+of the chain. l − 1 is the state that the first backward op needs; an op after it, the loss say, is not counted in t. On
+chains of unit costs and sizes these schedules are optimal; elsewhere the number of steps is least, not their seconds,
+and a slot is as large as the values in it.
 
 We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
-taken. On graphs that are no chains the method does not apply as it stands, and says so; asked to, it takes articulation
-points, or all forward ops in a row, for the chain. Then t no longer holds: a backward op makes what it misses again,
-with whatever that takes, and what lies between two articulation points runs again even where everything would fit.
+taken. The method is for chains; asked to, it takes articulation points, or all forward ops in a row, for the chain.
+Then t no longer holds: a backward op makes again what it misses, and ops between two articulation points run again even
+where everything would fit.
 """
 
 from __future__ import annotations

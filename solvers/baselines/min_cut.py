@@ -51,7 +51,7 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     weight = {k: int(sizes[list(problem.graph.ops[k].outputs)].sum()) for k in ops}
 
     def fits(allowance: int) -> bool:
-        """Whether the plan with this allowance fits; it is offered."""
+        """Offer the plan with this allowance; whether it fits."""
         saved = cut(problem, most_seconds(seconds, weight, allowance))
         R = kept_by_the_forward(problem, saved)
         details["cuts"] += 1

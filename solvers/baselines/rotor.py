@@ -135,7 +135,7 @@ class Table:
         return table
 
     def options(self, s: int, t: int) -> Iterator[Option]:
-        """What can be done first, for segments s to t."""
+        """The ways to begin segments s to t."""
         chain, first_time = self.chain, t == len(self.chain) - 1
         around = chain.always[t] + chain.gradient[t]
         replay = chain.replay[s : t + 1].cumsum().tolist()
@@ -162,7 +162,7 @@ class Table:
         return costs if option.cut is None else costs + self.seconds[s, option.cut - 1][option.least :]
 
     def actions(self, s: int, t: int, m: int) -> list[Action]:
-        """What an optimal schedule of segments s to t within m slots does."""
+        """The actions of an optimal schedule of segments s to t within m slots."""
         able = [option for option in self.options(s, t) if option.least <= m]
         chosen = min(able, key=lambda option: self.costs(option, s, t)[m - option.least])
         inner = self.actions(chosen.follows, t, m - chosen.gone) if chosen.follows <= t else []
@@ -275,7 +275,7 @@ def _cuts(graph: Graph, anyway: frozenset[int], fine: bool) -> list[tuple[int, i
 
 
 def measure(problem: Problem, segments: list[Segment]) -> Chain:
-    """What the segments cost."""
+    """The bytes and seconds of the segments."""
     graph, anyway, results = problem.graph, at_hand_anyway(problem.graph), set(problem.graph.outputs)
     again = {k for segment in segments for k in segment.runs_to_keep}
 

@@ -317,7 +317,7 @@ class _Unrolling(Outward):
             self.bytes_here += self.sizes[v]
 
     def have(self, values: Collection[int], needed: set[int]) -> None:
-        """Have values at hand: wait for those on their way, fetch those with a copy, make the others again."""
+        """Wait for values on their way, fetch those with a copy, make the others again."""
         for v in values:
             if v in self.here or v in self.given:
                 continue

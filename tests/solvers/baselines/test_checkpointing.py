@@ -246,7 +246,9 @@ def test_the_cheapest_of_many_settings_is_found_and_none_is_tried_twice(tries: i
 
     task = Task(CHAIN, BUDGET)
     incumbent = Incumbent(task)
-    remarks = cheapest(task, incumbent, "mine", 42, asking, lambda best: {"best": best}, tries=tries)
+    remarks = cheapest(
+        task, incumbent, "mine", 42, asking, lambda best: {"best": -1 if best is None else best}, tries=tries
+    )
     assert len(asked) == len(set(asked)) == tries
     assert incumbent.cost == BEST
     assert OUTCOMES[remarks.details["best"]] == (BEST, peak_of(CHAIN, incumbent.R))
