@@ -22,7 +22,7 @@ import numpy as np
 
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
-from checkmate.solvers.baselines.chen import checkpoint_all
+from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import obeys_limits
 from checkmate.solvers.common.task import Clock, Task

@@ -12,17 +12,16 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.core.table import Table
 from checkmate.solvers.auto import auto
-from checkmate.solvers.baselines.chen import checkpoint_all, greedy, last_node, sqrt
+from checkmate.solvers.baselines.checkpointing import checkpoint_all, greedy, last_node, sqrt
 from checkmate.solvers.baselines.dtr import dtr
 from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.host.capuchin import capuchin
 from checkmate.solvers.host.exact import milp
 from checkmate.solvers.host.poet import poet
-from checkmate.solvers.host.swapping import offload_all
+from checkmate.solvers.host.policies import capuchin, offload_all
 from checkmate.solvers.linear.rounding import lp_rounding
 from checkmate.solvers.search.next_use import next_use
 

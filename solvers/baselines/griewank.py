@@ -7,16 +7,15 @@ more than r times, and the fewest steps for l are, with the first sweep up to x_
 
     t(l, s) = r l − β(s + 1, r − 1)   where   β(s, r − 1) < l ≤ β(s, r)
 
-Here x_0 is what is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j is what the j-th
-op of the chain makes, with all outputs of that op. l − 1 is the state that the first backward op needs; an op after
-it, the loss say, belongs to its reversal, and is not counted in t. On chains of unit costs and sizes these are the
-optimal schedules of the integer program. Where costs or sizes differ they are schedules still, not optimal ones: the
-number of steps is least, not their seconds, and a slot is as large as what lies in it.
+x_0 is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j are all outputs of the j-th op
+of the chain. l − 1 is the state that the first backward op needs; an op after it, the loss say, is not counted in t. On
+chains of unit costs and sizes these schedules are optimal; elsewhere the number of steps is least, not their seconds,
+and a slot is as large as the values in it.
 
 We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
-taken. On graphs that are no chains the method does not apply as it stands, and says so; asked to, it takes articulation
-points, or all forward ops in a row, for the chain. Then t no longer holds: a backward op makes what it misses again,
-with whatever that takes, and what lies between two articulation points runs again even where everything would fit.
+taken. The method is for chains; asked to, it takes articulation points, or all forward ops in a row, for the chain.
+Then t no longer holds: a backward op makes again what it misses, and ops between two articulation points run again even
+where everything would fit.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ from math import comb
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.baselines.checkpoint_places import CANDIDATES, droppable
-from checkmate.solvers.baselines.sweep import cheapest, does_not_apply
+from checkmate.solvers.baselines.checkpointing import CANDIDATES, TRIES, cheapest, does_not_apply, droppable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import on_demand
 from checkmate.solvers.common.task import Task
-
-METHOD = "griewank"
-TRIES = 64  # numbers of slots that are simulated
 
 
 def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tries: int = TRIES) -> Remarks:
@@ -58,24 +53,25 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
     """
     if candidates not in CANDIDATES:
         raise ValueError(f"There are no candidates {candidates!r}. There are {', '.join(CANDIDATES)}.")
-    instead = "candidates='ap' and candidates='linearized'"
-    if candidates == "chain" and (no := does_not_apply(task, instead)):
-        return no
     problem = task.problem
+    if candidates == "chain" and (no := does_not_apply(problem, "candidates='ap' and candidates='linearized'")):
+        return no
     line = CANDIDATES[candidates](problem)
     needed = needs(problem, line)
     length = 1 + max(needed.values(), default=0)
-    sweep = cheapest(
-        task, incumbent, METHOD, length, lambda i: reversal(problem, line, needed, stored(length, i + 1)), tries=tries
-    )
-    details = {"candidates": len(line), "steps": length}
-    if sweep.best is not None:
-        details |= {"slots": sweep.best + 1, "least steps": least_steps(length, sweep.best + 1)}
-    return sweep.remarks(details)
+
+    def runs(i: int) -> np.ndarray:
+        return reversal(problem, line, needed, stored(length, i + 1))
+
+    def details(best: int | None) -> dict[str, int]:
+        about = {"candidates": len(line), "steps": length}
+        return about if best is None else {**about, "slots": best + 1, "least steps": least_steps(length, best + 1)}
+
+    return cheapest(task, incumbent, "griewank", length, runs, details, tries=tries)
 
 
 def beta(s: int, r: int) -> int:
-    """β(s, r) = C(s + r, s): how many steps s slots reverse with no step run more than r times; 0 for r < 0."""
+    """β(s, r) = C(s + r, s), the steps that s slots reverse with no step run more than r times; 0 for r < 0."""
     return comb(s + r, s) if r >= 0 else 0
 
 
@@ -83,10 +79,7 @@ def repetitions(steps: int, slots: int) -> int:
     """The r with β(s, r − 1) < l ≤ β(s, r)."""
     if slots == 1:
         return steps - 1
-    r = 0
-    while beta(slots, r) < steps:
-        r += 1
-    return r
+    return next(r for r in itertools.count() if beta(slots, r) >= steps)
 
 
 def least_steps(steps: int, slots: int) -> int:
@@ -134,8 +127,7 @@ def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
     for t in range(graph.forward_length, len(graph.ops)):
         made_by = [graph.values[v].producer for v in graph.ops[t].inputs if v in values]
         if made_by:
-            state = min([state, *(bisect_right(line, k) for k in made_by if k is not None)])
-            needed[t] = state
+            state = needed[t] = min([state, *(bisect_right(line, k) for k in made_by if k is not None)])
     return needed
 
 
@@ -149,26 +141,24 @@ def reversal(
         line: the ops that make states 1, 2, ….
         needed: per backward op the state it needs, as `needs` gives it.
         at: per state, those in slots when it is needed, as `stored` gives it.
-
-    Between two ops that need the same state nothing is let go; and what is in a slot is not let go while it is still
-    to be read, by the backward of the next op for one.
     """
     graph = problem.graph
     ops = list(needed)
     if not ops:
         return np.eye(len(graph.ops), dtype=bool)
     others = set(range(len(graph.values))) - droppable(problem)
+
+    def in_slots(t: int) -> set[int]:
+        """The values of the states in slots when op t needs its state."""
+        return {v for j in at[needed[t]] if j for v in graph.ops[line[j - 1]].outputs}
+
+    # the first reversal keeps all that its ops read
     first = {v for t in ops if needed[t] == needed[ops[0]] for v in graph.ops[t].inputs}
-    slots = _values(problem, line, at[needed[ops[0]]])
+    slots = in_slots(ops[0])
     kept_after = {graph.forward_length - 1: others | slots | first}
     for t, following in itertools.pairwise(ops):
+        # let go only where another state is needed next, and of no slot that is still to be read
         if needed[following] < needed[t]:
-            slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t}
-            slots |= _values(problem, line, at[needed[following]])
+            slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t} | in_slots(following)
             kept_after[t] = others | slots
     return on_demand(problem, kept_after)
-
-
-def _values(problem: Problem, line: Sequence[int], states: Sequence[int]) -> set[int]:
-    """What the ops that make these states make."""
-    return {v for j in states if j for v in problem.graph.ops[line[j - 1]].outputs}

@@ -16,7 +16,7 @@ cut can need as much memory as keeping everything. So the peak does not always f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import networkx as nx
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import kept_by_the_forward, ops_for
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
 METHOD = "min-cut"
@@ -44,14 +44,14 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     >>> solve(chain, 4, method="min-cut").cost
     5.0
     """
-    problem, details = task.problem, {"cuts": 0}
+    problem, clock, details = task.problem, task.clock, {"cuts": 0}
     ops, sizes = candidates(problem), problem.sizes.copy()
     sizes[list(problem.graph.outputs)] = 0  # held anyway
     seconds = {k: float(problem.seconds[k]) for k in ops}
     weight = {k: int(sizes[list(problem.graph.ops[k].outputs)].sum()) for k in ops}
 
     def fits(allowance: int) -> bool:
-        """Whether the plan with this allowance fits; it is offered."""
+        """Offer the plan with this allowance; whether it fits."""
         saved = cut(problem, most_seconds(seconds, weight, allowance))
         R = kept_by_the_forward(problem, saved)
         details["cuts"] += 1
@@ -61,26 +61,22 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
             details.update({"allowance": allowance, "saved bytes": int(sizes[saved].sum())})
         return True
 
-    _search(fits, sum(weight.values()), task.clock)
+    # allowances from everything to nothing; low is the largest that fits, above the smallest known not to
+    most, above, low = sum(weight.values()), None, None
+    for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
+        if low is None or not clock.is_over:
+            fitting = fits(allowance)
+            if low is None:
+                above, low = (above, allowance) if fitting else (allowance, None)
+    # then bisection between these two
+    for _ in range(FINE):
+        if low is None or above is None or above - low <= 1 or clock.is_over:
+            break
+        middle = (low + above) // 2
+        above, low = (above, middle) if fits(middle) else (middle, low)
     if incumbent.R is not None:
         return Remarks(details=details)
     return Remarks(f"the cut whose plan has the least peak takes {format_bytes(incumbent.least_peak or 0)}")
-
-
-def _search(fits: Callable[[int], bool], most: int, clock: Clock) -> None:
-    """Allowances from everything to nothing, then bisection above the largest of them that fits."""
-    above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does
-    for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
-        if low is not None and clock.is_over:
-            return
-        fitting = fits(allowance)
-        if low is None:
-            above, low = (above, allowance) if fitting else (allowance, None)
-    for _ in range(FINE):
-        if low is None or above is None or above - low <= 1 or clock.is_over:
-            return
-        middle = (low + above) // 2
-        above, low = (above, middle) if fits(middle) else (middle, low)
 
 
 def candidates(problem: Problem) -> list[int]:

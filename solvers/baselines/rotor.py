@@ -43,6 +43,10 @@ MOST_TOLD = 1.25  # times the budget: the most memory that the program is told
 Action = tuple[str, int]  # "pass", "keep" or "backward", and the segment
 
 
+class NotAChain(Exception):
+    """Why the step has no chain of segments."""
+
+
 def rotor(task: Task, incumbent: Incumbent) -> Remarks:
     """The cheapest persistent schedule of a chain of segments that fits, simulated.
 
@@ -59,16 +63,31 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
         incumbent.offer(np.eye(len(problem.graph.ops), dtype=bool), METHOD)
         return Remarks()
     details: dict[str, int] = {}
-    reasons, chains = [], list[list[Segment]]()
+    reasons, tried = [], list[list[Segment]]()
     for fine in (False, True):
         try:
             segments = segments_of(problem, fine=fine)
         except NotAChain as reason:
             reasons.append(str(reason))
             continue
-        if segments not in chains and (not chains or task.clock.elapsed < task.clock.limit / 2):
-            details = _search(task, incumbent, segments) or details
-            chains.append(segments)
+        if segments in tried or (tried and task.clock.elapsed >= task.clock.limit / 2):
+            continue
+        tried.append(segments)
+        table = Table.of(measure(problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)
+        # bisect on the memory that the program is told, over the amounts at which its optimum changes
+        last = len(segments) - 1
+        costs = table.seconds[0, last]
+        told = [m for m in range(len(costs)) if np.isfinite(costs[m]) and (m == 0 or costs[m] < costs[m - 1])]
+        low, high = 0, len(told) - 1
+        while low <= high:
+            middle = (low + high) // 2
+            R = runs_of(problem, segments, table.actions(0, last, told[middle]))
+            if not incumbent.fits(R):
+                high = middle - 1
+                continue
+            low = middle + 1
+            if incumbent.offer(R, METHOD):
+                details = {"segments": len(segments), "told": told[middle] * table.unit}
     if len(reasons) == 2:
         return Remarks(f"does not apply: {reasons[-1]}")
     least = incumbent.least_peak
@@ -76,46 +95,10 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
     return Remarks("" if details else f"no persistent schedule of the chain fits{taken}", details)
 
 
-def _search(task: Task, incumbent: Incumbent, segments: list[Segment]) -> dict[str, int]:
-    """Bisect on the memory that the program is told, over the amounts at which its optimum changes.
-
-    What there is to say of the plan that became the best; nothing where none did.
-    """
-    table = Table.of(measure(task.problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)
-    costs = table.seconds[0, len(segments) - 1]
-    told = [m for m in range(len(costs)) if np.isfinite(costs[m]) and (m == 0 or costs[m] < costs[m - 1])]
-    low, high, details = 0, len(told) - 1, dict[str, int]()
-    while low <= high:
-        middle = (low + high) // 2
-        R = runs_of(task.problem, segments, table.actions(0, len(segments) - 1, told[middle]))
-        if not incumbent.fits(R):
-            high = middle - 1
-            continue
-        low = middle + 1
-        if incumbent.offer(R, METHOD):
-            details = {"segments": len(segments), "told": told[middle] * table.unit}
-    return details
-
-
-def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) -> np.ndarray:
-    """R (T, T) bool: forwards that are repeated run in the stage of the next backward's first op."""
-    R = np.eye(len(problem.graph.ops), dtype=bool)
-    seen: set[int] = set()
-    waiting: list[int] = []
-    for what, i in actions:
-        if what == "backward":
-            R[segments[i].backward.start, waiting] = True
-            waiting = []
-        elif i in seen:
-            waiting += segments[i].runs_to_keep if what == "keep" else segments[i].runs_to_pass
-        seen.add(i)
-    return without_useless(problem.graph, without_forbidden(problem, R))
-
-
 class Option(NamedTuple):
     """A way to begin: keep the first segment, or pass up to a cut and come back when what follows on it is done."""
 
-    cut: int | None  # None: keep
+    cut: int | None  # the segment after the cut; None: keep
     follows: int  # the segment with which the rest begins
     seconds: float  # spent passing
     gone: int  # slots that the rest does without
@@ -147,59 +130,45 @@ class Table:
             for s in reversed(range(t + 1)):
                 best = table.seconds[s, t] = np.full(slots + 1, math.inf)
                 for option in table.options(s, t):
-                    start, rest = option.least, slice(option.least - option.gone, slots + 1 - option.gone)
-                    if start <= slots:
-                        after = table.after(option, t)[rest] + option.seconds
-                        if option.cut is not None:
-                            after += table.seconds[s, option.cut - 1][start:]
-                        np.minimum(best[start:], after, out=best[start:])
+                    if option.least <= slots:
+                        np.minimum(best[option.least :], table.costs(option, s, t), out=best[option.least :])
         return table
 
-    def after(self, option: Option, t: int) -> np.ndarray:
-        """(slots + 1,) the seconds of what follows on an option, up to segment t."""
-        return np.zeros(self.slots + 1) if option.follows > t else self.seconds[option.follows, t]
-
     def options(self, s: int, t: int) -> Iterator[Option]:
-        """What can be done first, for segments s to t."""
+        """The ways to begin segments s to t."""
         chain, first_time = self.chain, t == len(self.chain) - 1
         around = chain.always[t] + chain.gradient[t]
-        price = chain.keep_seconds if first_time else chain.pass_seconds
         replay = chain.replay[s : t + 1].cumsum().tolist()
+
+        def option(cut: int | None, seconds: float, gone: int, least: int) -> Option:
+            gone, least = -(-int(gone) // self.unit), -(-int(least) // self.unit)
+            return Option(cut, s + 1 if cut is None else cut, seconds, gone, max(gone, least))
+
         waits = replay[0] if first_time else replay[-1]
         least = max(around + chain.keep_peak[s] + waits, chain.always[s] + chain.backward_peak[s])
-        yield self._option(None, s + 1, 0.0, chain.kept[s] if s < t else 0, least)
+        yield option(None, 0.0, chain.kept[s] if s < t else 0, least)
+        price = chain.keep_seconds if first_time else chain.pass_seconds
         before = np.concatenate([[0], chain.output[s:t]])[: t - s]  # what enters s is not counted
-        peaks = (chain.pass_peak[s:t] + before + (replay[:-1] if first_time else waits)).tolist()
-        seconds, output, peak = price[s:t].cumsum().tolist(), chain.output[s:t].tolist(), 0
+        peaks = np.maximum.accumulate(chain.pass_peak[s:t] + before + (replay[:-1] if first_time else waits)).tolist()
+        seconds, output = price[s:t].cumsum().tolist(), chain.output[s:t].tolist()
         for i in range(t - s):
-            peak = max(peak, peaks[i])
-            yield self._option(s + i + 1, s + i + 1, seconds[i], output[i] + replay[i], around + peak)
+            yield option(s + i + 1, seconds[i], output[i] + replay[i], around + max(0, peaks[i]))
 
-    def _option(self, cut: int | None, follows: int, seconds: float, gone: int, least: int) -> Option:
-        gone, least = self._slots(gone), self._slots(least)
-        return Option(cut, follows, seconds, gone, max(gone, least))
-
-    def _slots(self, size: int) -> int:
-        return -(-int(size) // self.unit)
+    def costs(self, option: Option, s: int, t: int) -> np.ndarray:
+        """(slots + 1 - least,) the seconds of segments s to t that begin with an option, from its least slots on."""
+        end = self.slots + 1 - option.gone
+        rest = self.seconds[option.follows, t] if option.follows <= t else np.zeros(self.slots + 1)
+        costs = rest[option.least - option.gone : end] + option.seconds
+        return costs if option.cut is None else costs + self.seconds[s, option.cut - 1][option.least :]
 
     def actions(self, s: int, t: int, m: int) -> list[Action]:
-        """What an optimal schedule of segments s to t within m slots does."""
-
-        def seconds(option: Option) -> float:
-            if m < option.least:
-                return math.inf
-            again = 0.0 if option.cut is None else float(self.seconds[s, option.cut - 1][m])
-            return option.seconds + float(self.after(option, t)[m - option.gone]) + again
-
-        chosen = min(self.options(s, t), key=seconds)
+        """The actions of an optimal schedule of segments s to t within m slots."""
+        able = [option for option in self.options(s, t) if option.least <= m]
+        chosen = min(able, key=lambda option: self.costs(option, s, t)[m - option.least])
         inner = self.actions(chosen.follows, t, m - chosen.gone) if chosen.follows <= t else []
         if chosen.cut is None:
             return [("keep", s), *inner, ("backward", s)]
         return [*(("pass", k) for k in range(s, chosen.cut)), *inner, *self.actions(s, chosen.cut - 1, m)]
-
-
-class NotAChain(Exception):
-    """Why the step has no chain of segments."""
 
 
 @dataclass(frozen=True)
@@ -247,23 +216,39 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     Raises:
         NotAChain: if the forward has fewer, or the backward does not go through them in order.
     """
-    graph = problem.graph
-    if graph.forward_length == len(graph.ops):
+    graph, first = problem.graph, problem.graph.forward_length
+    if first == len(graph.ops):
         raise NotAChain("the step has no backward")
     anyway = at_hand_anyway(graph)
     cuts = _cuts(graph, anyway, fine)
     cuts = cuts[:: -(-len(cuts) // (MOST_SEGMENTS - 1)) or 1]
-    starts = _backward_starts(graph, anyway, cuts)
+    # belongs: the segment of each op of the backward. One that reads what flows across a cut may belong to either
+    # side: it goes to the later segment if it can.
+    segment_of = np.searchsorted([p for p, _ in cuts], np.arange(first), side="right")
+    across = {value for _, value in cuts}
+    belongs, now = [], len(cuts)
+    for op in graph.ops[first:]:
+        read = [(v, p) for v in op.inputs if v not in anyway and (p := graph.values[v].producer or 0) < first]
+        now = min([now, *(int(segment_of[p]) + (v in across) for v, p in read)])
+        for v, p in read:
+            if segment_of[p] > now:
+                raise NotAChain(f"{op.name} of the backward reads {graph.values[v].name} out of the order of a chain")
+        belongs.append(now)
+    starts = [first + sum(i < now for now in belongs) for i in range(len(cuts) + 1)] + [len(graph.ops)]
     own = [i for i in range(len(cuts) + 1) if starts[i] < starts[i - 1]]  # segments with a backward of their own
     if len(own) < 2:
         raise NotAChain("all data of the forward flows through one value nowhere, or only before what needs a backward")
-    begins = [0, *(cuts[i][0] for i in own[:-1])]  # what has none joins the next segment that has one
-    leaves = [*(cuts[i][1] for i in own[:-1]), None]
-    ends = [*begins[1:], graph.forward_length]
-    return [
-        _segment(graph, anyway, range(begins[r], ends[r]), range(starts[i], starts[i - 1]), leaves[r])
-        for r, i in enumerate(own)
-    ]
+    segments, begin = [], 0
+    for i in own:  # a segment without a backward joins the next that has one
+        end, leaves = (first, None) if i == own[-1] else cuts[i]
+        forward, backward = range(begin, end), range(starts[i], starts[i - 1])
+        flows = set() if leaves is None else {leaves}
+        made = {v for k in forward for v in graph.ops[k].outputs} - anyway
+        saved = frozenset(made.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
+        runs_to_pass, runs_to_keep = (ops_for(graph, forward, values, anyway) for values in (flows, saved))
+        segments.append(Segment(forward, backward, leaves, saved, runs_to_pass, runs_to_keep))
+        begin = end
+    return segments
 
 
 def at_hand_anyway(graph: Graph) -> frozenset[int]:
@@ -289,90 +274,53 @@ def _cuts(graph: Graph, anyway: frozenset[int], fine: bool) -> list[tuple[int, i
     return cuts
 
 
-def _backward_starts(graph: Graph, anyway: frozenset[int], cuts: list[tuple[int, int | None]]) -> list[int]:
-    """(L + 1,) the op with which the backward of each segment begins, and at index -1 the end of the backward.
-
-    An op that reads what flows across a cut may belong to either side: it goes to the later segment if it can.
-    """
-    first, L = graph.forward_length, len(cuts) + 1
-    segment_of = np.searchsorted([p for p, _ in cuts], np.arange(first), side="right")
-    across = {value for _, value in cuts}
-    belongs, now = [], L - 1
-    for op in graph.ops[first:]:
-        read = [(v, p) for v in op.inputs if v not in anyway and (p := graph.values[v].producer or 0) < first]
-        now = min([now, *(int(segment_of[p]) + (v in across) for v, p in read)])
-        for v, p in read:
-            if segment_of[p] > now:
-                raise NotAChain(f"{op.name} of the backward reads {graph.values[v].name} out of the order of a chain")
-        belongs.append(now)
-    return [first + sum(i < now for now in belongs) for i in range(L)] + [len(graph.ops)]
-
-
-def _segment(graph: Graph, anyway: frozenset[int], forward: range, backward: range, leaves: int | None) -> Segment:
-    flows = set() if leaves is None else {leaves}
-    made = {v for k in forward for v in graph.ops[k].outputs} - anyway
-    saved = frozenset(made.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
-    runs_to_pass, runs_to_keep = (ops_for(graph, forward, values, anyway) for values in (flows, saved))
-    return Segment(forward, backward, leaves, saved, runs_to_pass, runs_to_keep)
-
-
 def measure(problem: Problem, segments: list[Segment]) -> Chain:
-    """What the segments cost."""
-    graph, sizes, anyway = problem.graph, problem.sizes, at_hand_anyway(problem.graph)
-    flows = [frozenset() if segment.leaves is None else frozenset([segment.leaves]) for segment in segments]
-    results = set(graph.outputs)
-    replay, lasting = _pinned_bytes(problem, segments)
-    late = [{v for k in s.backward for v in graph.ops[k].outputs} & results for s in segments]
-    late_bytes = np.array([sizes[list(values)].sum() for values in late])
-    early_bytes = int(sizes[list(results.difference(*late))].sum())
-    return Chain(
-        pass_seconds=np.array([problem.seconds[list(s.runs_to_pass)].sum() for s in segments]),
-        keep_seconds=np.array([problem.seconds[list(s.runs_to_keep)].sum() for s in segments]),
-        output=np.array([sizes[list(values)].sum() for values in flows]),
-        kept=np.array([sizes[list(s.saved)].sum() for s in segments]),
-        gradient=np.array([sizes[list(_gradients(graph, s.backward.start))].sum() for s in segments]),
-        pass_peak=np.array([_peak(problem, s.forward, (), v, anyway) for s, v in zip(segments, flows, strict=True)]),
-        keep_peak=np.array([_peak(problem, s.forward, (), s.saved, anyway) for s in segments]),
-        backward_peak=np.array([_backward_peak(problem, s) for s in segments]),
-        replay=replay,
-        always=problem.resident + early_bytes + np.cumsum(lasting) + late_bytes[::-1].cumsum()[::-1] - late_bytes,
-    )
-
-
-def _pinned_bytes(problem: Problem, segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that pinned ops make in each segment (L,): those that only it needs to run again, and those that last.
-
-    The others are read by the backward, or run other segments again, and are counted from their segment on.
-    """
-    graph, results = problem.graph, set(problem.graph.outputs)
-    replay, lasting = np.zeros(len(segments), dtype=np.int64), np.zeros(len(segments), dtype=np.int64)
+    """The bytes and seconds of the segments."""
+    graph, anyway, results = problem.graph, at_hand_anyway(problem.graph), set(problem.graph.outputs)
     again = {k for segment in segments for k in segment.runs_to_keep}
-    for i, segment in enumerate(segments):
-        own = set(segment.runs_to_keep)
-        for k in segment.forward:
-            for v in graph.ops[k].outputs if graph.ops[k].pinned is not None else ():
-                users = set(graph.users[v])
-                if v in results:
-                    continue
-                if any(j >= graph.forward_length for j in users) or users & again - own:
-                    lasting[i] += problem.sizes[v]
-                elif users & own:
-                    replay[i] += problem.sizes[v]
-    return replay, lasting
 
+    def size(values: Iterable[int]) -> int:
+        return sum(int(problem.sizes[v]) for v in values)
 
-def _gradients(graph: Graph, b: int) -> set[int]:
-    """The values, no results, that the backward makes before op b for b or later ops."""
-    made = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
-    return {v for v in made if graph.users[v] and graph.users[v][-1] >= b}.difference(graph.outputs)
+    def gradients(b: int) -> set[int]:
+        """The values, no results, that the backward makes before op b for b or later ops."""
+        made = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
+        return {v for v in made if graph.users[v] and graph.users[v][-1] >= b} - results
 
-
-def _backward_peak(problem: Problem, segment: Segment) -> int:
-    """Bytes while the backward of a segment runs, from what is saved for it and the gradients so far."""
-    graph, ops = problem.graph, segment.backward
-    read = {v for k in ops for v in graph.ops[k].inputs}
-    stays = _gradients(graph, ops.stop).union(graph.outputs)
-    return _peak(problem, ops, (segment.saved & read) | _gradients(graph, ops.start), stays, frozenset())
+    rows, lasting, late = [], [], []
+    for s in segments:
+        flows = set() if s.leaves is None else {s.leaves}
+        # bytes that pinned ops make: those that only this segment needs to run again are its replay; those that the
+        # backward reads, or that run other segments again, last from this segment on
+        own, replays, lasts = set(s.runs_to_keep), 0, 0
+        pinned = (graph.ops[k].outputs for k in s.forward if graph.ops[k].pinned is not None)
+        for v in {v for outputs in pinned for v in outputs} - results:
+            users = set(graph.users[v])
+            if any(j >= graph.forward_length for j in users) or users & again - own:
+                lasts += size([v])
+            elif users & own:
+                replays += size([v])
+        lasting.append(lasts)
+        late.append(results.intersection(v for k in s.backward for v in graph.ops[k].outputs))
+        read = {v for k in s.backward for v in graph.ops[k].inputs}
+        before, after = gradients(s.backward.start), gradients(s.backward.stop)
+        rows.append(
+            {
+                "pass_seconds": problem.seconds[list(s.runs_to_pass)].sum(),
+                "keep_seconds": problem.seconds[list(s.runs_to_keep)].sum(),
+                "output": size(flows),
+                "kept": size(s.saved),
+                "gradient": size(before),
+                "pass_peak": _peak(problem, s.forward, (), flows, anyway),
+                "keep_peak": _peak(problem, s.forward, (), s.saved, anyway),
+                "backward_peak": _peak(problem, s.backward, (s.saved & read) | before, after | results, frozenset()),
+                "replay": replays,
+            }
+        )
+    late_bytes = np.array([size(values) for values in late])
+    always = problem.resident + size(results.difference(*late)) + np.cumsum(lasting)
+    always += late_bytes[::-1].cumsum()[::-1] - late_bytes
+    return Chain(**{name: np.array([row[name] for row in rows]) for name in rows[0]}, always=always)
 
 
 def _peak(problem: Problem, ops: range, start: Iterable[int], stays: Iterable[int], uncounted: frozenset[int]) -> int:
@@ -389,3 +337,18 @@ def _peak(problem: Problem, ops: range, start: Iterable[int], stays: Iterable[in
         here -= gone
         live -= int(sum(sizes[v] for v in gone))
     return peak
+
+
+def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) -> np.ndarray:
+    """R (T, T) bool: forwards that are repeated run in the stage of the next backward's first op."""
+    R = np.eye(len(problem.graph.ops), dtype=bool)
+    seen: set[int] = set()
+    waiting: list[int] = []
+    for what, i in actions:
+        if what == "backward":
+            R[segments[i].backward.start, waiting] = True
+            waiting = []
+        elif i in seen:
+            waiting += segments[i].runs_to_keep if what == "keep" else segments[i].runs_to_pass
+        seen.add(i)
+    return without_useless(problem.graph, without_forbidden(problem, R))

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
 
-from benchmarks.networks import dags
-from checkmate.core import simulator
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Status
 from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import kept_by_the_forward
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.solvers.baselines.test_baselines import STEPS, solve
+from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
-
-min_cut = METHODS["min-cut"].solve
-
-STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "unet": dags.unet(), "gpt": dags.gpt(4)}
-
-
-def check(solution: Solution) -> None:
-    assert solution.plan is not None
-    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
 
 
 def reachable(problem: Problem, saved: set[int], banned: set[int]) -> bool:
@@ -100,52 +87,8 @@ def test_the_knapsack_never_takes_more_than_its_allowance_where_sizes_are_rounde
     assert (1 - 100 / SLOTS) * allowance < sum(weight[k] for k in picked) <= allowance
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
-def test_plans_of_training_steps_verify_and_recompute_little(name: str) -> None:
-    problem = STEPS[name]
-    for share, most in ((0.9, 0.015), (0.8, 0.03)):
-        solution = min_cut(problem, int(share * problem.keep_all_peak))
-        check(solution)
-        assert 0 < solution.overhead < most
-
-
-def test_with_room_for_all_nothing_runs_again() -> None:
-    for problem in [*STEPS.values(), dags.unit_chain(5)]:
-        solution = min_cut(problem, problem.keep_all_peak)
-        assert solution.status is Status.OPTIMAL
-        assert solution.cost == pytest.approx(problem.keep_all_cost)
-
-
-@in_turn(seed=range(40))
-def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
-    problem = random_problem(seed, most_ops=4)
-    known = outcomes(problem)
-    for budget in interesting_budgets(known):
-        solution = min_cut(problem, budget)
-        assert solution.cost >= optimum(known, budget) - 1e-9
-        if solution.plan is not None:
-            check(solution)
-
-
 def test_without_a_backward_there_is_nothing_to_save() -> None:
     problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1] * 3, sizes=[1] * 3)
     assert candidates(problem) == cut(problem, []) == []
-    assert min_cut(problem, 3).cost == 3.0
-    assert min_cut(problem, 2).status is Status.NOT_FOUND
-
-
-def test_where_nothing_fits_it_says_what_would() -> None:
-    solution = min_cut(dags.unet(), int(0.45 * dags.unet().keep_all_peak))
-    assert solution.status is Status.NOT_FOUND
-    assert "least peak takes" in solution.message
-
-
-@pytest.mark.long
-def test_a_thousand_ops_take_seconds() -> None:
-    problem = dags.gpt(24)
-    began = time.perf_counter()
-    solution = min_cut(problem, int(0.6 * problem.keep_all_peak))
-    assert time.perf_counter() - began < 15
-    check(solution)
-    assert solution.overhead < 0.12
+    assert solve("min-cut", problem, 3).cost == 3.0
+    assert solve("min-cut", problem, 2).status is Status.NOT_FOUND

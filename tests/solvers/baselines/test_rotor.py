@@ -8,26 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.solvers.baselines.test_baselines import STEPS, random_chain, solve
 from tests.support.sampling import in_turn
 
-rotor = METHODS["rotor"].solve
-milp = METHODS["milp"].solve
-
-STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "mobilenet": dags.mobilenet(6), "gpt": dags.gpt(4)}
-
-
-def check(solution: Solution) -> None:
-    assert solution.plan is not None
-    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
+CHAINS = ("vgg", "resnet", "mobilenet", "gpt")
 
 
 def strategies(s: int, t: int) -> Iterator[list[tuple[str, int]]]:
@@ -52,10 +42,8 @@ def outcome(chain: Chain, actions: list[tuple[str, int]]) -> tuple[float, int]:
             if k in ran:
                 seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
             ran.add(k)
-            follows = i > 0 and actions[i - 1] == (
-                "pass",
-                k - 1,
-            )  # else what enters is held, or belongs to what is kept
+            # what enters is counted here where it was just passed; else it is held, or belongs to what is kept
+            follows = i > 0 and actions[i - 1] == ("pass", k - 1)
             around = chain.always[last] + chain.gradient[last] + (chain.output[k - 1] if follows else 0)
             own = chain.pass_peak[k] if what == "pass" else chain.keep_peak[k]
             peak = max(peak, sum(held.values()) + sum(kept.values()) + waiting + around + own)
@@ -75,7 +63,7 @@ def outcome(chain: Chain, actions: list[tuple[str, int]]) -> tuple[float, int]:
     return seconds, int(peak)
 
 
-def random_chain(seed: int, length: int) -> Chain:
+def random_segments(seed: int, length: int) -> Chain:
     rng = np.random.default_rng(seed)
     output, inner, gradient = (rng.integers(0, 6, length) for _ in range(3))
     passing = rng.integers(1, 6, length).astype(float)
@@ -97,7 +85,7 @@ def random_chain(seed: int, length: int) -> Chain:
 @in_turn(seed=range(60))
 def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
     length = 1 + seed % 5
-    chain, slots = random_chain(seed, length), 60
+    chain, slots = random_segments(seed, length), 60
     known = [outcome(chain, actions) for actions in strategies(0, length - 1)]
     table = Table.of(chain, 1, slots)
     for m in range(slots + 1):
@@ -108,7 +96,7 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
 
 @in_turn(seed=range(20))
 def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
-    chain = random_chain(seed, 6)
+    chain = random_segments(seed, 6)
     table = Table.of(chain, 1, 60)
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
         ran: set[int] = set()
@@ -121,30 +109,13 @@ def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> Non
 
 
 def test_slots_round_up() -> None:
-    chain = random_chain(1, 5)
+    chain = random_segments(1, 5)
     fine, coarse = Table.of(chain, 1, 60).seconds[0, 4], Table.of(chain, 7, 10).seconds[0, 4]
     assert all(coarse[m] >= fine[min(60, 7 * m)] for m in range(11))
     assert np.isfinite(coarse[-1])
 
 
-@pytest.mark.parametrize("layers", range(2, 7))
-def test_on_the_unit_chain_persistent_schedules_are_optimal(layers: int) -> None:
-    chain = dags.unit_chain(layers)
-    for budget in range(3, chain.keep_all_peak + 1):
-        solution = rotor(chain, budget)
-        check(solution)
-        assert solution.cost == milp(chain, budget, time_limit=30).cost
-
-
-@pytest.mark.parametrize(
-    ("layers", "budget", "seconds"),
-    [(8, 3, 45), (8, 4, 26), (8, 5, 22), (8, 6, 21), (8, 8, 19), (16, 8, 43), (16, 10, 41), (16, 12, 39)],
-)
-def test_the_golden_optima_of_unit_chains(layers: int, budget: int, seconds: int) -> None:
-    assert rotor(dags.unit_chain(layers), budget).cost == seconds
-
-
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", CHAINS)
 def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     """What the chain says that keeping all takes, within seven percent; it is never less than it does take."""
     problem = STEPS[name]
@@ -157,7 +128,7 @@ def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     assert problem.keep_all_peak == peak_of(problem, R) <= least * unit <= 1.07 * problem.keep_all_peak
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("fine", [False, True])
 def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bool) -> None:
     problem = STEPS[name]
@@ -173,42 +144,14 @@ def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bo
         assert {v for v in late if graph.values[v].producer < graph.forward_length} <= allowed
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_plans_of_training_steps_verify_and_get_cheaper_with_memory(name: str) -> None:
-    problem = STEPS[name]
-    floor = problem.unavoidable_bytes.max()
-    costs = []
-    for share in (0.7, 0.8, 0.9):
-        solution = rotor(problem, int(floor + share * (problem.keep_all_peak - floor)))
-        check(solution)
-        costs.append(solution.overhead)
-    assert 0 < costs[2] <= costs[1] + 0.005 <= costs[0] + 0.01 < 0.12
-
-
-@in_turn(seed=range(60))
-def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
-    problem = random_problem(seed, most_ops=4)
-    known = outcomes(problem)
-    for budget in interesting_budgets(known):
-        solution = rotor(problem, budget)
-        assert solution.cost >= optimum(known, budget) - 1e-9
-        if solution.plan is not None:
-            check(solution)
-
-
 @pytest.mark.slow
 def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     """Other schedules than persistent ones can be better; on most of these they are not."""
     hits = misses = 0
     for seed in range(12):
-        rng = np.random.default_rng(seed)
-        plain = dags.unit_chain(4)
-        deps = [list(op.inputs) for op in plain.graph.ops]
-        sizes = rng.integers(1, 5, 9).tolist()
-        problem = Problem.from_dag(deps, rng.integers(1, 5, 9).tolist(), sizes, outputs=[8], forward=5)
+        problem = random_chain(seed, layers=4, most=4)
         for budget in range(int(problem.unavoidable_bytes.max()), problem.keep_all_peak + 1):
-            solution, best = rotor(problem, budget), milp(problem, budget, time_limit=20)
-            assert solution.cost >= best.cost - 1e-9
+            solution, best = solve("rotor", problem, budget), METHODS["milp"].solve(problem, budget, time_limit=20)
             hit = (solution.plan is None and best.plan is None) or solution.cost <= best.cost + 1e-9
             hits, misses = hits + hit, misses + (not hit)
     assert hits > 2 * misses
@@ -220,7 +163,7 @@ def test_where_the_forward_is_no_chain_it_does_not_apply() -> None:
         [[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], seconds=[1] * 7, sizes=[1] * 7, forward=4
     )
     for problem in (dense, Problem.from_dag([[], [0], [0, 1]], [1] * 3, [1] * 3)):
-        solution = rotor(problem, problem.keep_all_peak - 1)
+        solution = solve("rotor", problem, problem.keep_all_peak - 1)
         assert solution.status is Status.NOT_FOUND
         assert solution.message.startswith("does not apply: ")
 
@@ -231,25 +174,13 @@ def test_where_the_backward_runs_in_another_order_it_names_the_op() -> None:
     values = [Value(f"v{k}", 3, k) for k in range(6)]
     ops = [Op(f"op{k}", "op", tuple(d), (k,), "forward" if k < 4 else "backward") for k, d in enumerate(deps)]
     problem = Problem(Graph(tuple(ops), tuple(values), (5,)), Profile(np.ones(6), np.zeros(6)))
-    solution = rotor(problem, problem.keep_all_peak - 1)
+    solution = solve("rotor", problem, problem.keep_all_peak - 1)
     assert solution.status is Status.NOT_FOUND
     assert "op5 of the backward reads v" in solution.message
 
 
-@pytest.mark.slow
-def test_a_long_chain_is_thinned() -> None:
-    solution = rotor(dags.unit_chain(300), 80)
-    check(solution)
-    assert solution.details["segments"] <= 101
-    assert solution.seconds < 15
-    assert solution.overhead < 0.5
-
-
-def test_pinned_ops_run_once_and_their_bytes_are_counted() -> None:
+def test_the_bytes_of_pinned_ops_are_counted() -> None:
     problem = dags.gpt(3)
     assert any(op.pinned for op in problem.graph.ops)
-    chain = measure(problem, segments_of(problem))
-    assert chain.replay.any()
-    solution = rotor(problem, int(0.7 * problem.keep_all_peak))
-    check(solution)
-    assert solution.overhead > 0
+    assert measure(problem, segments_of(problem)).replay.any()
+    assert solve("rotor", problem, int(0.7 * problem.keep_all_peak)).overhead > 0

@@ -13,8 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host.capuchin import Policy, candidates
-from checkmate.solvers.host.swapping import every_swap
+from checkmate.solvers.host.policies import Policy, candidates, every_swap
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
 
