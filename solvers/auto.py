@@ -33,9 +33,9 @@ from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.exchange import exchange, exchange_runs
+from checkmate.solvers.search.greedy import Tilts, next_use
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
-from checkmate.solvers.search.next_use import Tilts, next_use
 
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to

@@ -22,7 +22,7 @@ from checkmate.core.solution import Solution, Status, check_problem
 from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import again, contradicts
+from checkmate.solvers.common.incumbent import again, contradicts
 from checkmate.solvers.common.processes import Processes
 from checkmate.solvers.solve import check_limits, check_method, min_budget, refuse_unknown_rules, solve
 from checkmate.statusline import showing

@@ -29,7 +29,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError
 from checkmate.solvers import known_plans
 from checkmate.solvers.background_search import News
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import solve

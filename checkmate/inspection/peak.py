@@ -14,7 +14,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.table import Printed, Table, first_rows
 from checkmate.inspection.sending import seconds_to_send
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
-from checkmate.solvers.common.certify import again
+from checkmate.solvers.common.incumbent import again
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 

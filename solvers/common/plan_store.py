@@ -29,7 +29,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.errors import InvalidProblem, SolverError
-from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.solve")

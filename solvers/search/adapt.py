@@ -21,9 +21,8 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, cost_of, fits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.next_use import GRID
+from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most

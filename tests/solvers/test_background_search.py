@@ -20,7 +20,7 @@ from checkmate.core.simulator import cost, verify
 from checkmate.solvers import background_search, known_plans
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import plan_store, processes
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.known_plans import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.processes import ROOT, run_python

@@ -12,7 +12,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
 from checkmate.core.solution import Solution
 from checkmate.solvers import known_plans
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 
 
 class Branches(nn.Module):

@@ -15,8 +15,8 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.any_order import AnyOrder
-from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange, exchange_runs, places_of
+from checkmate.solvers.search.greedy import Stuck, Weights, run_pass
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.all_plans import random_dag, smallest_peak
 from tests.support.oracle import random_problem, random_problem_with_ways
