@@ -20,7 +20,7 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.processes import BackgroundProcess
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.known_plans import WAVER, UnfinishedSearch
+from checkmate.solvers.plan_cache import WAVER, UnfinishedSearch
 from checkmate.solvers.solve import solve
 from checkmate.units import format_seconds
 

@@ -69,7 +69,7 @@ from checkmate.memory.available import Available, available
 from checkmate.profiling.measure import Measure, forget
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.trial import repeats, same_again, same_in_two
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config
