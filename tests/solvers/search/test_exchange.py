@@ -40,7 +40,7 @@ def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
         off = np.flatnonzero(~line.fixed)
         for p in rng.choice(off, min(3, len(off)), replace=False).tolist():
             line.flip(p)
-        R = line.runs()
+        R = as_matrix(line.runs_in_stages())
         assert line.cost == pytest.approx(R.sum(axis=0) @ problem.seconds)
         assert tuple(line.bytes_at[line.on] + problem.resident) == bytes_at_runs(problem, R)
         assert line.bytes_at.max() == line.bytes_at[line.on].max()  # where nothing runs is never the peak
