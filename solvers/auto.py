@@ -100,7 +100,7 @@ def auto(
 
 @dataclass
 class Portfolio:
-    """What the stages leave for one another, beside the incumbent."""
+    """The state that stages share, beside the incumbent."""
 
     task: Task
     incumbent: Incumbent
@@ -155,7 +155,7 @@ def _next_use(search: Portfolio, task: Task) -> None:
 
 
 def _near_keep_all(search: Portfolio, task: Task) -> None:
-    """What makes few values again, where no pass fits: in large graphs passes make too much."""
+    """Offer a plan near keeping everything, where no pass fits: in large graphs passes rerun too much."""
     if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
         search.incumbent.offer(R, "near keep-all")
 

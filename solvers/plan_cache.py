@@ -148,7 +148,7 @@ class UnfinishedSearch:
         return cost <= (1 - BETTER) * than
 
     def bare(self) -> UnfinishedSearch:
-        """The same without PyTorch: another process can be sent it."""
+        """A copy without PyTorch, which can be sent to another process."""
         problem = replace(self.problem, emit=None, smaller=None)
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
 
@@ -266,7 +266,7 @@ def _nearest(
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan answers. Equal questions have equal answers, but for luck and time."""
+    """The question that a plan answers. Equal questions have equal answers, but for luck and time."""
 
     structure: str  # hashes: see `checkmate.core.fingerprint`
     sizes: str
@@ -313,7 +313,7 @@ class Record:
 
     @classmethod
     def of(cls, solution: Solution, method: str, time_limit: float) -> Record:
-        """What to keep of a solution that has a plan."""
+        """The record of a solution that has a plan."""
         assert solution.schedule is not None
         assert solution.plan is not None
         problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()

@@ -31,7 +31,7 @@ log = logging.getLogger("checkmate.solve")
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a method has to say beside the plans and bounds that it offered."""
+    """A method's message and figures, beside the plans and bounds that it offered."""
 
     message: str = ""  # why there is no plan, or why it ended early
     details: dict[str, Any] = field(default_factory=dict)  # figures
@@ -96,7 +96,7 @@ class Incumbent:
         return self._keep(R.copy(), None, cost, by)
 
     def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """The same for what runs in each stage, in any order and as often as need be.
+        """As `offer`, for the ops that run in each stage, in any order and as often as need be.
 
         Raises:
             SolverError: if it breaks another rule than the budget, or those that the problem has in words.
@@ -109,7 +109,7 @@ class Incumbent:
         return not broken and self.offer_plan(plan, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
-        """The same for a plan, of which R may not say all.
+        """As `offer`, for a plan, of which R may not say all.
 
         Raises:
             SolverError: if it breaks another rule than the budgets.
@@ -189,7 +189,7 @@ class Incumbent:
         return self.R if self.plan is None else self.plan
 
     def line(self) -> str:
-        """What a line has room for: the overhead, the gap and the time."""
+        """One line for the terminal: the overhead, the gap and the time."""
         return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
 
     def _is_within(self, peak: int) -> bool:
@@ -209,7 +209,7 @@ class Incumbent:
 
 
 def _gravity(plan: Plan | None) -> int:
-    """Of a bound that a plan contradicts: what is proven of schedules says nothing of other plans."""
+    """Log level for a bound that a plan contradicts: proofs for schedules say nothing of other plans."""
     return logging.WARNING if plan is None or plan.is_a_schedule or plan.sent else logging.DEBUG
 
 

@@ -81,7 +81,7 @@ COARSE = 0.2  # of the gap to the best plan: what models are solved to that othe
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """What the moments prove, and what their model would keep."""
+    """The bound that moments prove, and the values that their model keeps."""
 
     value: float  # seconds that every schedule within the budget takes; infinite if proven that none is
     moments: tuple[int, ...] = ()  # ops, of the last model that had an answer

@@ -144,7 +144,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
 
 
 class PassState:
-    """What is at hand, when each value is needed next, and what bringing it back would cost."""
+    """The values at hand, when each is needed next, and the seconds to bring it back."""
 
     def __init__(self, tables: Tables, budget: int, weights: Weights) -> None:
         V = len(tables.producer)
@@ -199,7 +199,7 @@ class PassState:
         return again
 
     def arrive(self, v: int) -> None:
-        """Have value v at hand."""
+        """Allocate value v."""
         self.at_hand[v] = True
         self.room -= self.tables.size[v]
         self.movable[v] = self.tables.size[v] > 0 and not self.tables.result[v]

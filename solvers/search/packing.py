@@ -41,7 +41,7 @@ CLOCK = 32  # nodes between looks at the clock
 
 @dataclass(frozen=True)
 class Packing:
-    """What came of a search for addresses below a height."""
+    """The result of a search for addresses below a height."""
 
     offsets: tuple[int, ...] | None  # of each block; None if none were found
     impossible: bool  # proven: there are none
