@@ -33,9 +33,9 @@ from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.exchange import exchange, exchange_runs
+from checkmate.solvers.search.greedy import Tilts, next_use
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
-from checkmate.solvers.search.next_use import Tilts, next_use
 
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
@@ -100,7 +100,7 @@ def auto(
 
 @dataclass
 class Portfolio:
-    """What the stages leave for one another, beside the incumbent."""
+    """The state that stages share, beside the incumbent."""
 
     task: Task
     incumbent: Incumbent
@@ -155,7 +155,7 @@ def _next_use(search: Portfolio, task: Task) -> None:
 
 
 def _near_keep_all(search: Portfolio, task: Task) -> None:
-    """What makes few values again, where no pass fits: in large graphs passes make too much."""
+    """Offer a plan near keeping everything, where no pass fits: in large graphs passes rerun too much."""
     if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
         search.incumbent.offer(R, "near keep-all")
 

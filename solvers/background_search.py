@@ -20,7 +20,7 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.processes import BackgroundProcess
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.known_plans import WAVER, UnfinishedSearch
+from checkmate.solvers.plan_cache import WAVER, UnfinishedSearch
 from checkmate.solvers.solve import solve
 from checkmate.units import format_seconds
 
@@ -31,7 +31,7 @@ TELL_SECONDS = 0.5  # between two looks at what the process has found
 
 @dataclass(frozen=True)
 class News:
-    """What the process tells."""
+    """An answer of the process."""
 
     cost: float  # seconds of the step, of the best plan
     bound: float  # seconds, proven
@@ -67,7 +67,7 @@ class Search(BackgroundProcess):
 
     @property
     def pid(self) -> int | None:
-        """Of its process, while that runs."""
+        """The id of its process, while that runs."""
         return None if (process := self.process) is None else process.pid
 
     def wait(self, timeout: float | None = None) -> bool:

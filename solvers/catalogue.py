@@ -23,7 +23,7 @@ from checkmate.solvers.host.exact import milp
 from checkmate.solvers.host.poet import poet
 from checkmate.solvers.host.policies import capuchin, offload_all
 from checkmate.solvers.linear.rounding import lp_rounding
-from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.search.greedy import next_use
 
 JAIN = "Jain et al., MLSys 2020"
 CHEN = "Chen et al., 2016"

@@ -22,7 +22,7 @@ from checkmate.core.solution import Solution, Status, check_problem
 from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import again, contradicts
+from checkmate.solvers.common.incumbent import again, contradicts
 from checkmate.solvers.common.processes import Processes
 from checkmate.solvers.solve import check_limits, check_method, min_budget, refuse_unknown_rules, solve
 from checkmate.statusline import showing
@@ -34,7 +34,7 @@ log = logging.getLogger("checkmate.solve")
 
 @dataclass(frozen=True)
 class Row:
-    """What one method found for one budget."""
+    """The result of one method for one budget."""
 
     method: str
     budget: int  # bytes
@@ -190,7 +190,7 @@ Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
 def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None) -> list[Solution]:
-    """What `solve` gives for each call, some at a time; ``jobs`` and ``client`` as for `frontier`.
+    """Solve each call, some at a time; ``jobs`` and ``client`` as for `frontier`.
 
     Raises:
         ValueError: if ``jobs`` is no number of processes.
@@ -252,7 +252,7 @@ def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
 
 
 def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any]) -> Solution:
-    """What a process elsewhere sends back: the runs and the figures, without what the parent has anyway."""
+    """Solve in another process: runs and figures are sent back, without the parts that the parent has."""
     solution = solve(problem, budget, method=method, progress=False, **options)
     plan = None if solution.plan is None or solution.plan.is_a_schedule else solution.plan
     return replace(solution, problem=None, plan=plan)  # type: ignore[arg-type]

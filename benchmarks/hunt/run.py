@@ -27,10 +27,10 @@ from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError
-from checkmate.solvers import known_plans
+from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import solve
 
@@ -290,7 +290,7 @@ def taking_turns() -> Iterator[Callable[[], None]]:
         for turns in made:
             turns.offer()
 
-    with patch.object(known_plans, "begin", begin), patch.object(taking_over, "Search", search):
+    with patch.object(plan_cache, "begin", begin), patch.object(taking_over, "Search", search):
         yield offer
 
 

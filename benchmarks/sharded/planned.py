@@ -26,7 +26,7 @@ from benchmarks.sharded.policies import POLICIES, runs_of
 from benchmarks.solve.comparison import HERE, ONE_THREAD, figures
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes
 

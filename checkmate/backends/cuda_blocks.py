@@ -20,7 +20,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory.cuda_allocator import EXPANDABLE, Used
 from checkmate.memory.cuda_replay import DeviceState, replay, replay_steps
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.memory")

@@ -20,8 +20,8 @@ from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, rounded_down
 from checkmate.profiling.profilers import Choice, Profiler, profiler
-from checkmate.solvers import known_plans
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers import plan_cache
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused, with_halved
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes, parse_share
@@ -308,7 +308,7 @@ class Planner:
 
         def find() -> Solution:
             nonlocal unfinished
-            found, unfinished = known_plans.begin(
+            found, unfinished = plan_cache.begin(
                 problem, within, earlier=earlier, cache=options.cache, wait=wait, patience=patience, **asked
             )
             return found

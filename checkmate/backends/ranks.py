@@ -41,8 +41,8 @@ from checkmate.core.plan import Run, Start
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
-from checkmate.solvers.common import plan_store as plan_cache
-from checkmate.solvers.common.plan_store import Record
+from checkmate.solvers import plan_cache
+from checkmate.solvers.plan_cache import Record
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
 from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store, _resolve_process_group

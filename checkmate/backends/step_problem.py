@@ -26,7 +26,7 @@ from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.trial import tried_here
-from checkmate.solvers.backward_order import late_results
+from checkmate.solvers.search.late_gradients import late_results
 from checkmate.units import format_bytes
 
 

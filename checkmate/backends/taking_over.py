@@ -24,8 +24,8 @@ from checkmate.core.plan import Plan
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.common.certify import certify, contradicts
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.common.incumbent import certify, contradicts
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.units import format_seconds
 

@@ -27,7 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, HostError, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.profiling.profilers import profiler
-from checkmate.solvers.common.certify import again
+from checkmate.solvers.common.incumbent import again
 from checkmate.statusline import showing
 from checkmate.torch_internals.trees import tree_leaves
 from checkmate.tracing import traced

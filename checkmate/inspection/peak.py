@@ -16,7 +16,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.table import Printed, Table, first_rows
 from checkmate.core.timing import timing
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
-from checkmate.solvers.common.certify import again
+from checkmate.solvers.common.incumbent import again
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 

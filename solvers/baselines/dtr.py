@@ -42,7 +42,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import as_matrix, cost_of, without_forbidden, without_useless
 from checkmate.solvers.common.task import Clock, OutOfTime, Task
-from checkmate.solvers.search.eviction import Stuck
+from checkmate.solvers.search.greedy import Stuck
 from checkmate.units import format_bytes
 
 METHOD = "dtr"

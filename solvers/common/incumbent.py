@@ -1,7 +1,8 @@
 """The best plan of a task so far, and the best bound: what all methods and stages of a solve have in common.
 
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
-solvers fails, still has its best plan, and a person at a terminal sees the gap close.
+solvers fails, still has its best plan, and a person at a terminal sees the gap close. Every Solution is made by
+`certify`, which lowers the schedule to a plan, verifies and simulates it.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.runs import as_matrix, cost_of, lowered, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
+TOLERANCE = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
 log = logging.getLogger("checkmate.solve")
 
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a method has to say beside the plans and bounds that it offered."""
+    """A method's message and figures, beside the plans and bounds that it offered."""
 
     message: str = ""  # why there is no plan, or why it ended early
     details: dict[str, Any] = field(default_factory=dict)  # figures
@@ -94,7 +96,7 @@ class Incumbent:
         return self._keep(R.copy(), None, cost, by)
 
     def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """The same for what runs in each stage, in any order and as often as need be.
+        """As `offer`, for the ops that run in each stage, in any order and as often as need be.
 
         Raises:
             SolverError: if it breaks another rule than the budget, or those that the problem has in words.
@@ -107,7 +109,7 @@ class Incumbent:
         return not broken and self.offer_plan(plan, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
-        """The same for a plan, of which R may not say all.
+        """As `offer`, for a plan, of which R may not say all.
 
         Raises:
             SolverError: if it breaks another rule than the budgets.
@@ -187,7 +189,7 @@ class Incumbent:
         return self.R if self.plan is None else self.plan
 
     def line(self) -> str:
-        """What a line has room for: the overhead, the gap and the time."""
+        """One line for the terminal: the overhead, the gap and the time."""
         return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
 
     def _is_within(self, peak: int) -> bool:
@@ -207,5 +209,55 @@ class Incumbent:
 
 
 def _gravity(plan: Plan | None) -> int:
-    """Of a bound that a plan contradicts: what is proven of schedules says nothing of other plans."""
+    """Log level for a bound that a plan contradicts: proofs for schedules say nothing of other plans."""
     return logging.WARNING if plan is None or plan.is_a_schedule or plan.sent else logging.DEBUG
+
+
+def certify(
+    problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: object
+) -> Solution:
+    """The Solution that runs R (T, T), or a plan, of which R may not say all; verified and simulated.
+
+    The bound is raised to the cost of running each op once, which every plan takes; one that this schedule
+    contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
+
+    Raises:
+        SolverError: if it breaks a rule or exceeds a budget; the method is wrong then, not the problem.
+    """
+    if isinstance(found, Plan):
+        plan, schedule = found, Schedule.of_plan(problem.graph, found)
+    else:
+        schedule = Schedule.from_runs(problem.graph, found)
+        plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
+    if wrong := simulator.verify(plan, problem, budget):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
+    cost = simulator.cost(plan, problem)
+    if contradicts(bound, cost):
+        log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
+        bound = problem.least_cost
+    T = len(problem.graph.ops)
+    one_clock = not plan.sent and not problem.graph.links
+    runs_once = one_clock and len(plan.runs) == T  # the least there is, whatever is lost in its sum
+    bound = max(problem.least_cost, bound)  # in this order, what is no number is no bound
+    bound = cost if runs_once else min(bound, cost)
+    status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
+    peak = simulator.simulate(plan, problem).peak
+    return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
+
+
+def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: object) -> Solution:
+    """The plan of a solution, certified anew for this problem and budget.
+
+    Raises:
+        SolverError: if it breaks a rule there or exceeds a budget.
+    """
+    assert known.schedule is not None
+    about = {"method": known.method, **fields}
+    found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
+    return certify(problem, budget, found, bound=bound, **about)  # type: ignore[arg-type]
+
+
+def contradicts(bound: float, cost: float) -> bool:
+    """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
+    return bound > cost * (1 + TOLERANCE)

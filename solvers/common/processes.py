@@ -75,7 +75,7 @@ class Process:
         self.pid = self._child.pid
 
     def answers(self) -> Iterator[Any]:
-        """What the call tells, one after the other.
+        """Yield the answers of the call as they come.
 
         Raises:
             SolverError: if the process ends before the caller stops to ask, with the end of what it wrote.
@@ -205,7 +205,7 @@ class BackgroundProcess(ABC):
 
 
 class BackgroundCall:
-    """One call in a process beside the training, which ends when nobody waits for its result any more.
+    """Run a call in a low-priority child; the child is killed when this object is collected.
 
     >>> aside = BackgroundCall(divmod, 7, 3)
     >>> aside.wait(), aside.result
@@ -219,7 +219,7 @@ class BackgroundCall:
 
     @property
     def result(self) -> Any:
-        """Of the call; None while it goes on, and if it failed."""
+        """The call's result; None while it goes on, and if it failed."""
         return self._held.result
 
     @property

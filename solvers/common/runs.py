@@ -62,7 +62,7 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
 
 
 def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
-    """Those of the ops, ascending, that must run to make these values from others and from what is at hand anyway.
+    """The ops, ascending, that must run to make these values from others and from what is at hand anyway.
 
     >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
     (1, 3)
@@ -170,7 +170,7 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
 
 
 def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
-    """The same for what runs in each stage, in any order."""
+    """As `without_useless`, for the ops that run in each stage, in any order."""
     found: list[list[int]] = []
     needed: set[int] = set()
     for t in reversed(range(len(stages))):

@@ -1,4 +1,4 @@
-"""What a method is asked to do, and the time it has for that."""
+"""The task of a method: problem, budget, and the clock that it has."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ class Task:
     seed: int = 0  # of what is drawn at random
 
     def within(self, seconds: float, **changes: Any) -> Task:
-        """The same from now on for so many seconds, with other changes."""
+        """The task for so many seconds from now on, with other changes."""
         return replace(self, clock=Clock(seconds), **changes)

@@ -26,8 +26,16 @@ holds more than there is room for. And where a plan that fits runs an op twice b
 one run only: it cannot prove what the other is for, unless a moment comes between them.
 
 Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments.
-Then `checkmate.solvers.linear.spans` adds rows about them, and moments stand where most is unavoidable in each of 6
-parts of the backward, then of 12, and so on.
+Then moments stand where most is unavoidable in each of 6 parts of the backward, then of 12, and so on, and rows tie
+several segments together. For a span of segments a..b, from moment a-1 to moment b, let ANY[j] say that op j runs in
+one of them at least:
+
+    R[s, j] <= ANY[j] <= Σ_s R[s, j]               s in a..b
+    ANY[j] <= X[a-1, v] + ANY[prod(v)]             v an input of op j, made before the span
+    X[b, v] <= X[a-1, v] + ANY[prod(v)]            v made before the span
+
+With them a model proves no less by its relaxation than each of the models whose segments are its spans. Every schedule
+obeys them: the first run of j in the span finds v at hand, which either was so at moment a-1 or was made in the span.
 
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
@@ -37,7 +45,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -54,7 +62,6 @@ from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
-from checkmate.solvers.linear.spans import bind_spans
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
@@ -63,6 +70,7 @@ FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more
 ADDED = 2  # moments at a time then, where the answer breaks the budget
 CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing breaks it by more
 WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
+LENGTHS = (2, 3, 5)  # of spans, in segments; and those that reach to the end
 ALIKE = 1e-6  # of the plan's seconds
 TRIAL = 0.1  # of the time left: what a relaxation is tried for
 LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
@@ -73,7 +81,7 @@ COARSE = 0.2  # of the gap to the best plan: what models are solved to that othe
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """What the moments prove, and what their model would keep."""
+    """The bound that moments prove, and the values that their model keeps."""
 
     value: float  # seconds that every schedule within the budget takes; infinite if proven that none is
     moments: tuple[int, ...] = ()  # ops, of the last model that had an answer
@@ -249,7 +257,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
     if spanned and host is None:
-        bind_spans(model, R, X, carried, problem, moments, held)
+        _bind_spans(x, problem, moments, held)
     if host is not None and links is not None:
         bind_links(model, links, R, x.carried, problem, host, made_by)
         time_segments(model, links, R, problem, host)
@@ -311,6 +319,47 @@ def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made
     if len(i):
         x.model.constrain("write over what goes", [(x.OVER[i, v], 1.0), (x.X[i, v], 1.0)], upper=1.0)
         x.model.constrain("write over one", [(x.OVER, 1.0)], upper=1.0)
+
+
+def spans(count: int) -> Iterator[tuple[int, int]]:
+    """The first and the last of the segments of each span, of so many segments.
+
+    >>> list(spans(3))
+    [(0, 1), (0, 2), (1, 2)]
+    """
+    for a in range(count - 1):
+        yield from ((a, b) for b in sorted({*(a + length - 1 for length in LENGTHS), count - 1}) if b < count)
+
+
+def _bind_spans(x: Relaxed, problem: Problem, moments: Sequence[int], held: np.ndarray) -> None:
+    """Add the rows of all spans to the model of these moments.
+
+    Args:
+        held: (V,) bool, values without columns: they are always at hand once made.
+    """
+    model, R, X, carried = x.model, x.R, x.X, x.carried
+    graph, T = problem.graph, len(problem.graph.ops)
+    made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
+    reads = [(j, v) for j, op in enumerate(graph.ops) for v in op.inputs if not held[v]]
+    readers, read = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+    begins, ends = [0, *(o + 1 for o in moments)], [*moments, T - 1]
+    k = np.arange(T)
+    for a, b in spans(len(R)):
+        runs, begin, name = R[a : b + 1], begins[a], f"in segments {a} to {b}"
+        first = (begin <= k) & (k <= ends[b])
+        ANY = model.variables((runs != NONE).any(axis=0), lower=first)
+        later = np.flatnonzero((ANY != NONE) & ~first)
+        model.constrain(f"{name}: one at least", [(ANY[later], 1.0), *((row[later], -1.0) for row in runs)], upper=0.0)
+        s, j = np.nonzero((runs != NONE) & ~first)
+        model.constrain(f"{name}: any", [(runs[s, j], 1.0), (ANY[j], -1.0)], upper=0.0)
+        kept = carried[a - 1] if a else np.full(len(made_by), NONE)
+        e = (ANY[readers] != NONE) & (made_by[read] < begin)
+        j, v = readers[e], read[e]
+        terms = [(ANY[j], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)]
+        model.constrain(f"{name}: depend", terms, upper=0.0)
+        if b < len(X):
+            (v,) = np.nonzero((X[b] != NONE) & (made_by < begin))
+            model.constrain(f"{name}: keep", [(X[b, v], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)], upper=0.0)
 
 
 def lift(problem: Problem, bound: Bound) -> Schedule:

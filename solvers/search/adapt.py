@@ -21,9 +21,8 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, cost_of, fits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.next_use import GRID
+from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -70,14 +69,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     >>> adapt(Task(chain, 3), np.tril(np.ones((4, 4), dtype=bool))).sum()
     np.int64(4)
     """
-    found = _passes(task, R)
-    if (not found or not task.clock.is_over) and fits(task.problem, task.budget, R):
-        found.append(drop_runs(task.problem, task.budget, R, task.clock))
-    return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
-
-
-def _passes(task: Task, R: np.ndarray) -> list[np.ndarray]:
-    """Passes that let go first of what the schedule does not keep for the next stage; those that fit."""
+    # Passes that let go first of what the schedule does not keep for the next stage; those that fit.
     outside = ~Schedule.from_runs(task.problem.graph, R).S[1:]
     tables, found = Tables.of(task.problem), []
     for weights in GRID[:PASSES]:
@@ -86,4 +78,6 @@ def _passes(task: Task, R: np.ndarray) -> list[np.ndarray]:
             found.append(as_matrix(stages))
         if task.clock.is_over:
             break
-    return found
+    if (not found or not task.clock.is_over) and fits(task.problem, task.budget, R):
+        found.append(drop_runs(task.problem, task.budget, R, task.clock))
+    return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None

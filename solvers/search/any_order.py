@@ -91,7 +91,7 @@ class AnyOrder:
         return False, None
 
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
-        """What may have run before op t, where ``needed`` must be at hand: (stage, what it needs, what runs again)."""
+        """Yield the runs that may come before op t, where ``needed`` must be at hand: (stage, its needs, op)."""
         sets = self.sets
         if begun:
             others: list[tuple[int, int, int]] = []

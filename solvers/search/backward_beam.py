@@ -205,7 +205,7 @@ class Beam(Backward):
         }
 
     def _merged(self, needed_sets: list[int], states: States, width: int, t: int) -> dict[int, list[int]]:
-        """What so many merged states need, and of which sets each is made: the least promising, which come last, go.
+        """Merge the least promising states, which come last, into others: a bound by what both need stays valid.
 
         Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
         """
@@ -240,7 +240,7 @@ class Beam(Backward):
 
 
 class _Known:
-    """What a known plan needs when each stage begins, and the seconds of what it runs again from there on."""
+    """A known plan: the values that it needs when each stage begins, and the seconds of its later reruns."""
 
     def __init__(self, sets: ValueSets, R: np.ndarray) -> None:
         self.R = R

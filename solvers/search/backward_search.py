@@ -116,7 +116,7 @@ class Backward(ABC):
             yield states
 
     def _undominated(self, states: States, order: Iterable[int]) -> Iterator[int]:
-        """Those of the sets, in this order, of which none before needs less and takes less."""
+        """Yield the sets, in this order, unless one before needs less and takes less."""
         best: list[tuple[int, float]] = []
         for needed in order:
             seconds = states[needed][0]
@@ -140,7 +140,7 @@ class Backward(ABC):
 
     @abstractmethod
     def _end(self, t: int, states: States) -> States:
-        """Those of the states when stage t begins that go on."""
+        """Select the states at the begin of stage t that go on."""
 
 
 def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
@@ -198,11 +198,11 @@ class BackwardSearch(Backward):
                 self._wait(t, t, self.sets.before(t, needed), trail, waiting)
 
     def _wait(self, t: int, k: int, needed: int, trail: Trail | None, waiting: Waiting) -> None:
-        """What is made before op k may still be made again in stage t."""
+        """Add a state in which ops before op k may still run again in stage t."""
         waiting.add(needed, needed & self.sets.free[t] & self.sets.below[k], (0.0, 0, trail))
 
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
-        """Or all that is missing is made from nothing."""
+        """As in `Backward`; or everything missing is made from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = None if self.homes is None else self.homes.get(k)
         for (needed, _, _), (_, _, trail) in now.items():

@@ -39,7 +39,7 @@ def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.
 
 
 def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """The same for what runs in each stage, in any order: less of it, within the budget.
+    """As `drop_runs`, for the ops that run in each stage, in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 
@@ -81,7 +81,7 @@ class _Stages:
         self.turn: list[int] = []
 
     def worths(self) -> tuple[Worth, ...]:
-        """What is needed soon and takes long to make for each byte; or what is needed soon."""
+        """Priorities for keeping values: seconds per byte and next use, or next use alone."""
         makers = zip(self.tables.producer, self.tables.size, strict=True)
         dear = [(self.tables.seconds[k] + 1e-12) / max(1, size) for k, size in makers]
         return (
@@ -111,7 +111,7 @@ class _Stages:
         return runs
 
     def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
-        """What stage t may begin with, and what runs then: the most at first, and in the end as planned."""
+        """Yield values that stage t may begin with, and its runs: the most values first, as planned last."""
         for share in SHARES:
             start = self.needed[t].union(extra[: int(share * len(extra))])
             missing = self._missing(t, start)
@@ -176,7 +176,7 @@ class _Stages:
     def _keep(
         self, t: int, level: np.ndarray, idle: dict[int, int], over: dict[int, list[Saving]], worth: Worth
     ) -> set[int]:
-        """What is at hand for the next stage: what the plan needs, and what else there is room for."""
+        """Select the values for the next stage: those that the plan needs, and others that there is room for."""
         slack = self.room[t] - level
         least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
         kept = set(self.needed[t + 1])

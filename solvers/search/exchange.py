@@ -16,7 +16,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.task import Task
 
 DEPTH = 6  # runs added at most in exchange for one
 MOST_PLACES = 8  # times the ops, beside those that run
@@ -34,90 +34,74 @@ def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
 
 
 def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
-    """The same for what runs in each stage; one that runs in another order than PyTorch's keeps it, or runs less."""
+    """As `exchange`, for the ops that run in each stage; one that runs in another order keeps it, or runs less."""
     line = Line(task.problem, task.budget, as_matrix(stages), stages)
     rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost
     starts = 0
     while starts <= quiet and not task.clock.is_over:
+        # Try to save each run that could be, the dearest first.
         before = line.cost
-        _sweep(line, task.clock)
+        again = np.flatnonzero(line.on & ~line.fixed)
+        for p in again[np.argsort(-line.seconds[again], kind="stable")].tolist():
+            if line.on[p]:
+                _save(line, p, line.cost * LESS)
+            if task.clock.is_over:
+                break
         if line.cost < best_cost * LESS:
             best, best_cost, starts = line.on.copy(), line.cost, 0
-        if line.cost >= before * LESS:
-            starts += 1
-            line.become(best)
-            _perturb(line, rng, 2 + starts)
+        if line.cost < before * LESS:
+            continue
+        # Start anew: from the best, drop a few runs at any price, or run a few more places where that still fits.
+        starts += 1
+        line.become(best)
+        drop = rng.random() < 0.5
+        for p in rng.permutation(np.flatnonzero(line.on & ~line.fixed if drop else ~line.on))[: 2 + starts].tolist():
+            if drop and line.on[p]:
+                _save(line, p, float("inf"))
+            elif not drop:
+                line.flip(p)
+                if not line.fits():
+                    line.flip(p)
     line.become(best)
     return line.runs_in_stages()
 
 
-def _sweep(line: Line, clock: Clock) -> None:
-    """Try to save each run that could be, the dearest first."""
-    again = np.flatnonzero(line.on & ~line.fixed)
-    for p in again[np.argsort(-line.seconds[again], kind="stable")].tolist():
-        if line.on[p]:
-            _save(line, p)
-        if clock.is_over:
-            return
+def _save(line: Line, p: int, limit: float) -> None:
+    """Drop the run at p and what only it needed, and pay with other runs where bytes are short.
 
-
-def _save(line: Line, p: int, limit: float | None = None) -> bool:
-    """Drop the run at p, with what only it needed; pay with other runs where bytes are short. Undone if that fails.
-
-    The cost must end below the limit, by default what it is.
+    Undone if that does not fit, or the cost does not end below the limit.
     """
-    limit, undo = line.cost * LESS if limit is None else limit, [p]
     line.flip(p)
-    undo += _drop_useless(line, p)
-    for _ in range(DEPTH):
-        if line.fits() or not _pay(line, limit, undo):
-            break
-    if line.fits() and line.cost < limit:
-        return True
-    for q in reversed(undo):
-        line.flip(q)
-    return False
-
-
-def _drop_useless(line: Line, p: int) -> list[int]:
-    """Runs before p whose values nobody reads now that p does not run."""
-    dropped, todo = [], [p]
+    undo = [p]
+    # Drop runs before p whose values nobody reads any more.
+    todo = [p]
     while todo:
-        for v in line.tables.inputs[int(line.op[todo.pop()])]:
+        for v in line.tables.inputs[line.op_at[todo.pop()]]:
             q = line.made_before(v, p)
             if q is not None and not line.fixed[q] and line.on[q] and not line.is_useful(q):
                 line.flip(q)
-                dropped.append(q)
+                undo.append(q)
                 todo.append(q)
-    return dropped
-
-
-def _pay(line: Line, limit: float, undo: list[int]) -> bool:
-    """At the place with most bytes at hand, let a value go until it is read next, and run its producer again there."""
-    worst = int(line.bytes_at.argmax())
-    peak = int(line.bytes_at[worst])
-    for q in itertools.islice(line.offers(worst), TRIES):
-        if line.cost + line.seconds[q] >= limit:
-            continue
-        line.flip(q)
-        if line.bytes_at[worst] < peak:
-            undo.append(q)
-            return True
-        line.flip(q)
-    return False
-
-
-def _perturb(line: Line, rng: np.random.Generator, count: int) -> None:
-    """Drop a few runs at any price, or run a few more places, where that still fits."""
-    drop = rng.random() < 0.5
-    for p in rng.permutation(np.flatnonzero(line.on & ~line.fixed if drop else ~line.on))[:count].tolist():
-        if drop and line.on[p]:
-            _save(line, p, limit=float("inf"))
-        elif not drop:
-            line.flip(p)
-            if not line.fits():
-                line.flip(p)
+    # At the place with most bytes at hand, let a value go until it is read next, and run its producer again there.
+    for _ in range(DEPTH):
+        if line.fits():
+            break
+        worst = int(line.bytes_at.argmax())
+        peak = int(line.bytes_at[worst])
+        for q in itertools.islice(line.offers(worst), TRIES):
+            if line.cost + line.seconds[q] >= limit:
+                continue
+            line.flip(q)
+            if line.bytes_at[worst] < peak:
+                undo.append(q)
+                break
+            line.flip(q)
+        else:
+            break
+    if not line.fits() or line.cost >= limit:
+        for q in reversed(undo):
+            line.flip(q)
 
 
 def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
@@ -147,24 +131,18 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
     return np.argwhere(there)
 
 
-def _with_order(places: np.ndarray, stages: list[list[int]] | None) -> np.ndarray:
-    """Places (P, 2), ascending, those of stages that run out of order replaced by just what runs there."""
-    odd = [t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]
-    begins = np.searchsorted(places[:, 0], [*odd, *(t + 1 for t in odd)]).reshape(2, -1)
-    for t, begin, end in reversed(list(zip(odd, *begins.tolist(), strict=True))):
-        runs = [(t, k) for k in stages[t]] if stages else []
-        places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
-    return places
-
-
 class Line:
     """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
 
     def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
-        """Of R (T, T), or of ``stages`` with these runs, of which those out of order have no other places."""
+        """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
-        places = _with_order(places_of(problem, R), stages)
+        places = places_of(problem, R)
+        for t in reversed([t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]):
+            begin, end = np.searchsorted(places[:, 0], [t, t + 1])
+            runs = [(t, k) for k in stages[t]] if stages else []
+            places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()
@@ -201,12 +179,6 @@ class Line:
             self._count(v, 1)
         self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
 
-    def runs(self) -> np.ndarray:
-        """R, (T, T) bool."""
-        R = np.zeros((self.T, self.T), dtype=bool)
-        R[self.stage[self.on], self.op[self.on]] = True
-        return R
-
     def runs_in_stages(self) -> list[list[int]]:
         """The ops that run in each stage, in order."""
         stages: list[list[int]] = [[] for _ in range(self.T)]
@@ -216,10 +188,8 @@ class Line:
 
     def fits(self) -> bool:
         """No place has more bytes at hand than the budget allows, and no rule is broken."""
-        return bool(self.bytes_at.max() <= self.room) and not self._is_run_too_often()
-
-    def _is_run_too_often(self) -> bool:
-        return any(self.runs_of[k] > most for k, most in self.most_runs.items())
+        often = any(self.runs_of[k] > most for k, most in self.most_runs.items())
+        return bool(self.bytes_at.max() <= self.room) and not often
 
     def become(self, on: np.ndarray) -> None:
         """Switch to other places."""

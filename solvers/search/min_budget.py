@@ -27,15 +27,14 @@ from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import check_problem
 from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.made_twice import second_runs
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.runs import as_matrix, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.backward_search import ANY, far_enough, find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
-from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.search.next_use import GRID
+from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
+from checkmate.solvers.search.late_gradients import second_runs
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 
@@ -91,7 +90,7 @@ class MinBudget:
 
 @dataclass
 class _Known:
-    """What is known of a problem."""
+    """The best plans and bounds of a problem so far."""
 
     peak: int
     R: np.ndarray  # (T, T) bool, a schedule of that peak
@@ -152,7 +151,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
-    """The same of a problem as it is, not split further."""
+    """As `min_budget`, for a problem as it is, not split further."""
     if problem.host is not None:
         return _ends_with_host(problem, time_limit)
     known = _find(problem, time_limit)
@@ -194,7 +193,7 @@ def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int
 
 
 def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
-    """What runs in each stage of the plan of the smallest peak that is known; less of it where a budget has room.
+    """The ops that run in each stage of the plan of the smallest known peak; fewer where a budget has room.
 
     It is one without a second memory.
 
@@ -337,7 +336,7 @@ class _Ends:
             known.peak_of_runs = simulator.simulate(simulator.lower_runs(self.problem, known.runs), self.problem).peak
 
     def run_in_any_order(self, clock: Clock) -> None:
-        """The same ends for all plans, by bisection; up to a budget for which neither a plan nor a proof is near."""
+        """Draw the ends of all plans together, by bisection, until neither a plan nor a proof is near."""
         known = self.known
         far, most, close = ANY, MOST_STATES, 0
         if not self.exact:

@@ -68,7 +68,7 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
 
 
 class _Search:
-    """What was tried."""
+    """The plans that were tried."""
 
     def __init__(self, task: Task, incumbent: Incumbent, recompute: Solver) -> None:
         self.task, self.incumbent, self.recompute = task, incumbent, recompute

@@ -30,7 +30,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 Block = tuple[int, int, int]  # born, died (exclusive), size
@@ -42,7 +41,7 @@ CLOCK = 32  # nodes between looks at the clock
 
 @dataclass(frozen=True)
 class Packing:
-    """What came of a search for addresses below a height."""
+    """The result of a search for addresses below a height."""
 
     offsets: tuple[int, ...] | None  # of each block; None if none were found
     impossible: bool  # proven: there are none
@@ -102,7 +101,11 @@ def _search(blocks: list[Block], capacity: int, deadline: float, node_limit: flo
             packing = fill(contracted, capacity, node_limit=limit, deadline=deadline, seed=order)
             nodes += packing.nodes
             if packing.offsets is not None:
-                return Packing(_expand(parts, packing.offsets, len(blocks)), impossible=False, nodes=nodes)
+                found = [0] * len(blocks)
+                for part, bottom in zip(parts, packing.offsets, strict=True):
+                    for i, offset in part.places:
+                        found[i] = bottom + offset
+                return Packing(tuple(found), impossible=False, nodes=nodes)
             if packing.impossible and len(parts) == len(blocks):
                 return Packing(None, impossible=True, nodes=nodes)
             if nodes >= node_limit or time.perf_counter() > deadline:
@@ -123,27 +126,9 @@ class Part:
     block: Block
     places: tuple[tuple[int, int], ...]  # (which block, offset)
 
-    def then(self, other: Part) -> Part:
-        """With another one in its place from when it dies."""
-        return Part((self.block[0], other.block[1], self.block[2]), self.places + other.places)
-
-    def below(self, other: Part) -> Part:
-        """With another one of the same life on it."""
-        born, died, size = self.block
-        places = tuple((i, offset + size) for i, offset in other.places)
-        return Part((born, died, size + other.block[2]), self.places + places)
-
 
 def _alone(blocks: Sequence[Block]) -> list[Part]:
     return [Part(block, ((i, 0),)) for i, block in enumerate(blocks)]
-
-
-def _expand(parts: Sequence[Part], offsets: Sequence[int], count: int) -> tuple[int, ...]:
-    found = [0] * count
-    for part, bottom in zip(parts, offsets, strict=True):
-        for i, offset in part.places:
-            found[i] = bottom + offset
-    return tuple(found)
 
 
 def contract(blocks: Sequence[Block], rng: random.Random, *, stack: bool) -> list[Part]:
@@ -151,32 +136,31 @@ def contract(blocks: Sequence[Block], rng: random.Random, *, stack: bool) -> lis
     parts, count = _alone(blocks), -1
     while len(parts) != count:
         count = len(parts)
-        parts = _chain(parts, rng)
-        if stack:
-            parts = _stack(parts, rng)
+        # Blocks of one size, each born when the one before dies.
+        ending: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
+        for part in sorted(parts, key=lambda part: part.block[0]):
+            born, died, size = part.block
+            before = ending[born, size]
+            if before:
+                first = before.pop(rng.randrange(len(before)))
+                part = Part((first.block[0], died, size), first.places + part.places)
+            ending[died, size].append(part)
+        parts = [part for ends in ending.values() for part in ends]
+        if not stack:
+            continue
+        # All blocks of one life, in any order, one upon the other.
+        lives: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
+        for part in parts:
+            lives[part.block[:2]].append(part)
+        parts = []
+        for (born, died), group in lives.items():
+            rng.shuffle(group)
+            height, places = 0, list[tuple[int, int]]()
+            for part in group:
+                places += ((i, offset + height) for i, offset in part.places)
+                height += part.block[2]
+            parts.append(Part((born, died, height), tuple(places)))
     return parts
-
-
-def _chain(parts: Sequence[Part], rng: random.Random) -> list[Part]:
-    """Blocks of one size, each born when the one before dies."""
-    ending: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
-    for part in sorted(parts, key=lambda part: part.block[0]):
-        born, died, size = part.block
-        before = ending[born, size]
-        if before:
-            part = before.pop(rng.randrange(len(before))).then(part)
-        ending[died, size].append(part)
-    return [part for ends in ending.values() for part in ends]
-
-
-def _stack(parts: Sequence[Part], rng: random.Random) -> list[Part]:
-    """All blocks of one life, in any order."""
-    lives: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
-    for part in parts:
-        lives[part.block[:2]].append(part)
-    for group in lives.values():
-        rng.shuffle(group)
-    return [reduce(Part.below, group) for group in lives.values()]
 
 
 _Urgency = tuple[float, int, int, int]  # options for the times it failed, level, slack, section: the least comes first
@@ -300,44 +284,48 @@ class _Arena:
 
         Only where something has changed since the last scan is it looked at again.
         """
+        level, count = self.level, len(self.level)
         while self.changed is not None:
-            self.changed = begin, end = self._widened(*self.changed)
+            # Widen what has changed by all sections of the levels on both sides.
+            begin, end = self.changed
+            beside = level[begin - 1] if begin > 0 else -1
+            while begin > 0 and level[begin - 1] == beside:
+                begin -= 1
+            beside = level[end] if end < count else -1
+            while end < count and level[end] == beside:
+                end += 1
+            self.changed = begin, end
             for section in range(begin, end):
                 self.fewest.pop(section, None)
-            done = self._look_at_valleys(begin, end)
-            if isinstance(done, _Stuck):
-                return done
-            if done:
+            for first, last, rim in self._valleys(begin, end):
+                options = self._options(first, last)
+                if options is None:
+                    # Give the valley up: what comes next there lies at its rim or above, so that levels are others.
+                    lost, reason = rim - level[first], self._because(first, last)
+                    for section in range(first, last):
+                        if self.slack[section] < lost:
+                            self.weight[section] += 1
+                            return _Stuck(reason)
+                    for section in range(first, last):
+                        self._set(section, rim, self.slack[section] - lost, False, reason)
+                    break
+                # Find the section of the valley that is to be decided first.
+                least: _Urgency = (math.inf, 0, 0, first)
+                for section, blocks in enumerate(options, first):
+                    if self.closed[section]:
+                        continue
+                    slack = self.slack[section]
+                    ways = blocks + (slack > 0)
+                    if not ways:
+                        self.weight[section] += 1
+                        return _Stuck(self._because(first, last))
+                    if blocks:
+                        urgency = 1.0 if ways == 1 else 2 + ways / self.weight[section]
+                        least = min(least, (urgency, level[section], slack, section))
+                self.fewest[first] = least, _Valley(first, last, least[-1])
+            else:
                 self.changed = None
         return min(self.fewest.values())[1]  # the lowest section that needs more is in a valley
-
-    def _look_at_valleys(self, begin: int, end: int) -> _Stuck | bool:
-        """Whether all were looked at; not if one was given up, as levels are others then."""
-        for first, last, rim in self._valleys(begin, end):
-            options = self._options(first, last)
-            if options is None:
-                return self._give_up(first, last, rim) or False
-            fewest = self._fewest(first, last, options)
-            if isinstance(fewest, _Stuck):
-                return fewest
-            self.fewest[first] = fewest
-        return True
-
-    def _fewest(self, begin: int, end: int, options: list[int]) -> tuple[_Urgency, _Valley] | _Stuck:
-        """The section of a valley that is to be decided first."""
-        least: _Urgency = (math.inf, 0, 0, begin)
-        for section, blocks in enumerate(options, begin):
-            if self.closed[section]:
-                continue
-            slack = self.slack[section]
-            count = blocks + (slack > 0)
-            if not count:
-                self.weight[section] += 1
-                return _Stuck(self._because(begin, end))
-            if blocks:
-                key = (1.0 if count == 1 else 2 + count / self.weight[section], self.level[section], slack, section)
-                least = min(least, key)
-        return least, _Valley(begin, end, least[-1])
 
     def choice(self, valley: _Valley) -> _Choice:
         """All that may cover a section on the bottom of its valley, the likeliest first."""
@@ -384,17 +372,15 @@ class _Arena:
         while len(self.trail) > mark:
             entry = self.trail.pop()
             if len(entry) == 1:
-                self._take_back(entry[0])
+                (block,) = entry
+                self.left += 1
+                self.born[self.begin[block]].append(block)
+                for section in range(self.begin[block], self.end[block]):
+                    self.need[section] += self.size[block]
                 continue
             section, self.level[section], self.slack[section], closed, self.reason[section] = entry
             self.closed[section] = bool(closed)
             self._touch(section)
-
-    def _take_back(self, block: int) -> None:
-        self.left += 1
-        self.born[self.begin[block]].append(block)
-        for section in range(self.begin[block], self.end[block]):
-            self.need[section] += self.size[block]
 
     def _set(self, section: int, level: int, slack: int, closed: bool, reason: int) -> None:
         before = (section, self.level[section], self.slack[section], self.closed[section], self.reason[section])
@@ -406,19 +392,6 @@ class _Arena:
     def _touch(self, section: int) -> None:
         begin, end = self.changed or (section, section + 1)
         self.changed = min(begin, section), max(end, section + 1)
-
-    def _widened(self, begin: int, end: int) -> tuple[int, int]:
-        """With all sections of the levels on both sides."""
-        level, count = self.level, len(self.level)
-        if begin > 0:
-            beside = level[begin - 1]
-            while begin > 0 and level[begin - 1] == beside:
-                begin -= 1
-        if end < count:
-            beside = level[end]
-            while end < count and level[end] == beside:
-                end += 1
-        return begin, end
 
     def _rim(self, section: int) -> int:
         return self.level[section] if 0 <= section < len(self.level) else self.top
@@ -454,18 +427,6 @@ class _Arena:
         for k in range(1, len(change)):
             change[k] += change[k - 1]
         return change[:-1]
-
-    def _give_up(self, begin: int, end: int, rim: int) -> _Stuck | None:
-        """Nothing more comes to lie on the bottom of a valley: what comes next there lies at its rim or above."""
-        lost = rim - self.level[begin]
-        reason = self._because(begin, end)
-        for section in range(begin, end):
-            if self.slack[section] < lost:
-                self.weight[section] += 1
-                return _Stuck(reason)
-        for section in range(begin, end):
-            self._set(section, rim, self.slack[section] - lost, False, reason)
-        return None
 
     def _because(self, begin: int, end: int) -> int:
         """The decisions that made a valley what it is, its rims too."""

@@ -27,7 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import HostError, Unsupported
 from checkmate.host.store import Store
 from checkmate.profiling.profilers import profiler
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits

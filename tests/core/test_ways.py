@@ -17,7 +17,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
 from checkmate.errors import InvalidProblem
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem_with_ways
 

@@ -13,7 +13,7 @@ from checkmate.core.plan import Run
 from checkmate.core.simulator import simulate
 from checkmate.inspection.addresses import lives_of
 from checkmate.solvers.addresses import Block, overlaps
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem_with_ways
 from tests.support.sampling import in_turn

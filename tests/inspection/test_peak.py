@@ -20,7 +20,7 @@ from checkmate.inspection import peak as peaks
 from checkmate.inspection.peak import Remaking, explain_peak
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from tests.inspection.test_timeline import _chain
 from tests.support import oracle
 

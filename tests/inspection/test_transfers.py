@@ -21,7 +21,7 @@ from checkmate.inspection.difference import diff
 from checkmate.inspection.peak import explain_peak
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import Block, live_peak
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.solve import solve
 from tests.support import oracle
 from tests.support.transfers import with_transfers

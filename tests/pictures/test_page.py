@@ -31,7 +31,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Profile
 from checkmate.inspection.timeline import timeline
 from checkmate.plot.style import ROLE_STYLES
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_data import _intervals
 from tests.inspection.test_timeline import _chain

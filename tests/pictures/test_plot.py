@@ -19,7 +19,7 @@ from checkmate.inspection.timeline import timeline
 from checkmate.plot import draw_memory, draw_schedule
 from checkmate.plot.draw_graph import _ends, _nodes
 from checkmate.plot.style import BLUE, LANES, ROLE_STYLES
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
 from tests.inspection.test_transfers import SOLUTION as SENDS

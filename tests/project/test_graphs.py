@@ -16,7 +16,7 @@ from benchmarks.solve import stages
 from benchmarks.solve.comparison import BENCHMARK, FILES, PROBLEMS, SHARES, facts, least, load, rows_of
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
-from checkmate.solvers.common.certify import TOLERANCE
+from checkmate.solvers.common.incumbent import TOLERANCE
 from tests.support.processes import run_python
 from tests.support.versions import needs
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import higher_order
 from benchmarks.common.rows import Row, read
 from checkmate.capture.higher_order.table import AGAIN
-from checkmate.solvers.common.certify import TOLERANCE
+from checkmate.solvers.common.incumbent import TOLERANCE
 from tests.support.processes import run_python
 
 

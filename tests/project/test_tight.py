@@ -9,7 +9,7 @@ import pytest
 from benchmarks import tight
 from benchmarks.common.rows import read
 from benchmarks.solve.comparison import HERE, load
-from checkmate.solvers.common.certify import TOLERANCE
+from checkmate.solvers.common.incumbent import TOLERANCE
 from tests.support.processes import run_python
 
 

@@ -8,7 +8,7 @@ from benchmarks import ways
 from benchmarks.common.rows import read
 from benchmarks.solve.comparison import FILES, HERE
 from checkmate import Problem
-from checkmate.solvers.common.certify import TOLERANCE
+from checkmate.solvers.common.incumbent import TOLERANCE
 
 
 def test_a_row_is_of_its_budgets() -> None:

@@ -17,11 +17,11 @@ import pytest
 
 from checkmate import Problem, Solution, solve
 from checkmate.core.simulator import cost, verify
-from checkmate.solvers import background_search, known_plans
+from checkmate.solvers import background_search, plan_cache
 from checkmate.solvers.background_search import News, Search
-from checkmate.solvers.common import plan_store, processes
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import BETTER, UnfinishedSearch, begin
+from checkmate.solvers.common import processes
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.plan_cache import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.processes import ROOT, run_python
 
@@ -31,7 +31,7 @@ SEARCHING = f"""
 import time
 from checkmate import Problem, Solution, solve
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.plan_cache import UnfinishedSearch
 problem = Problem.from_json({str(UNET)!r})
 budget = int(0.3 * problem.keep_all_peak)
 plan = solve(problem, budget, method="next-use", time_limit=0.1)
@@ -110,7 +110,7 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     assert not verify(search.better.plan, problem, budget)
     assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
-    record = plan_store.lookup(plan_store.Question.of(problem, budget, "auto"))
+    record = plan_cache.lookup(plan_cache.Question.of(problem, budget, "auto"))
     assert record is not None
     assert (record.cost, record.time_limit) == (best.cost, unfinished.spent + unfinished.seconds)
 
@@ -143,7 +143,7 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
     def quick(*args: Any, **options: Any) -> Solution:
         return solve(*args, **{**options, "time_limit": 0.1})
 
-    monkeypatch.setattr(known_plans, "attempt", quick)
+    monkeypatch.setattr(plan_cache, "attempt", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan, unfinished = begin(problem, budget, wait=0.1, time_limit=20.0)
@@ -160,7 +160,7 @@ def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() 
     budget = int(0.8 * problem.keep_all_peak)
     found = solve(problem, budget, time_limit=1.0)
     close = replace(found, bound=(1 - BETTER / 2) * found.cost)
-    plan_store.store(plan_store.Record.of(close, "auto", 1.0))
+    plan_cache.store(plan_cache.Record.of(close, "auto", 1.0))
     plan, unfinished = begin(problem, budget, wait=1.0)
     assert (plan.origin, plan.cost, unfinished) == ("plan cache", found.cost, None)
 
@@ -169,7 +169,7 @@ def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPa
     def interrupted(*args: Any, **options: Any) -> Solution:
         return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
 
-    monkeypatch.setattr(known_plans, "attempt", interrupted)
+    monkeypatch.setattr(plan_cache, "attempt", interrupted)
     problem = Problem.from_json(UNET)
     plan, unfinished = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
     assert plan.gap > BETTER

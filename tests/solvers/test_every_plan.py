@@ -14,7 +14,8 @@ from checkmate.core import simulator
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
-from checkmate.solvers.common import certify, plan_store
+from checkmate.solvers import plan_cache
+from checkmate.solvers.common import incumbent
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.search.min_budget import MinBudget, least_runs, min_budget
 from checkmate.solvers.solve import solve
@@ -53,11 +54,11 @@ def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
 def test_a_plan_of_which_a_schedule_does_not_say_all_is_kept_whole() -> None:
     """As a start, on disk, in a frontier of several processes, and within a larger budget."""
     found = solve(FIVE, 9)
-    record = plan_store.Record.of(found, "auto", 1.0)
-    again = plan_store.from_document(plan_store.as_document(record), "memory").certified(FIVE, 9)
+    record = plan_cache.Record.of(found, "auto", 1.0)
+    again = plan_cache.from_document(plan_cache.as_document(record), "memory").certified(FIVE, 9)
     assert again is not None
     assert (again.plan, again.cost) == (found.plan, 7.0)
-    assert certify.again(found, FIVE, 9).plan == found.plan
+    assert incumbent.again(found, FIVE, 9).plan == found.plan
     rows = frontier(FIVE, [8, 9], jobs=2)
     assert [row.cost for row in rows] == [8.0, 7.0]
     assert solve(FIVE, 9, start=found).cost == 7.0

@@ -18,9 +18,8 @@ from checkmate.solvers.common.runs import obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.eviction import Stuck, run_pass
+from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import solve
 from tests.support.oracle import (

@@ -14,9 +14,8 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.incumbent import Incumbent, certify
 from checkmate.solvers.common.runs import obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
@@ -24,10 +23,9 @@ from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem

@@ -11,10 +11,10 @@ import pytest
 from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import taking_over
 from checkmate.core.plan import Plan
-from checkmate.solvers import known_plans
+from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import refused
 
@@ -78,12 +78,12 @@ def offered() -> Iterator[list[Offers]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known_plans, "begin", begin)
+        patch.setattr(plan_cache, "begin", begin)
         patch.setattr(taking_over, "Search", search)
         yield made
 
 
 def plan(problem: Problem, budget: int, *, time_limit: float = 60.0, **options: Any) -> Solution:
-    """What `checkmate.solvers.known_plans.begin` finds; an answer without a plan says why."""
-    solution, _ = known_plans.begin(problem, budget, time_limit=time_limit, **options)
+    """What `checkmate.solvers.plan_cache.begin` finds; an answer without a plan says why."""
+    solution, _ = plan_cache.begin(problem, budget, time_limit=time_limit, **options)
     return solution if solution.plan is not None else refused(solution, time_limit=time_limit)

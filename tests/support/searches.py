@@ -10,8 +10,8 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.greedy import Tilts
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
-from checkmate.solvers.search.next_use import Tilts
 
 
 def found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> Iterator[np.ndarray | None]:

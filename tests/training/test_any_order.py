@@ -11,8 +11,8 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
 from checkmate.core.solution import Solution
-from checkmate.solvers import known_plans
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers import plan_cache
+from checkmate.solvers.common.incumbent import certify
 
 
 class Branches(nn.Module):
@@ -64,7 +64,7 @@ def test_ops_that_run_again_in_another_order_and_twice(monkeypatch: pytest.Monke
         plans.append(certify(problem, budget, lower_runs(problem, stages), method="auto"))
         return plans[-1], None
 
-    monkeypatch.setattr(known_plans, "begin", begin)
+    monkeypatch.setattr(plan_cache, "begin", begin)
     torch.manual_seed(0)
     network, x, y = Branches(), torch.randn(4, 16, 12, 12), torch.randint(0, 10, (4,))
     report = checkmate.verify(lambda x, y: nn.functional.cross_entropy(network(x), y), x, y, budget="1 GB")

@@ -16,7 +16,7 @@ import checkmate
 from checkmate.backends import captures
 from checkmate.backends.planner import Planner
 from checkmate.memory import measure_peak
-from checkmate.solvers import known_plans
+from checkmate.solvers import plan_cache
 from tests.support.bits import assert_same_bits
 from tests.support.offers import Offers, begin_poorly, offered
 
@@ -227,7 +227,7 @@ def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> No
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_plans, "begin", begin_poorly)
+    monkeypatch.setattr(plan_cache, "begin", begin_poorly)
     plain, (module, step) = _Net(), _compiled(share=0.7)
     found = [_train(module, step, [], steps=2)]
     first = step.plans[0]
@@ -269,7 +269,7 @@ def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyP
         waits.append(wait)
         return checkmate.solve(problem, budget, time_limit=1.0), None
 
-    monkeypatch.setattr(planner.known_plans, "begin", begin)
+    monkeypatch.setattr(planner.plan_cache, "begin", begin)
     chain = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     for together in (False, True):
         monkeypatch.setattr(planner.ranks, "train_together", lambda together=together: together)

@@ -48,7 +48,7 @@ def test_what_is_changed_while_a_step_is_captured_is_undone_at_its_end(monkeypat
         return checkmate.solve(*args, **options)
 
     before = _changed()
-    monkeypatch.setattr("checkmate.solvers.known_plans.attempt", solving)
+    monkeypatch.setattr("checkmate.solvers.plan_cache.attempt", solving)
     step = checkmate.compile(lambda x: x.prod(0).square().sum(), budget="1 MB", method="next-use", cache=False)
     step(torch.ones(3, 4, requires_grad=True)).backward()
     assert len(seen) == 1

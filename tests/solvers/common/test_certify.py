@@ -11,7 +11,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 
 CHAIN = dags.unit_chain(2)  # five ops, keeping all takes 5 s and 4 bytes
 ONCE = np.eye(5, dtype=bool)

@@ -19,7 +19,7 @@ from checkmate.solvers.linear.moments import (
     where_it_breaks,
     where_runs_repeat,
 )
-from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.search.greedy import next_use
 
 # op 0 makes what ops 1, 3 and 5 read; op 4 is large
 STEP = Problem.from_dag([[], [0], [1], [0, 2], [3], [0, 4], [5]], seconds=[5] + [1] * 6, sizes=[4, 4, 4, 4, 9, 4, 4])

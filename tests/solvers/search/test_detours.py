@@ -8,7 +8,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.runs import bytes_in_stages, cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.detours import Detours

@@ -15,8 +15,8 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.any_order import AnyOrder
-from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange, exchange_runs, places_of
+from checkmate.solvers.search.greedy import Stuck, Weights, run_pass
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.all_plans import random_dag, smallest_peak
 from tests.support.oracle import random_problem, random_problem_with_ways
@@ -40,7 +40,7 @@ def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
         off = np.flatnonzero(~line.fixed)
         for p in rng.choice(off, min(3, len(off)), replace=False).tolist():
             line.flip(p)
-        R = line.runs()
+        R = as_matrix(line.runs_in_stages())
         assert line.cost == pytest.approx(R.sum(axis=0) @ problem.seconds)
         assert tuple(line.bytes_at[line.on] + problem.resident) == bytes_at_runs(problem, R)
         assert line.bytes_at.max() == line.bytes_at[line.on].max()  # where nothing runs is never the peak

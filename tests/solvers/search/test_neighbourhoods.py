@@ -15,9 +15,9 @@ from checkmate.solvers.common.runs import cost_of, fits, peak_of, without_useles
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
+from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods, build, places_around
-from checkmate.solvers.search.next_use import next_use
 from tests.support.oracle import (
     interesting_budgets,
     optimum,

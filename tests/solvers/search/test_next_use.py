@@ -17,9 +17,8 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
-from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.next_use import GRID
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn
 

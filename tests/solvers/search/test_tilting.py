@@ -11,9 +11,9 @@ import checkmate
 from benchmarks.networks import dags
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.next_use import Tilts
+from checkmate.solvers.search.greedy import Tilts
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import in_turn
 

@@ -41,7 +41,7 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import accelerator
 from checkmate.profiling.profilers import profiler
 from checkmate.selftest import steps as selftest_steps
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
 from tests.support.simulated_cuda import install

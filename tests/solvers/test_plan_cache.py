@@ -15,12 +15,12 @@ from benchmarks.networks import dags
 from checkmate.core import files, simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers import known_plans as planning
+from checkmate.solvers import plan_cache
+from checkmate.solvers import plan_cache as planning
 from checkmate.solvers.auto import Portfolio
-from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.plan_store import Question, Record, lookup, store
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.plan_cache import Question, Record, lookup, store
 from checkmate.solvers.solve import attempt, min_budget, solve
 from tests.support.offers import plan
 

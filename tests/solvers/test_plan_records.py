@@ -19,8 +19,8 @@ from checkmate import InvalidProblem
 from checkmate.core import files
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
-from checkmate.solvers.common import plan_store as plan_cache
-from checkmate.solvers.common.plan_store import Question, Record, lookup, read, relatives, store
+from checkmate.solvers import plan_cache
+from checkmate.solvers.plan_cache import Question, Record, lookup, read, relatives, store
 from checkmate.solvers.solve import min_budget, solve
 
 PROBLEM = dags.resnet((1, 1, 1, 1))

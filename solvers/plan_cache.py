@@ -1,0 +1,506 @@
+"""Plan a step from what is known: the same step's plan on disk, or that of another batch size, to begin with.
+
+    the same question           -> its plan, if it is as good as asked for, or there was as much time for it
+    the same, other costs       -> its plan and a new bound, if that is about as good
+    a smaller step, in between  -> the plan of the step before, adapted: a few seconds at most, no worse than it was
+    the same ops                -> the nearest plan, adapted, and then as much time as without it
+    none of these               -> a plan from nothing
+
+A gap that is smaller than what measured costs are off by gets less than all of the time, in proportion.
+
+What is found is kept on disk, so that the second start of a script need not plan again. One JSON file for each
+question: the graph's structure, its sizes, the costs and where they come from, the bytes that are resident, the budget,
+the method, and the version of checkmate that planned. A file holds what runs again as a list of (stage, op), what it
+was proven for, and how long was allowed to look for it. Nothing in it is believed: the plan passes the verifier and the
+simulator for today's problem before it is used, and the bound counts only for the very costs, sizes and bytes that it
+was proven for. A file that is damaged, or not the one it claims to be, is refused with a warning. The folder holds so
+many plans at most; those go first that were not used for longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkmate.core import files, simulator
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.graph import MAX_BYTES
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution, Status
+from checkmate.errors import InvalidProblem, SolverError
+from checkmate.solvers.common.incumbent import certify, contradicts
+from checkmate.solvers.common.task import Clock
+from checkmate.solvers.solve import attempt
+from checkmate.units import format_seconds
+from checkmate.version import __version__
+
+log = logging.getLogger("checkmate.solve")
+
+GAP = 1e-4  # asked for
+DERIVE_SECONDS = 3.0  # at most for a step that is no larger than one planned before in this process
+BOUND_SECONDS = 3.0  # at most for a new bound, where costs have changed
+WAVER = 0.01  # of the step: a plan for other costs may be worse by this much; measured costs differ by more
+NEAR = 0.01  # of the room: a budget that differs by less is about the same
+LONGER = 5  # times as long is looked for a plan where none is found
+WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a second to begin
+BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
+FORMAT, VERSION = "checkmate-plan", 1
+MOST_PLANS, MOST_BYTES = 1000, 2**27  # on disk
+MOST_READ = 8  # files that are looked through for a plan to begin with, the last used first
+ABANDONED_SECONDS = 3600.0  # a half-written file of that age is of a process that died
+
+
+def begin(
+    problem: Problem,
+    budget: int,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    earlier: Sequence[Solution] = (),
+    cache: bool = True,
+    wait: float = inf,
+    patience: float = inf,
+) -> tuple[Solution, UnfinishedSearch | None]:
+    """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
+
+    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
+    where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
+    was found for or in these.
+
+    Args:
+        problem: what to schedule; it is not split further.
+        budget: bytes.
+        method: see `solve`. Plans are adapted by "auto" only.
+        time_limit: seconds.
+        earlier: solutions of this process, for other batches of the same step.
+        cache: read plans from disk, and keep this one there.
+        wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
+            not "auto".
+        patience: seconds after which "auto" gives up without a plan.
+    """
+    clock = Clock()
+    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
+        return attempt(problem, budget, time_limit=time_limit), None
+    request = _request(problem, budget, method, time_limit, earlier)
+    wait = max(wait, patience) if patience < inf else wait
+    early = method == "auto" and wait + WORTH_A_PROCESS <= request.limit
+    known = lookup(request.question) if cache else None
+    enough = replace(request, gap=max(request.gap, BETTER)) if early else request
+    if known is not None and enough.met_by(known):
+        solution = known.certified(problem, budget)
+        if solution is not None:
+            used(request.question)
+            log.info("plan from %s: %s", request.question.path, solution)
+            return replace(solution, seconds=clock.elapsed), None
+        log.warning("The plan in %s breaks the rules or the budget; planned anew.", request.question.path)
+    records = relatives(request.question) if cache else []
+    # Search for as long as is waited for; longer as long as there is no plan.
+    spent = wait if early else request.limit
+    ends: dict[str, Any] = {"patience": patience, "enough": wait if early else inf} if method == "auto" else {}
+    while True:
+        asked = replace(request, limit=spent, time_limit=spent) if spent < request.limit else request
+        solution = _begin(problem, asked, known, earlier, records, ends)
+        if solution.status is not Status.NOT_FOUND or spent >= min(patience, request.limit):
+            break
+        spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= request.limit else request.limit
+    # Keep the plan, with the time that was allowed for it.
+    spent = min(spent, max(wait, solution.seconds)) if early else spent
+    if cache and solution.plan is not None:
+        kept = min(spent, solution.seconds) if solution.interrupted else spent
+        store(Record.of(solution, method, kept))
+    solution = replace(solution, seconds=clock.elapsed)
+    if spent >= request.limit or solution.plan is None:
+        return solution, None
+    unfinished = UnfinishedSearch(problem, budget, solution, request.limit - spent, request.gap, spent, cache)
+    return solution, None if unfinished.is_closed else unfinished
+
+
+@dataclass(frozen=True)
+class UnfinishedSearch:
+    """A search that may go on after its best plan so far was taken."""
+
+    problem: Problem
+    budget: int  # bytes
+    start: Solution  # the plan that was taken
+    seconds: float  # that planning may go on
+    gap: float  # to stop at
+    spent: float  # seconds that were allowed before
+    cache: bool  # plans are kept on disk
+
+    @property
+    def is_closed(self) -> bool:
+        """No schedule can be notably better, or the user has ended planning by Ctrl-C."""
+        return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
+
+    def is_better(self, cost: float, than: float) -> bool:
+        """Whether a plan of this cost is worth taking over from one of another."""
+        return cost <= (1 - BETTER) * than
+
+    def bare(self) -> UnfinishedSearch:
+        """A copy without PyTorch, which can be sent to another process."""
+        problem = replace(self.problem, emit=None, smaller=None)
+        return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
+
+    def keep(self, solution: Solution, seconds: float) -> None:
+        """Keep a plan on disk that was found in so many seconds of those left."""
+        if self.cache:
+            store(Record.of(solution, "auto", self.spent + seconds))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A question, and how much time and which gap its answer may have."""
+
+    question: Question
+    limit: float  # seconds to look for it
+    gap: float  # to stop at
+    time_limit: float  # seconds, if nothing is found in the limit
+
+    def met_by(self, record: Record) -> bool:
+        """Looking again would give no better plan, or need not."""
+        return record.gap <= self.gap or record.time_limit >= self.limit
+
+
+def _request(problem: Problem, budget: int, method: str, time_limit: float, earlier: Sequence[Solution]) -> _Request:
+    """A step that is no larger than one before gets little time, and a gap as small as that one's will do.
+
+    The largest step so far gets all the time: it is what training spends most on, and of steps in any order few are
+    larger than all before.
+    """
+    question = Question.of(problem, budget, method)
+    before = _same_ops(problem, earlier)
+    if method != "auto" or all(other.problem.keep_all_cost < problem.keep_all_cost for other in before):
+        return _Request(question, time_limit, GAP, time_limit)
+    gap = max(GAP, min(other.gap for other in before))
+    return _Request(question, min(time_limit, DERIVE_SECONDS), gap, time_limit)
+
+
+def _same_ops(problem: Problem, earlier: Sequence[Solution]) -> list[Solution]:
+    structure = fingerprints(problem).structure
+    return [s for s in earlier if s.plan is not None and fingerprints(s.problem).structure == structure]
+
+
+def _begin(
+    problem: Problem,
+    request: _Request,
+    known: Record | None,
+    earlier: Sequence[Solution],
+    records: Sequence[Record],
+    ends: dict[str, Any],
+) -> Solution:
+    """Solve, from the nearest known plan on, if the method can begin with one; ``ends``: options of "auto"."""
+    budget = request.question.budget
+    if request.question.method != "auto":
+        return attempt(problem, budget, method=request.question.method, time_limit=request.time_limit)
+    start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
+    origin = "less time"
+    if start is None:
+        start, is_enough = _with_other_costs(problem, request, records)
+        origin = "other costs"
+        if start is not None and is_enough:
+            return replace(start, origin=origin)
+    if start is None:
+        start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
+    if start is None:
+        return attempt(problem, budget, time_limit=request.limit, settle=WAVER, **ends)
+    asked: dict[str, Any] = {"settle": WAVER, **ends}
+    solution = attempt(problem, budget, time_limit=request.limit, gap=request.gap, start=start, **asked)
+    if solution.plan is None and request.limit < min(request.time_limit, ends["patience"]):
+        return attempt(problem, budget, time_limit=request.time_limit, **asked)
+    return replace(solution, origin=origin)
+
+
+def _with_other_costs(problem: Problem, request: _Request, records: Sequence[Record]) -> tuple[Solution | None, bool]:
+    """The plan of the same step for about the same room, with a bound for today's costs, and whether it is good enough.
+
+    None where there is none, or it does not fit.
+    """
+    question, budget = request.question, request.question.budget
+    names = ("sizes", "method", "checkmate")
+    close = [
+        record
+        for record in records
+        if all(getattr(record.question, name) == getattr(question, name) for name in names)
+        and abs(record.question.room - question.room) <= NEAR * max(0, question.room)
+    ]
+    if not close:
+        return None, False
+    record = min(close, key=lambda r: (not r.answers(question), abs(r.question.room - question.room)))
+    start = record.certified(problem, budget)
+    if start is None:
+        return None, False
+    # A plan for other costs may be a little worse than what was proven for those.
+    gap = request.gap
+    if request.met_by(record):
+        gap = max(gap, record.gap + (0.0 if record.question.costs == question.costs else WAVER))
+    found = attempt(problem, budget, time_limit=min(request.limit, BOUND_SECONDS), gap=gap, start=start)
+    log.info("plan for other costs or bytes, with a new bound after %s: %s", format_seconds(found.seconds), found)
+    start = start if found.plan is None else found
+    return start, request.met_by(record) and start.gap <= gap
+
+
+def _nearest(
+    problem: Problem, budget: int, earlier: Sequence[Solution], records: Sequence[Record]
+) -> Solution | Schedule | None:
+    """The plan that was made for a budget as tight as this one; of this process, where there is one."""
+
+    def far(budget_then: int, keep_all: int) -> float:
+        return abs(budget / problem.keep_all_peak - budget_then / keep_all)
+
+    if earlier:
+        return min(earlier, key=lambda s: far(s.budget, s.problem.keep_all_peak))
+    usable = [(record, schedule) for record in records if (schedule := record.schedule(problem)) is not None]
+    return min(usable, key=lambda pair: far(pair[0].question.budget, pair[0].keep_all_peak))[1] if usable else None
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question that a plan answers. Equal questions have equal answers, but for luck and time."""
+
+    structure: str  # hashes: see `checkmate.core.fingerprint`
+    sizes: str
+    costs: str
+    source: str  # where the costs come from: it names the device
+    resident: int  # bytes
+    budget: int  # bytes
+    method: str
+    checkmate: str = __version__
+
+    @classmethod
+    def of(cls, problem: Problem, budget: int, method: str) -> Question:
+        """The question that a solve answers."""
+        prints = fingerprints(problem)
+        source, resident = problem.profile.source, problem.resident
+        return cls(prints.structure, prints.sizes, prints.costs, source, resident, budget, method)
+
+    @property
+    def room(self) -> int:
+        """Bytes for what the step itself makes."""
+        return self.budget - self.resident
+
+    @property
+    def path(self) -> Path:
+        """The file of the answer. Those of one structure, and of one structure and sizes, begin alike."""
+        rest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
+        return folder() / f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """An answer as it is kept."""
+
+    question: Question
+    by: str  # the method's own name for the plan
+    time_limit: float  # seconds that were allowed
+    cost: float  # seconds of the step
+    bound: float  # seconds, proven for this very question
+    keep_all_peak: int  # bytes
+    ops: int
+    again: tuple[tuple[int, int], ...]  # (stage, op): what runs beyond each op's own stage
+    steps: tuple[tuple[str | int, ...], ...] = ()  # all of a plan of which R does not say all
+    boundary: int = 0  # how many of these belong to the forward
+
+    @classmethod
+    def of(cls, solution: Solution, method: str, time_limit: float) -> Record:
+        """The record of a solution that has a plan."""
+        assert solution.schedule is not None
+        assert solution.plan is not None
+        problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()
+        said = solution.plan.is_a_schedule
+        steps, boundary = ((), 0) if said else (solution.plan.as_lists(), solution.plan.boundary)
+        return cls(
+            Question.of(problem, solution.budget, method),
+            solution.method,
+            float(time_limit),
+            float(solution.cost),
+            float(solution.bound),
+            problem.keep_all_peak,
+            len(problem.graph.ops),
+            tuple((t, k) for t, k in again),
+            tuple(map(tuple, steps)),
+            boundary,
+        )
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost."""
+        return (self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+    def runs(self) -> np.ndarray:
+        """R, (T, T) bool."""
+        R = np.eye(self.ops, dtype=bool)
+        if self.again:
+            R[tuple(np.array(self.again).T)] = True
+        return R
+
+    def answers(self, question: Question) -> bool:
+        """Whether its bound holds there: for the same costs and sizes, and no more room than it was proven for."""
+        names = ("structure", "sizes", "costs", "checkmate")
+        same = all(getattr(self.question, name) == getattr(question, name) for name in names)
+        return same and question.room <= self.question.room
+
+    def schedule(self, problem: Problem) -> Schedule | None:
+        """The schedule, if it is one of this problem, whatever the budget."""
+        if len(problem.graph.ops) != self.ops:
+            return None
+        schedule = Schedule.from_runs(problem.graph, self.runs())
+        return None if simulator.verify(simulator.lower(problem, schedule), problem) else schedule
+
+    def certified(self, problem: Problem, budget: int) -> Solution | None:
+        """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""
+        if len(problem.graph.ops) != self.ops:
+            return None
+        bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
+        about: dict[str, Any] = {"method": self.by, "bound": bound, "origin": "plan cache"}
+        try:
+            found = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
+            return certify(problem, budget, found, **about)
+        except (SolverError, IndexError):
+            return None
+
+
+def folder() -> Path:
+    """Where the plans are."""
+    return files.folder() / "plans"
+
+
+def lookup(question: Question) -> Record | None:
+    """The answer to this very question; None, with a warning where there is reason for one, if there is none."""
+    record = _read_or_warn(question.path)
+    if record is not None and record.question != question:
+        log.warning("%s answers another question than its name says; planned anew.", question.path)
+        return None
+    return record
+
+
+def relatives(question: Question) -> list[Record]:
+    """Plans of the same ops: those with the same sizes first, then others, in each the last used first."""
+    patterns = (f"{question.structure[:16]}-{question.sizes[:16]}-*.json", f"{question.structure[:16]}-*.json")
+    latest = [path for pattern in patterns for _, _, path in _by_age(pattern)[:MOST_READ]]
+    found = [_read_or_warn(path) for path in dict.fromkeys(latest) if path != question.path]
+    return [record for record in found if record is not None and record.question.structure == question.structure]
+
+
+def used(question: Question) -> None:
+    """Note that an answer was used, so that it stays."""
+    with contextlib.suppress(OSError):
+        os.utime(question.path)
+
+
+def store(record: Record) -> None:
+    """Keep an answer, together with the better parts of what is known already; a warning says if that fails."""
+    path = record.question.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(folder() / "plans"):
+            with contextlib.suppress(InvalidProblem, OSError):  # what is damaged is replaced
+                known = read(path)
+                if known.question == record.question:
+                    record = _merged(known, record)
+            files.write_json(path, as_document(record))
+            _prune()
+    except OSError as error:
+        log.warning("The plan is not kept for the next time: %s", error)
+
+
+def read(path: str | os.PathLike[str]) -> Record:
+    """Read a file.
+
+    Raises:
+        InvalidProblem: if it is no plan of checkmate, or was changed.
+        OSError: if it cannot be read.
+    """
+    return from_document(files.read_json(Path(path), format=FORMAT, version=VERSION, what="plan"), str(path))
+
+
+def from_document(document: dict[str, Any], origin: str) -> Record:
+    """Take back what `as_document` made, and a file or another process kept; ``origin``: what to call that.
+
+    Raises:
+        InvalidProblem: if it is no plan of checkmate, or was changed.
+    """
+    rest = files.without_checksum(document, origin)
+    try:
+        fields = {name: value for name, value in rest.items() if name not in ("format", "version", "question")}
+        record = Record(Question(**rest["question"]), **fields)
+        _check(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
+    return replace(record, again=tuple((t, k) for t, k in record.again), steps=tuple(map(tuple, record.steps)))
+
+
+def as_document(record: Record) -> dict[str, Any]:
+    """The record as JSON holds it."""
+    document = {"format": FORMAT, "version": VERSION, **asdict(record)}
+    if not record.steps:
+        del document["steps"], document["boundary"]
+    return files.with_checksum(document)
+
+
+def _check(record: Record) -> None:
+    """Raise a ValueError or TypeError for what is of the wrong kind or out of range."""
+    asked = record.question
+    texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
+    wrong = [text for text in texts if not isinstance(text, str)]
+    counts = (asked.resident, asked.budget, record.keep_all_peak, record.ops)
+    wrong += [count for count in counts if type(count) is not int or not 0 <= count <= MAX_BYTES]
+    figures = (record.time_limit, record.cost, record.bound)
+    wrong += [figure for figure in figures if not isinstance(figure, float) or not 0 <= figure < inf]
+    if wrong or not record.keep_all_peak or not record.ops or contradicts(record.bound, record.cost):
+        raise ValueError(f"{wrong[0] if wrong else 'a figure'!r:.100} is out of range")
+    Plan.from_lists(record.steps, record.boundary)  # raises for what is none
+    if not isinstance(record.again, list):
+        raise TypeError(f"again is {type(record.again)}")
+    for t, k in record.again:
+        if type(t) is not int or type(k) is not int or not 0 <= k < t < record.ops:
+            raise ValueError(f"again has {(t, k)!r:.100}")
+
+
+def _read_or_warn(path: Path) -> Record | None:
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (InvalidProblem, OSError) as error:
+        log.warning("A plan on disk is refused: %s", error)
+        return None
+
+
+def _merged(known: Record, new: Record) -> Record:
+    """The cheaper plan, the better bound, the longer time."""
+    best = new if new.cost <= known.cost else known
+    bound = max((b for b in (known.bound, new.bound) if b <= best.cost), default=new.bound)
+    return replace(best, bound=bound, time_limit=max(known.time_limit, new.time_limit))
+
+
+def _by_age(pattern: str) -> list[tuple[float, int, Path]]:
+    """Seconds since the epoch at which files were last used, and their bytes; the last used first."""
+    found = []
+    for path in folder().glob(pattern):
+        with contextlib.suppress(OSError):  # taken away just now
+            about = path.stat()
+            found.append((about.st_mtime, about.st_size, path))
+    return sorted(found, reverse=True)
+
+
+def _prune() -> None:
+    """Drop what was not used for longest, beyond so many plans and bytes, and what processes that died left behind."""
+    total = 0
+    for i, (_, size, path) in enumerate(_by_age("*.json")):
+        total += size
+        if i >= MOST_PLANS or total > MOST_BYTES:
+            path.unlink(missing_ok=True)
+    for written, _, path in _by_age(".*.tmp"):
+        if time.time() - written > ABANDONED_SECONDS:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,144 @@
+"""Gradients that keep a step's smallest budget up: large ones are made last, those that wait to be clipped made twice.
+
+A gradient that nothing reads stays from the moment it is made. Where it is larger than its op's inputs, it is better
+made at the end (`late_results`): the gradient of a fully connected layer's weight behind a convolutional network has
+hundreds of megabytes, and is made first. No sum changes by that, as each op computes what it did. At budgets at which
+PyTorch's order has plans another one is worth little, so that order stays unless the other one has a plan below what
+every plan in PyTorch's needs.
+
+A gradient that is clipped by the norm of all waits until the last of them is known. It can be kept, or let go and made
+again when it is read: the backward runs twice then, or as much of it as leads there. In between are plans that keep
+what is made last, for which the second way would be the longest (`second_runs`).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem, Profile
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
+
+WORTH = 0.01  # of the smallest budget: what another order must save, and what must wait for a second run to matter
+SHARES = (1.0, 63 / 64, 31 / 32, 15 / 16, 7 / 8, 0.75, 0.5, 0.0)  # of the bytes that wait, to make a second time
+LONG = 0.25  # of the stages of the backward: what is read sooner does not wait
+
+
+def late_results(graph: Graph) -> list[int] | None:
+    """The order of a step's ops in which its smallest budget is lower; None where it is none, or hardly.
+
+    Nothing but the bytes of values counts, so that the answer is the same wherever and whenever a step is captured.
+
+    Args:
+        graph: of the step.
+
+    >>> from checkmate.core.graph import Op, Value
+    >>> forward = Op("a", "f", (), (0,)), Op("b", "f", (0,), (1,))
+    >>> backward = Op("db", "f", (1,), (2,), "backward"), Op("c", "f", (0, 1), (3,), "backward")
+    >>> sizes = [10, 10, 50, 80]
+    >>> graph = Graph(forward + backward, tuple(Value(f"v{k}", n, k) for k, n in enumerate(sizes)), (2,))
+    >>> late_results(graph)
+    [0, 1, 3, 2]
+    """
+    order = _with_results_late(graph)
+    if order == sorted(order):
+        return None
+    least = _lowest(graph)
+    later = graph.in_order(order)
+    if _lowest(later) > (1 - WORTH) * least:
+        return None
+    stages = run_pass(Tables.of(_bare(later)), int((1 - WORTH) * least), GRID[0])
+    return None if isinstance(stages, Stuck) else order
+
+
+def _with_results_late(graph: Graph) -> list[int]:
+    """All ops; those last whose results nobody reads and are larger than what must wait with them.
+
+    What must run once may write to what others read: ops before the last such one stay where they are.
+    """
+    results = set(graph.outputs)
+    late: list[int] = []
+    begin = max([graph.forward_length, *(k + 1 for k, op in enumerate(graph.ops) if op.pinned)])
+    for k, op in enumerate(graph.ops[begin:], begin):
+        unread = all(v in results and not graph.users[v] for v in op.outputs)
+        made = sum(graph.values[v].size_bytes for v in op.outputs)
+        read = [graph.values[v] for v in op.inputs if v not in results]
+        if unread and made > sum(value.size_bytes for value in read if value.producer is not None):
+            late.append(k)
+    waiting = set(late)
+    return [k for k in range(len(graph.ops)) if k not in waiting] + late
+
+
+def _bare(graph: Graph) -> Problem:
+    T = len(graph.ops)
+    return Problem(graph, Profile(np.ones(T), np.zeros(T, dtype=np.int64)))
+
+
+def _lowest(graph: Graph) -> int:
+    """Bytes beyond the resident ones that every plan needs."""
+    return int(_bare(graph).unavoidable_bytes.max())
+
+
+def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, int]]:
+    """For each share of the bytes that wait, the ops of the backward to run again, and in which stage; once each.
+
+    What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
+    longest, all together. An op runs again when something needs it for the first time after that, or before another op
+    overwrites what it reads. Steps in which next to nothing waits give no dictionaries.
+
+    >>> step = Problem.from_dag([[], [0], [1], [2], [1, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=1)
+    >>> second_runs(step, shares=(1.0, 0.0))  # op 1 makes what op 4 reads
+    [{1: 4}, {}]
+    """
+    moment, waiting = _longest_wait(problem)
+    total = sum(problem.sizes[v] for v in waiting)
+    if total <= WORTH * problem.unavoidable_bytes.max():
+        return []
+    made = list(accumulate(int(problem.sizes[v]) for v in waiting))
+    chosen = dict.fromkeys(sum(size <= share * total for size in made) for share in shares)
+    return [_homes(problem, moment, set(waiting[:n]), set(waiting[n:])) for n in chosen]
+
+
+def _longest_wait(problem: Problem) -> tuple[int, list[int]]:
+    """The stage before which values wait longest, all together, and these, in the order in which they are made.
+
+    Bytes do not count in it: on its way through a step a gradient of activations is large, and read soon.
+    """
+    graph, results = problem.graph, set(problem.graph.outputs)
+    long = LONG * (len(graph.ops) - graph.forward_length)
+    begins = graph.forward_length
+    made = [(k, v) for k, op in enumerate(graph.ops) if k >= begins and op.pinned is None for v in op.outputs]
+    waits = [
+        (before, after, v)
+        for k, v in made
+        if v not in results
+        for before, after in pairwise((k, *graph.users[v]))
+        if after - before >= long
+    ]
+    stages = np.zeros(len(graph.ops) + 1, dtype=np.int64)
+    for before, after, _ in waits:
+        stages[before + 1] += after - before
+        stages[after + 1] -= after - before
+    moment = int(stages.cumsum().argmax())
+    return moment, [v for before, after, v in waits if before < moment < after]
+
+
+def _homes(problem: Problem, moment: int, again: set[int], kept: set[int]) -> dict[int, int]:
+    """The ops that make values ``again`` after the moment, with what they need but what is kept, and in which stage."""
+    graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.until
+    wanted = {v: min(k for k in graph.users[v] if k > moment) for v in again}
+    homes: dict[int, int] = {}
+    for k in reversed(range(graph.forward_length, moment)):
+        op = graph.ops[k]
+        stages = [wanted[v] for v in op.outputs if v in wanted]
+        stage = min([*stages, until.get(k, len(graph.ops))])
+        if not stages or op.pinned is not None or stage <= moment:
+            continue
+        homes[k] = stage
+        for v in op.inputs:
+            if v not in results and v not in kept:
+                wanted[v] = min(stage, wanted.get(v, stage))
+    return homes
