@@ -66,8 +66,9 @@ from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import Available, available
+from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure, forget
-from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.source import Source
 from checkmate.profiling.trial import repeats, same_again, same_in_two
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
@@ -131,15 +132,13 @@ class Backend:
 
     With ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
     and its inputs the function that runs; if it is another than `run_generated_code`, a backward gets zeros where a
-    result has no gradient. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
-    ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
-    is told that asks whether it is compiled.
+    result has no gradient. ``profile`` is where the costs of the ops come from. ``answer``: what captured code is told
+    that asks whether it is compiled.
     """
 
     planner: Callable[..., Solution]  # of a problem
     lower: Lower = run_generated_code
-    profile: Profiler = MEASURE
-    block_bytes: int = 1
+    profile: Source = MEASURE
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     begin: Callable[[Problem], tuple[Solution, UnfinishedSearch | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
@@ -152,6 +151,14 @@ class Backend:
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     answer: Answer = field(default_factory=Answer)
     call: Call = field(default_factory=Call)  # for which is captured now
+
+    @property
+    def block_bytes(self) -> int:
+        """Sizes are rounded up to a multiple of these for the device that costs are estimated for, if there is one.
+
+        For the step's own device the allocator there may take more.
+        """
+        return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
     def plans(self) -> list[Solution]:

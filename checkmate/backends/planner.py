@@ -19,7 +19,7 @@ from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, rounded_down
-from checkmate.profiling.profilers import Choice, Profiler, profiler
+from checkmate.profiling.source import Choice, Source, source_of
 from checkmate.solvers import known_plans
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
@@ -138,9 +138,9 @@ class Options:
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
 
     @property
-    def costs(self) -> tuple[Profiler, int]:
-        """What finds the costs of ops, and what sizes are rounded up to a multiple of, in bytes."""
-        return profiler(self.profile, cache=self.cache)
+    def costs(self) -> Source:
+        """Where the costs of ops come from."""
+        return source_of(self.profile, cache=self.cache)
 
     @property
     def elsewhere(self) -> SecondMemories | None:
