@@ -104,8 +104,8 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
     conditions = {at for at, _ in nodes}
     known = recall(conditions) if cache else {}
     new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
-    found = _run({key: node for key, node in new.items() if runs_alone(node)}, known)
-    found = {key: None for key, node in new.items() if not runs_alone(node)} | found
+    found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
+    found |= _run({key: node for key, node in new.items() if key not in found}, known)
     if cache:
         keep(found)
     known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now

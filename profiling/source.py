@@ -1,11 +1,13 @@
 """Where the costs of a step's ops come from: measured here, a device's data sheet, a table of measured ops, a profile.
 
-Each is a value, and `profile_of` gives the costs of a step by it.
+Each is a value, and `profile_of` gives the costs of a step by it. Where the ops are not known before the step is
+captured, it is a function of the captured step.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import roofline
 
-Source = Measure | Device | OpTable | Profile
+Source = Measure | Device | OpTable | Profile | Callable[[Joint], Profile]
 Choice = str | os.PathLike[str] | Profile | OpTable
 SHOWN = 5  # of the ops that a table lacks
 
@@ -63,6 +65,8 @@ def profile_of(joint: Joint, source: Source) -> Profile:
         return roofline(joint, source)
     if isinstance(source, OpTable):
         return listed(joint, source)
+    if not isinstance(source, Profile):
+        return source(joint)
     if len(source.seconds) != len(joint.nodes):
         raise Unsupported(
             f"The profile has the costs of {len(source.seconds)} ops, but this step has {len(joint.nodes)}: "
