@@ -206,11 +206,10 @@ def new_backend(
     several backends of one step; None: one of its own.
     """
     budget = budget or Budget(options)
-    planner, (find_costs, block_bytes) = Planner(options, budget), options.costs
+    planner = Planner(options, budget)
     return Backend(
         planner.plan,
-        profile=find_costs,
-        block_bytes=block_bytes,
+        profile=options.costs,
         new_arena=arenas(options.memory, cache=options.cache),
         begin=planner.begin,
         updates=updates,

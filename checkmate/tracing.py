@@ -25,8 +25,9 @@ from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.inspection.explanation import Break, Explanation, pinned_ops
 from checkmate.memory import CPU
+from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.profilers import Profiler, Roofline
+from checkmate.profiling.source import Source
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.training import TrainingStep
 
@@ -73,7 +74,7 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
 
 def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Problem:
     """Trace a step for a batch, as `trace` does."""
-    find_costs, block_bytes = options.costs
+    costs = options.costs
     problems: list[Problem] = []
     fakes = [*filter(is_fake, tensors_within((fn, args, kwargs)))]
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
@@ -88,9 +89,9 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             quietly(),
             drawing_nothing(),
             as_captured(),
-            _planned_on(find_costs, fakes) if fakes else nullcontext(),
+            _planned_on(costs, fakes) if fakes else nullcontext(),
         ):
-            backend = Backend(taken, _stop, find_costs, block_bytes)
+            backend = Backend(taken, _stop, costs)
             backend.updates, backend.elsewhere = updates, options.elsewhere
             backend.overlap = options.overlap
             capture(fn, backend)(*args, **kwargs)
@@ -113,16 +114,16 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 @contextmanager
-def _planned_on(find_costs: Profiler, fakes: list[torch.Tensor]) -> Iterator[None]:
+def _planned_on(costs: Source, fakes: list[torch.Tensor]) -> Iterator[None]:
     """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused.
 
     Fake tensors on the CPU stay there. What differentiates while it is traced, as `flex_attention` does, stays in this
     thread: autograd has none for a device that is not here, and asserts that there is one.
     """
-    if isinstance(find_costs, Measure) or all(t.device.type == "cpu" for t in fakes):
+    if isinstance(costs, Measure) or all(t.device.type == "cpu" for t in fakes):
         yield
         return
-    capability = find_costs.device.capability if isinstance(find_costs, Roofline) else None
+    capability = costs.capability if isinstance(costs, Device) else None
     on_cuda = nullcontext(False) if capability is None else as_on_cuda(capability)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)
     with on_cuda as can, meta_as(torch.device("cuda", 0) if can else CPU), in_this_thread:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,9 @@ def conditions_on(device: torch.device) -> Conditions:
 
 
 Costs = Mapping[str, OpCost | None]  # by key; None: the op does not run on its own
+OpKey = tuple[Conditions, str]  # under which conditions, and what `checkmate.profiling.one_op.key_of` says
+
+_known: dict[OpKey, OpCost | None] = {}  # measured by this process
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class OpTable:
 
     conditions: Conditions
     ops: Costs
+    name: str = field(default="the table", compare=False)  # in messages
 
 
 def path_of(conditions: Conditions) -> Path:
@@ -163,3 +167,28 @@ def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) 
             write(path, OpTable(conditions, {**known, **ops}))
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)
+
+
+def recall(all_conditions: Iterable[Conditions]) -> dict[OpKey, OpCost | None]:
+    """All that was measured under some conditions, by the files of these and by this process, which counts."""
+    return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
+
+
+def ran_here(key: OpKey) -> bool:
+    """Whether this process measured an op."""
+    return key in _known
+
+
+def keep(costs: Mapping[OpKey, OpCost | None]) -> None:
+    """Keep what this process measured, for itself and for others."""
+    _known.update(costs)
+    for conditions in {conditions for conditions, _ in costs}:
+        store(conditions, {key: cost for (at, key), cost in costs.items() if at == conditions})
+
+
+def drop(keys: Collection[OpKey]) -> None:
+    """Forget what was measured of some ops, here and in the files."""
+    for key in keys:
+        _known.pop(key, None)
+    for conditions in {conditions for conditions, _ in keys}:
+        store(conditions, {}, without={key for at, key in keys if at == conditions})

@@ -82,22 +82,20 @@ class Device:
 def _gpu(
     name: str,
     sm: tuple[int, int],
-    teras: Mapping[str, float],
+    flops: Mapping[str, float],
     bandwidth: float,
     processors: tuple[int, float],
     cache: float,
     memory: int,
     **shares: float,
 ) -> Device:
-    """A card of NVIDIA: TFLOP/s without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
+    """A card of NVIDIA: rates without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
 
     What products reach of the rate is without what tiles cost, `checkmate.profiling.gpu_kernels`: it fits the products
     of Llama-2-7B that Vidur (Agrawal et al., MLSys 2024) measured on an A100 and an H100. A kernel takes 2 µs at least
     there; 5 µs of the host for each op are what a constant takes more than an op of Python's in NeuSight's tables (Lee
     et al., ASPLOS 2025). `benchmarks.estimates` holds both against more.
     """
-    half = teras["float16"]
-    flops = {dtype: rate * 1e12 for dtype, rate in {"bfloat16": half, **teras}.items()}
     count, clock = processors
     return Device(
         name,
@@ -115,10 +113,12 @@ def _gpu(
     )
 
 
-def _teras(float64: float, float32: float, tf32: float | None, half: float) -> dict[str, float]:
-    """TFLOP/s by type."""
-    rates = {"float64": float64, "float32": float32, "tf32": tf32, "float16": half}
-    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+def _teras(
+    float64: float, float32: float, tf32: float | None, half: float, bfloat16: float | None = None
+) -> dict[str, float]:
+    """FLOP/s by type, of TFLOP/s; those in bfloat16 are those in float16 unless they are given."""
+    rates = {"bfloat16": bfloat16 or half, "float64": float64, "float32": float32, "tf32": tf32, "float16": half}
+    return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 
 
 DEVICES: dict[str, Device] = {
@@ -127,27 +127,11 @@ DEVICES: dict[str, Device] = {
     # links and those of others are NVLinks, half of what data sheets give for both ways together; to their hosts it is
     # PCIe 5 here and where it is said, PCIe 3 for V100 and T4, and PCIe 4 for all others.
     "h100": _gpu(
-        "NVIDIA H100 SXM",
-        (9, 0),
-        _teras(67, 67, 494.7, 989.4),
-        3350,
-        (132, 1.98),
-        50,
-        80,
-        link=450e9,
-        host_link=64e9,
+        "NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9, host_link=64e9
     ),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
     "h200": _gpu(
-        "NVIDIA H200 SXM",
-        (9, 0),
-        _teras(67, 67, 494.7, 989.4),
-        4800,
-        (132, 1.98),
-        50,
-        141,
-        link=450e9,
-        host_link=64e9,
+        "NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141, link=450e9, host_link=64e9
     ),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
     "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80, link=300e9),
@@ -161,7 +145,7 @@ DEVICES: dict[str, Device] = {
     "v100": _gpu(
         "NVIDIA V100 SXM2",
         (7, 0),
-        {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7},
+        _teras(7.8, 15.7, None, 125, 15.7),
         900,
         (80, 1.53),
         6,
@@ -172,15 +156,7 @@ DEVICES: dict[str, Device] = {
     # As public tables of cards give it, which name the data sheet (2019) that was not read here; float64 is 1/32 of
     # float32. As on a V100 bfloat16 is computed as float32, and there is no tf32.
     "t4": _gpu(
-        "NVIDIA T4",
-        (7, 5),
-        {**_teras(0.254, 8.1, None, 65), "bfloat16": 8.1},
-        320,
-        (40, 1.59),
-        4,
-        16,
-        link=16e9,
-        host_link=16e9,
+        "NVIDIA T4", (7, 5), _teras(0.254, 8.1, None, 65, 8.1), 320, (40, 1.59), 4, 16, link=16e9, host_link=16e9
     ),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.

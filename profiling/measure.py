@@ -1,9 +1,20 @@
-"""Time and workspace of each distinct op, run on its own on the device and with the threads it will run with.
+"""Seconds and bytes of each distinct op, run on its own on the device and with the threads it will run with.
 
 Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured; an op that does
 not fit even so is estimated, and measured once there is room. What was measured before, by this process or another, is
 not measured again (`checkmate.profiling.cost_table`). Collectives take more than one process: what all ranks have
 measured together is taken (`checkmate.profiling.mesh`), or an estimate.
+
+On the CPU bytes are counted by the allocator's events, and seconds are the median of repeated runs. A long op is timed
+where its bytes are counted, on the same inputs. A short one is timed on its own, since the allocator's events take time
+too, and more often, since its times spread more. On an accelerator bytes are its allocator's statistics, and seconds
+come from events. What cuDNN takes for one call counts with the op. cuBLAS keeps its workspace from its first call on:
+it is no op's, and counts with what is in use on the device before the step (`checkmate.capture.device.allocated_on`).
+
+Within a step an op seldom finds its inputs in the nearest caches: other ops ran since they were made. So between
+repeats a buffer is overwritten, of twice the second-level cache of the CPU or the last cache of an accelerator. Without
+this pointwise ops took half the time that they take within a step, or less. On an accelerator it gives the host a head
+start too: launching a small kernel takes the host longer than running it takes the device.
 """
 
 from __future__ import annotations
@@ -13,44 +24,60 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import cache, partial
+from pathlib import Path
+from statistics import median, quantiles
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.fx as fx
 
-from checkmate.capture.device import as_allocated, same_random_state
+from checkmate.capture.device import as_allocated, in_autograds_thread, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_collective, is_convolution, target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
+from checkmate.capture.provenance import named
 from checkmate.capture.ways.legal import candidates
 from checkmate.capture.ways.table import positions_to_try, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
-from checkmate.profiling import accelerator, cpu
-from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, conditions_on, load, store, write
+from checkmate.memory import aside, record_allocations
+from checkmate.memory.room import within_memory
+from checkmate.profiling.cost_table import OpCost, OpKey, OpTable, conditions_on, drop, keep, ran_here, recall, write
 from checkmate.profiling.mesh import measured_collectives
-from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
+from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
+from checkmate.profiling.trial import ways_of
 from checkmate.statusline import showing
 from checkmate.torch_internals.dispatcher import outside_tracing
 
 log = logging.getLogger("checkmate.profiling")
+K = TypeVar("K")
+Nodes = Mapping[K, fx.Node]
+Known = Mapping[K, OpCost | None]
 
-Key = tuple[Conditions, str]
+ESTIMATED = "its cost is estimated"  # of an op for which there is no memory
+MOST_REPEATS = 50
 
-_known: dict[Key, OpCost | None] = {}  # what this process measured
+SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
+USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say
+LEAST_REPEATS = 3
+SECONDS_PER_OP = 0.03  # what timing one op may take beyond the least repeats
+LONG = 2e-3  # seconds of an op of which a recording takes less than a hundredth
+RECORDED_AT_ONCE = 32  # ops in one recording of the allocator: starting one costs as much as a few ops
+STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
+
+REPEATS = 5  # on an accelerator, between two looks at the clock
+DEVICE_SECONDS_PER_OP = 0.05  # of the accelerator's time, beyond the first repeats
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures every distinct op of a captured step.
-
-    Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
-    tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile. An op may
-    write over an argument where it was tried and left the same bits.
+    """The source of costs that runs every distinct op of a step, here.
 
     Args:
         cache: take what was measured before under the same conditions, on disk too, and keep what is measured now.
@@ -59,73 +86,48 @@ class Measure:
 
     cache: bool = True
 
-    def __call__(self, joint: Joint) -> Profile:
-        """The profile of a step.
 
-        Raises:
-            Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
-                PyTorch tells.
-        """
-        _refuse_other_devices(joint)
-        all_conditions, keys = _keys(joint)
-        distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-        known = _recall(list(all_conditions.values())) if self.cache else {}
-        new = {key: node for key, node in distinct.items() if _is_new(key, node, known)}
-        found = _measure_ops(new, known)
-        if self.cache:
-            _known.update(found)
-            for conditions in {conditions for conditions, _ in found}:
-                store(conditions, {key: cost for (at, key), cost in found.items() if at == conditions})
-        known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
-        by_conditions: dict[Conditions, dict[str, OpCost | None]] = {at: {} for at in all_conditions.values()}
-        for (at, key), cost in known.items():
-            by_conditions.setdefault(at, {})[key] = cost
-        collectives = measured_collectives(joint.nodes, lambda node: by_conditions[all_conditions[device_of_op(node)]])
-        lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
-        large = [k for k, key in lacking.items() if key not in known]
-        untried = [k for k, key in enumerate(keys) if key and not _is_tried(distinct[key], known.get(key))]
-        if failed := sorted({target_name(distinct[key]) for k, key in lacking.items() if k not in large}):
-            log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
-        source = "measured on " + " and ".join(sorted({str(conditions) for conditions in all_conditions.values()}))
-        profile = fill(joint, [None if key is None else known.get(key) for key in keys], source, collectives)
-        more = f", {len(large)} too large to run alone in the memory that was free" if large else ""
-        more += f"; {len(untried)} too large to be tried over an input" if untried else ""
-        return replace(profile, source=profile.source + more)
+def measured(joint: Joint, *, cache: bool = True) -> Profile:
+    """The profile of a step by what its ops cost here.
+
+    Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
+    tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile. An op may
+    write over an argument where it was tried and left the same bits.
+
+    Raises:
+        Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
+            PyTorch tells.
+    """
+    _refuse_other_devices(joint)
+    keys = keys_of(joint)
+    nodes = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
+    conditions = {at for at, _ in nodes}
+    known = recall(conditions) if cache else {}
+    new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
+    found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
+    found |= _run({key: node for key, node in new.items() if key not in found}, known)
+    if cache:
+        keep(found)
+    known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
+    where = {node: key[0] for key, node in zip(keys, joint.nodes, strict=True) if key and node}
+    costs_in = {at: {key: cost for (there, key), cost in known.items() if there == at} for at in conditions}
+    collectives = measured_collectives(joint.nodes, lambda node: costs_in[where[node]])
+    # Say which ops have no measured cost, and why.
+    lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
+    large = [k for k, key in lacking.items() if key not in known]
+    untried = [k for k, key in enumerate(keys) if key and not _is_tried(nodes[key], known.get(key))]
+    if failed := sorted({target_name(nodes[key]) for k, key in lacking.items() if k not in large}):
+        log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
+    source = "measured on " + " and ".join(sorted(map(str, conditions)))
+    profile = fill(joint, [None if key is None else known.get(key) for key in keys], source, collectives)
+    more = f", {len(large)} too large to run alone in the memory that was free" if large else ""
+    more += f"; {len(untried)} too large to be tried over an input" if untried else ""
+    return replace(profile, source=profile.source + more)
 
 
 def forget(joint: Joint) -> None:
     """Forget the measured costs of a step's ops, so that the next capture measures them anew, in any process."""
-    all_conditions, keys = _keys(joint)
-    gone = {key for key in keys if key is not None}
-    for key in gone:
-        _known.pop(key, None)
-    for conditions in all_conditions.values():
-        store(conditions, {}, without={key for at, key in gone if at == conditions})
-
-
-def _keys(joint: Joint) -> tuple[dict[torch.device, Conditions], list[Key | None]]:
-    """The conditions under which the ops of a step are measured, and the key of each op."""
-    devices = {device_of_op(node) for node in joint.nodes if node is not None}
-    found = {device: conditions_on(device) for device in devices}
-    return found, [None if node is None else (found[device_of_op(node)], key_of(node)) for node in joint.nodes]
-
-
-def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
-    """Whether an op was not measured, or when fewer of its ways were known than are now.
-
-    A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
-    workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
-    Its seconds stay those that are known, by which a plan is found on disk.
-    """
-    chooses = is_convolution(node) or getattr(node.target, "tunes", False)
-    if device_of_op(node).type != "cpu" and chooses and key not in _known:
-        return True
-    return key not in known or (key not in _known and not _is_tried(node, known[key]))
-
-
-def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
-    """Whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
-    return cost is None or cost.over.keys() >= set(positions_to_try(node))
+    drop({key for key in keys_of(joint) if key is not None})
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -152,10 +154,35 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
     conditions = conditions_on(torch.device(device))
-    ops = {key: cost for (at, key), cost in _recall([conditions]).items() if at == conditions}
+    ops = {key: cost for (at, key), cost in recall([conditions]).items() if at == conditions}
     if not ops:
         raise Unsupported(f"Nothing has been measured on {conditions} yet: trace a step on this machine first.")
     write(path, OpTable(conditions, ops))
+
+
+def keys_of(joint: Joint) -> list[OpKey | None]:
+    """The key of each op of a step, as it is measured now; None for what autograd does."""
+    devices = {device_of_op(node) for node in joint.nodes if node is not None}
+    conditions = {device: conditions_on(device) for device in devices}
+    return [None if node is None else (conditions[device_of_op(node)], key_of(node)) for node in joint.nodes]
+
+
+def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> bool:
+    """Whether an op was not measured, or when fewer of its ways were known than are now.
+
+    A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
+    workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
+    Its seconds stay those that are known, by which a plan is found on disk.
+    """
+    if key not in known:
+        return True
+    chooses = is_convolution(node) or getattr(node.target, "tunes", False)
+    return not ran_here(key) and ((device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key]))
+
+
+def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
+    """Whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
+    return cost is None or cost.over.keys() >= set(positions_to_try(node))
 
 
 def _refuse_other_devices(joint: Joint) -> None:
@@ -168,33 +195,21 @@ def _refuse_other_devices(joint: Joint) -> None:
                 )
 
 
-def _recall(all_conditions: list[Conditions]) -> dict[Key, OpCost | None]:
-    return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
-
-
-def measure_ops_on(device: torch.device) -> Callable[..., Iterator[tuple[int, OpCost | None]]]:
-    """What measures ops there: gives the position and the cost of each; None where it does not run on its own."""
-    return cpu.measure_ops if device.type == "cpu" else accelerator.measure_ops
-
-
-def _measure_ops(new: dict[Key, fx.Node], known: Mapping[Key, OpCost | None]) -> dict[Key, OpCost | None]:
-    """Run ops that are not known, or not as they run now."""
-    found: dict[Key, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
-    todo = [(key, node) for key, node in new.items() if key not in found]
+def _run(todo: Nodes[OpKey], known: Known[OpKey]) -> dict[OpKey, OpCost | None]:
+    """The costs of ops, outside of tracing and with a line that tells how many are measured."""
+    done: dict[OpKey, OpCost | None] = {}
     if not todo:
-        return found
-    began = time.perf_counter()
-    devices = {device_of_op(node) for _, node in todo}
+        return done
+    began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
     line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
-    done: dict[Key, OpCost | None] = {}
     with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
-        for device in sorted(devices, key=str):
-            keys = [key for key, node in todo if device_of_op(node) == device]
-            before = {i: cost for i, key in enumerate(keys) if (cost := known.get(key)) is not None}
-            for i, cost in measure_ops_on(device)([new[key] for key in keys], before):
-                done[keys[i]] = cost  # which the line counts
+        for key, cost in measure_ops(todo, known):
+            done[key] = cost  # noqa: PERF403  # one by one: the line counts them
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
-    return found | done
+    return done
+
+
+# ---------------------------------------------------------------- from costs to a profile
 
 
 def fill(
@@ -216,35 +231,31 @@ def fill(
     seconds, workspace = np.zeros(len(costs)), np.zeros(len(costs), dtype=np.int64)
     nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
     estimated = tuple(k for k in nodes if costs[k] is None and k not in collectives)
-    scale = _scale(nodes, costs) if estimated else 1.0
+    scale = 1.0
+    if estimated and (known := [(cost, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]):
+        scale = median(cost.seconds / _estimate(node) for cost, node in known)
+
+    def made(k: int, without: int | None = None) -> int:
+        block = kind_of(device_of_op(nodes[k])).block_bytes
+        return sum(as_allocated(graph.values[v].size_bytes, block) for v in graph.ops[k].outputs if v != without)
+
     for k, node in nodes.items():
-        op, cost = graph.ops[k], costs[k]
-        block = kind_of(device_of_op(node)).block_bytes
-        outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
-        if cost is None:
-            inputs = sum(graph.values[v].size_bytes for v in op.inputs)
+        if (cost := costs[k]) is None:
             of_device = 1.0 if is_collective(node) else scale
             seconds[k] = collectives[k] if k in collectives else of_device * _estimate(node)
-            workspace[k] = inputs + outputs
+            workspace[k] = sum(graph.values[v].size_bytes for v in graph.ops[k].inputs) + made(k)
         else:
-            seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - outputs)
+            seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - made(k))
+    # An op may write over an argument where that was tried and left the same bits.
+    ways = []
+    for k, makes, over, position in candidates(joint):
+        cost, written = costs[k], written_of(nodes[k].target)
+        allocated = None if cost is None else cost.over.get(position)
+        if written is not None and allocated is not None:
+            ways.append(Way(k, makes, over, max(0, allocated - made(k, without=makes)), written.slower))
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
-    return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(_ways(joint, costs)))
-
-
-def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
-    """What ops may write over, where that was tried and left the same bits."""
-    for candidate in candidates(joint):
-        k, makes, over, position = candidate
-        node, cost = joint.nodes[k], costs[k]
-        allocated = None if cost is None else cost.over.get(position)
-        written = None if node is None else written_of(node.target)
-        if node is not None and written is not None and allocated is not None:
-            block = kind_of(device_of_op(node)).block_bytes
-            others = (v for v in joint.graph.ops[k].outputs if v != makes)
-            made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
-            yield Way(k, makes, over, max(0, allocated - made), written.slower)
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(ways))
 
 
 def _estimate(node: fx.Node) -> float:
@@ -255,6 +266,177 @@ def _estimate(node: fx.Node) -> float:
         return device.seconds(0, "float32", moved_bytes_of(node))
 
 
-def _scale(nodes: dict[int, fx.Node], costs: Sequence[OpCost | None]) -> float:
-    measured = [(cost.seconds, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]
-    return median(seconds / _estimate(node) for seconds, node in measured) if measured else 1.0
+# ---------------------------------------------------------------- ops one by one
+
+
+def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
+    """The cost of each op with its key, device by device; None where it does not run on made-up inputs.
+
+    Only one op's tensors exist at a time, beside the buffer; an op for which there is no memory is left out. An op
+    whose cost is ``known`` keeps its seconds if it takes as many bytes as then: a library that now chooses another
+    kernel mostly works in others.
+    """
+    for device in sorted({device_of_op(node) for node in nodes.values()}, key=str):
+        there = {key: node for key, node in nodes.items() if device_of_op(node) == device}
+        if device.type == "cpu":
+            yield from _measure_on_cpu(there, known)
+            continue
+        for key, node in there.items():
+            run = partial(attempt, node, partial(_measure_on_accelerator, node, known.get(key)))
+            for cost in within_memory(run, named(node), ESTIMATED):
+                yield key, cost
+
+
+def _known_seconds(known: OpCost | None, allocated: int) -> float | None:
+    return known.seconds if known is not None and known.allocated_bytes == allocated else None
+
+
+def _measure_on_cpu(nodes: Nodes[K], known: Known[K]) -> Iterator[tuple[K, OpCost | None]]:
+    keys = [*nodes]
+    for begin in range(0, len(keys), RECORDED_AT_ONCE):
+        some = keys[begin : begin + RECORDED_AT_ONCE]
+        for key, found in zip(some, aside(partial(_recorded, [nodes[key] for key in some])), strict=True):
+            for cost in found:
+                if cost is not None:
+                    seconds = _known_seconds(known.get(key), cost.allocated_bytes) or cost.seconds
+                    cost = replace(cost, seconds=seconds or aside(partial(time_on_cpu, call_of(nodes[key]))))
+                yield key, cost
+
+
+def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
+    """Bytes of each op at its own peak, its ways, and its seconds if it is long, else 0.
+
+    An op without memory has no cost; one that does not run has None.
+    """
+
+    def span(*numbers: int) -> str:  # names the run of an op in the recording, or that over an argument
+        return f"checkmate.op{'.'.join(map(str, numbers))}"
+
+    def run_within(i: int) -> tuple[float, dict[int, bool]]:
+        run, now = call_of(nodes[i]), _clock()
+        run()  # the first run may fill caches
+        with torch.profiler.record_function(span(i)):
+            began = now()
+            run()
+            taken = now() - began
+        seconds = _median_of(run) if taken > LONG else 0.0
+
+        def within(position: int, call: Callable[[], Any]) -> Any:
+            with torch.profiler.record_function(span(i, position)):
+                return call()
+
+        return seconds, ways_of(nodes[i], run, within)
+
+    def count(*numbers: int) -> int:
+        return int(recording.within(span(*numbers)).max())
+
+    def cost(i: int, seconds: float, ways: dict[int, bool]) -> OpCost:
+        return OpCost(seconds, count(i), {p: count(i, p) if does else None for p, does in ways.items()})
+
+    with record_allocations() as recording:
+        runs = [partial(attempt, node, partial(run_within, i)) for i, node in enumerate(nodes)]
+        ran = [within_memory(run, named(node), ESTIMATED) for run, node in zip(runs, nodes, strict=True)]
+    return [[None if found is None else cost(i, *found) for found in some] for i, some in enumerate(ran)]
+
+
+def time_on_cpu(run: Callable[[], Any]) -> float:
+    """Seconds of one execution, what it allocates and frees included: the median, once that is stable.
+
+    On one thread these are seconds of the processor, which other programs change less than those of the clock.
+    """
+    run()
+    return _median_of(run)
+
+
+def _median_of(run: Callable[[], Any]) -> float:
+    now = _clock()
+    flush = torch.zeros(2 * _second_level_bytes(), dtype=torch.uint8)
+    seconds: list[float] = []
+    while not _is_enough(seconds):
+        flush.add_(1)
+        began = now()
+        run()
+        seconds.append(now() - began)
+    return median(seconds)
+
+
+def _clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+@cache
+def _second_level_bytes() -> int:
+    """Bytes of a core's second-level cache."""
+    size = SECOND_LEVEL.read_text().strip() if SECOND_LEVEL.exists() else ""
+    return int(size[:-1]) * 1024 if size.endswith("K") else USUAL_SECOND_LEVEL
+
+
+def _is_enough(seconds: Sequence[float]) -> bool:
+    if len(seconds) < LEAST_REPEATS:
+        return False
+    if len(seconds) >= MOST_REPEATS or sum(seconds) > SECONDS_PER_OP:
+        return True
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")  # called after each repeat: NumPy's takes longer
+    return (high - low) / len(seconds) ** 0.5 < STABLE * middle
+
+
+def _measure_on_accelerator(node: fx.Node, known: OpCost | None) -> OpCost:
+    device = device_of_op(node)
+    counts: dict[int, int] = {}
+    with torch.accelerator.device_index(device.index):
+        run = call_of(node)
+        torch.accelerator.synchronize(device)  # so that memory let go of while others used it is free from the run on
+        run()  # the first run loads kernels and takes the libraries' workspaces
+        in_autograds_thread(device, run)  # which may choose another kernel
+        count = partial(allocated_bytes, run, device)
+        allocated = max(count(), in_autograds_thread(device, count))
+        seconds = _known_seconds(known, allocated)
+        seconds = time_on_accelerator(run, device) if seconds is None else seconds
+
+        def counted(position: int, call: Callable[[], Any]) -> Any:
+            made: list[Any] = []
+            counts[position] = allocated_bytes(lambda: made.append(call()), device)
+            return made[0]
+
+        ways = ways_of(node, run, counted)
+        return OpCost(seconds, allocated, {p: counts[p] if does else None for p, does in ways.items()})
+
+
+def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that a call takes from an accelerator's caching allocator at its peak, each tensor rounded to blocks.
+
+    What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
+    tensor. Where there is such, and more is taken than what the call returns, each tensor is taken to have been rounded
+    by a whole block. The allocator counts on the host: the device need not have run what is counted.
+    """
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_stats(device)
+    made = run()
+    found = torch.accelerator.memory_stats(device)
+    given, asked, blocks = (
+        found[f"{what}.all.peak"] - before[f"{what}.all.current"]
+        for what in ("allocated_bytes", "requested_bytes", "allocation")
+    )
+    block = kind_of(device).block_bytes
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made) if t.device == device
+    }
+    if asked == sum(storages.values()):
+        return sum(as_allocated(size, block) for size in storages.values())
+    return min(given, asked + blocks * block)
+
+
+def time_on_accelerator(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one execution on an accelerator: the median."""
+    flush = torch.empty(2 * kind_of(device).cache_bytes(device), dtype=torch.int8, device=device)
+    seconds: list[float] = []
+    while len(seconds) < REPEATS or (sum(seconds) < DEVICE_SECONDS_PER_OP and len(seconds) < MOST_REPEATS):
+        events = [tuple(torch.Event(device, enable_timing=True) for _ in range(2)) for _ in range(REPEATS)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+        torch.accelerator.synchronize(device)
+        seconds += [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    return median(seconds)

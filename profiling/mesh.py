@@ -1,14 +1,20 @@
-"""What collectives take on a process group, measured by all of its ranks at once, and kept like the costs of ops.
+"""What collectives take on a mesh of ranks: by a latency and a rate, or off a table that all ranks measured at once.
+
+    seconds = latency + traffic / rate
+    traffic = bytes (n - 1) / n          of n ranks; twice that of an all-reduce, a reduce-scatter and an all-gather
+
+The bytes are those of the whole: what an all-gather makes, what a reduce-scatter or an all-reduce reads. The traffic is
+what each rank sends and receives in a ring, and the least that any algorithm moves (Patarasuk & Yuan, JPDC 2009).
 
 A collective that one rank runs alone waits for ever. So it is not measured where a step is, by each rank when it comes
 to that, but by a call that all ranks of the group make together, `measure_collectives`: once for a machine. What it
 finds is kept in the file of measured ops (`checkmate.profiling.cost_table`), under a key for each collective, group and
 size, and is read from there by each rank alone. A group is known by its backend, its ranks and how many of them share a
-host: the ranks of one mesh dimension cost what those of the same dimension elsewhere do.
+host: the ranks of one mesh dimension cost what those of the same dimension elsewhere do. How many share a host is what
+``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one.
 
 A collective that a step has names its group; if that was not measured, it takes an estimate
-(`checkmate.profiling.roofline`). How many ranks share a host is what ``torchrun`` tells them (``LOCAL_WORLD_SIZE``);
-without it, all are on one.
+(`checkmate.profiling.roofline`).
 """
 
 from __future__ import annotations
@@ -16,8 +22,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -27,9 +34,16 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from checkmate.capture.nodes import target_name, tensors
-from checkmate.profiling.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, CollectiveTable, Point
 from checkmate.profiling.cost_table import Costs, OpCost, conditions_on, load, store
+from checkmate.profiling.data_sheets import Device
 from checkmate.torch_internals.steps import _resolve_process_group
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # by PyTorch's names of the functional ones
+
+# What all-reduces of 8 ranks reach of an H100's data sheet in Vidur's table (Agrawal et al., MLSys 2024);
+# `benchmarks.sharded.collectives` holds it against those of 2 and of 4, and against others.
+LATENCY, EFFICIENCY = 28e-6, 0.8
 
 SIZES = tuple(4**n for n in range(6, 14))  # bytes of the whole: 4 KiB to 64 MiB
 REPEATS, LARGE, REPEATS_OF_LARGE = 15, 2**22, 5  # the same on all ranks, which would else wait for one another
@@ -37,6 +51,81 @@ _RANKS_AT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}  # the argument that says of how 
 _JOINED = {"gather_parameter": ALL_GATHER}  # what a captured step calls one that may run again
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 _KEY = re.compile(r"(?P<layout>.+): (?P<collective>\w+) of (?P<whole>\d+) bytes")
+
+Point = tuple[float, float]  # bytes of the whole, and seconds
+
+
+def traffic(collective: str, whole_bytes: float, ranks: int | None) -> float:
+    """Bytes that each rank sends, and as many that it receives; of as many ranks as can be where that is not known.
+
+    >>> traffic(ALL_GATHER, 800, 4), traffic(ALL_REDUCE, 800, 4), traffic(REDUCE_SCATTER, 800, None)
+    (600.0, 1200.0, 800.0)
+    """
+    share = 1.0 if ranks is None else (ranks - 1) / ranks
+    return (2 if collective == ALL_REDUCE else 1) * whole_bytes * share
+
+
+@dataclass(frozen=True)
+class Link:
+    """What ranks reach of each other.
+
+    >>> Link(latency=1e-5, rate=1e9).seconds(ALL_GATHER, 4_000_000, ranks=4)
+    0.00301
+    """
+
+    latency: float  # seconds that each collective takes at least
+    rate: float  # bytes per second that a rank sends, while it receives as many
+
+    def seconds(self, collective: str, whole_bytes: float, ranks: int | None) -> float:
+        """Seconds of one collective."""
+        return self.latency + traffic(collective, whole_bytes, ranks) / self.rate
+
+
+def link_of(device: Device) -> Link:
+    """The link between devices of one kind, by their data sheet.
+
+    >>> from checkmate.profiling.data_sheets import DEVICES
+    >>> round(link_of(DEVICES["h100"]).rate / 1e9)
+    360
+    """
+    return Link(LATENCY, EFFICIENCY * device.link)
+
+
+def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
+    """Seconds by what was measured, on lines between neighbours, of which the last goes on.
+
+    What is smaller than all that was measured takes as long as the smallest.
+
+    Args:
+        points: ascending, two at least.
+
+    >>> points = [(1000, 1.0), (2000, 1.5), (4000, 2.5)]
+    >>> [interpolated(points, whole) for whole in (10, 3000, 6000)]
+    [1.0, 2.0, 3.5]
+    """
+    if whole_bytes <= points[0][0]:
+        return points[0][1]
+    i = min(bisect_right(points, whole_bytes, key=lambda point: point[0]), len(points) - 1)
+    (low, short), (high, long) = points[i - 1], points[i]
+    return short + (long - short) * (whole_bytes - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """What collectives of one process group took.
+
+    >>> table = CollectiveTable(2, {ALL_GATHER: ((1000, 1.0), (2000, 1.5))})
+    >>> table.seconds(ALL_GATHER, 1500), table.seconds(ALL_REDUCE, 1500)
+    (1.25, None)
+    """
+
+    ranks: int
+    points: Mapping[str, tuple[Point, ...]]  # by collective, each ascending
+
+    def seconds(self, collective: str, whole_bytes: float) -> float | None:
+        """Seconds of one collective, interpolated; None where none of its kind was measured."""
+        points = self.points.get(collective, ())
+        return interpolated(points, whole_bytes) if len(points) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -54,6 +143,19 @@ class Layout:
     def __str__(self) -> str:
         return f"collectives by {self.backend}, {self.ranks} ranks, {self.on_host} on a host"
 
+    def key(self, collective: str, whole_bytes: int) -> str:
+        """The key of a collective of such a group among measured ops."""
+        return f"{self}: {collective} of {whole_bytes} bytes"
+
+    def table(self, costs: Costs) -> CollectiveTable:
+        """The table of those measured ops that are collectives of such a group."""
+        points: dict[str, list[Point]] = {}
+        for key, cost in costs.items():
+            match = _KEY.fullmatch(key)
+            if match and match["layout"] == str(self) and cost is not None:
+                points.setdefault(match["collective"], []).append((int(match["whole"]), cost.seconds))
+        return CollectiveTable(self.ranks, {name: tuple(sorted(of)) for name, of in points.items()})
+
 
 def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
     """The layout of a process group, by default of all ranks, without a word to the others."""
@@ -61,6 +163,9 @@ def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
     of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
     on_host = max(Counter(rank // of_host for rank in ranks).values())
     return Layout(dist.get_backend(group), len(ranks), on_host)
+
+
+# ---------------------------------------------------------------- measured by all ranks
 
 
 def measure_collectives(
@@ -96,19 +201,57 @@ def measure_collectives(
     if min(sizes, default=1) <= 0:
         raise ValueError(f"A collective is of a positive number of bytes, not of {min(sizes)}.")
     layout = layout_of(group)
-    here = torch.device(_usual_device(layout.backend) if device is None else device)
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator()
+        device = "cpu" if accelerator is None or layout.backend in ("gloo", "mpi") else accelerator.type
+    device = torch.device(device)
+    conditions = conditions_on(device)
+    # The group's first rank tells what it knows, so that all ranks measure the same.
+    costs = load(conditions) if cache else {}
+    told = [{key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}]
+    dist.broadcast_object_list(told, group=group, group_src=0, device=device)
+    (known,) = told
     wholes = sorted({-(-size // (4 * layout.ranks)) * 4 * layout.ranks for size in sizes})
-    conditions = conditions_on(here)
-    keys = {_key(layout, name, whole): (name, whole) for name in COLLECTIVES for whole in wholes}
-    known = _of_first_rank(load(conditions) if cache else {}, group, here)
-    new = {key: (name, whole) for key, (name, whole) in keys.items() if key not in known}
-    found = {
-        key: OpCost(_seconds(name, whole, layout.ranks, group, here), whole if name == ALL_GATHER else 0)
-        for key, (name, whole) in new.items()
-    }
+    found: dict[str, OpCost | None] = {}
+    for name in COLLECTIVES:
+        for whole in wholes:
+            if (key := layout.key(name, whole)) not in known:
+                seconds = _seconds(name, whole, layout.ranks, group, device)
+                found[key] = OpCost(seconds, whole if name == ALL_GATHER else 0)
     if cache and found:
         store(conditions, found)
-    return table_of(layout, {**known, **found})
+    return layout.table({**known, **found})
+
+
+def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Seconds of one collective on zeros, which all ranks begin together, as its slowest rank has it."""
+    all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
+    run: Callable[[], object] = {
+        ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),
+        REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, all_of_it, group=group),
+        ALL_REDUCE: lambda: dist.all_reduce(all_of_it, group=group),
+    }[collective]
+    run()  # the first one connects the ranks
+    times = []
+    for _ in range(REPEATS if whole < LARGE else REPEATS_OF_LARGE):
+        dist.barrier(group)
+        _finish(device)
+        began = time.perf_counter()
+        run()
+        _finish(device)
+        times.append(time.perf_counter() - began)
+    slowest = torch.tensor([median(times)], dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    slowest = slowest.to(device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# ---------------------------------------------------------------- within a step
 
 
 @dataclass(frozen=True)
@@ -121,7 +264,7 @@ class Collective:
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """What a node is, if it is a collective of which the costs are known."""
+    """The collective that a node is; None: none of which the costs are known."""
     name = _functional(node)
     if name not in COLLECTIVES:
         return None
@@ -134,6 +277,13 @@ def collective_of(node: fx.Node) -> Collective | None:
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
     return _functional(node) == "wait_tensor"
+
+
+def _functional(node: fx.Node) -> str | None:
+    """The name of a functional collective or of its wait, without its overload."""
+    namespace, _, name = target_name(node).partition(".") if node.op == "call_function" else ("", "", "")
+    name = name.partition(".")[0]
+    return _JOINED.get(name, name) if namespace in _NAMESPACES else None
 
 
 def layout_of_node(node: fx.Node) -> Layout | None:
@@ -162,84 +312,8 @@ def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx
             continue
         costs = costs_of(node)
         if (id(costs), layout) not in tables:
-            tables[id(costs), layout] = table_of(layout, costs)
+            tables[id(costs), layout] = layout.table(costs)
         seconds = tables[id(costs), layout].seconds(collective.name, collective.whole_bytes)
         if seconds is not None:
             found[k] = seconds
     return found
-
-
-def _functional(node: fx.Node) -> str | None:
-    """The name of a functional collective or of its wait, without its overload."""
-    namespace, _, name = target_name(node).partition(".") if node.op == "call_function" else ("", "", "")
-    name = name.partition(".")[0]
-    return _JOINED.get(name, name) if namespace in _NAMESPACES else None
-
-
-def table_of(layout: Layout, costs: Costs) -> CollectiveTable:
-    """Those of measured ops that are collectives of such a group."""
-    points: dict[str, list[Point]] = {}
-    for key, cost in costs.items():
-        match = _KEY.fullmatch(key)
-        if match and match["layout"] == str(layout) and cost is not None:
-            points.setdefault(match["collective"], []).append((int(match["whole"]), cost.seconds))
-    return CollectiveTable(layout.ranks, {name: tuple(sorted(of)) for name, of in points.items()})
-
-
-def _key(layout: Layout, collective: str, whole: int) -> str:
-    return f"{layout}: {collective} of {whole} bytes"
-
-
-def _usual_device(backend: str) -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None or backend in ("gloo", "mpi") else accelerator.type
-
-
-def _of_first_rank(costs: Costs, group: dist.ProcessGroup | None, device: torch.device) -> Costs:
-    """The collectives that the first rank of the group knows: all ranks measure the same."""
-    of_collectives = {key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}
-    told = [of_collectives]
-    dist.broadcast_object_list(told, group=group, group_src=0, device=device)
-    return told[0]
-
-
-def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds of one collective, as its slowest rank has it."""
-    run = _call(collective, whole, ranks, group, device)
-    run()  # the first one connects the ranks
-    times = [*_times(run, REPEATS if whole < LARGE else REPEATS_OF_LARGE, group, device)]
-    slowest = torch.tensor([median(times)], dtype=torch.float64 if device.type == "cpu" else torch.float32)
-    slowest = slowest.to(device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    return float(slowest)
-
-
-def _times(
-    run: Callable[[], object], repeats: int, group: dist.ProcessGroup | None, device: torch.device
-) -> Iterator[float]:
-    """Seconds of each run, which all ranks begin together."""
-    for _ in range(repeats):
-        dist.barrier(group)
-        _finish(device)
-        began = time.perf_counter()
-        run()
-        _finish(device)
-        yield time.perf_counter() - began
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _call(
-    collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device
-) -> Callable[[], object]:
-    """The collective on zeros, which is run by calling it, and done when it returns or when the device is."""
-    all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
-    calls: dict[str, Callable[[], object]] = {
-        ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),
-        REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, all_of_it, group=group),
-        ALL_REDUCE: lambda: dist.all_reduce(all_of_it, group=group),
-    }
-    return calls[collective]

@@ -46,7 +46,6 @@ _FOR_THEIR_BACKWARD = {lstm_layer, batch_norm}  # which takes no made-up workspa
 _MASK = {"flex_attention": 4, "flex_attention_backward": 9}  # position of what says which blocks it looks at
 
 DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
-ESTIMATED = "its cost is estimated"  # of an op for which there is no memory
 
 _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
     *(aten.gather, aten.index_select, aten.index_add, aten.index_copy, aten.index_fill),

@@ -48,7 +48,7 @@ from checkmate.capture.ways.rounding_probes import cancel, flat, repeat, same_by
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_table import Conditions, conditions_on
+from checkmate.profiling.cost_table import OpKey, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.torch_internals.dispatcher import outside_tracing
 
@@ -70,7 +70,7 @@ UNTRIED = {  # what follows where there is no memory for a trial
 Call = Callable[[], Any]
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
 
-_known: dict[tuple[str, Conditions, str], dict[int, bool]] = {}  # by trial, conditions and op, what this process tried
+_known: dict[tuple[str, OpKey], dict[int, bool]] = {}  # by trial and op, what this process tried
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
@@ -124,7 +124,6 @@ def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Te
 
 
 def _fill_all(numbers: list[torch.Tensor], name: str, run: partial[Any]) -> None:
-    """Fill the arguments of an op with the numbers of a set."""
     for i, tensor in enumerate(numbers):
         _fill(tensor, name, i)
     if name == "cancelling":
@@ -187,20 +186,19 @@ def same_in_two(node: fx.Node) -> bool:
 
     An op that does not run on made-up inputs stays as it is. The global random state is not touched.
     """
-    return _once("in two", node, lambda: {0: _is_same_in_two(node)}).get(0, False)
 
+    def trial() -> bool:
+        run = call_of(node)
+        *args, (for_input, *for_others) = run.args
+        whole: Any = run()
+        alone = run.func(*args, [for_input, False, False])[:1]
+        others = run.func(*args, [False, *for_others])[1:]
+        return all(
+            a is b is None or (a is not None and b is not None and a.stride() == b.stride() and same_bytes(a, b))
+            for a, b in zip(whole, (*alone, *others), strict=True)
+        )
 
-def _is_same_in_two(node: fx.Node) -> bool:
-    run = call_of(node)
-    *args, (for_input, *for_others) = run.args
-    whole: Any = run()
-    alone = run.func(*args, [for_input, False, False])[:1]
-    others = run.func(*args, [False, *for_others])[1:]
-    pairs = zip(whole, (*alone, *others), strict=True)
-    return all(
-        a is b is None or (a is not None and b is not None and a.stride() == b.stride() and same_bytes(a, b))
-        for a, b in pairs
-    )
+    return _once("in two", node, lambda: {0: trial()}).get(0, False)
 
 
 def repeats(node: fx.Node) -> bool:
@@ -208,40 +206,40 @@ def repeats(node: fx.Node) -> bool:
 
     In each thread cuDNN chooses, and may try out, a kernel for a convolution when it first runs there: that is here.
     """
-    return _once("repeats", node, lambda: {0: _repeats(node)}).get(0, False)
 
+    def trial() -> bool:
+        run = call_of(node)
+        _fill_all([t for t in tensors((run.args, run.keywords)) if t.is_floating_point()], "cancelling", run)
+        first = tensors(run())
 
-def _repeats(node: fx.Node) -> bool:
-    run = call_of(node)
-    _fill_all([t for t in tensors((run.args, run.keywords)) if t.is_floating_point()], "cancelling", run)
-    first = tensors(run())
+        def are_same() -> list[bool]:
+            return [all(map(same_bytes, first, tensors(run()))) for _ in range(AGAIN)]
 
-    def are_same() -> list[bool]:
-        return [all(map(same_bytes, first, tensors(run()))) for _ in range(AGAIN)]
+        return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
 
-    return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
+    return _once("repeats", node, lambda: {0: trial()}).get(0, False)
 
 
 def same_again(node: fx.Node) -> bool:
     """Whether an op on an accelerator draws the same numbers from the state that its generator had."""
-    return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
 
+    def trial() -> bool:
+        run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
+        saved = save_device_state(device)
+        given = {**run.keywords, "on": device, "saved": saved}
+        first = tensors(draw(*run.args, **given))
+        now = save_device_state(device)
+        again = tensors(drawn_again(draw)(*run.args, **given))
+        pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
+        return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
-def _is_same_again(node: fx.Node) -> bool:
-    run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
-    saved = save_device_state(device)
-    given = {**run.keywords, "on": device, "saved": saved}
-    first = tensors(draw(*run.args, **given))
-    now = save_device_state(device)
-    again = tensors(drawn_again(draw)(*run.args, **given))
-    pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
-    return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
+    return _once("again", node, lambda: {0: trial()}).get(0, False)
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
     """The result of a trial of an op on this machine; none if it does not run on made-up inputs, or memory ran out."""
     device = device_of_op(node)
-    key = name, conditions_on(device), key_of(node)
+    key = name, (conditions_on(device), key_of(node))
     if key not in _known:
         found: dict[int, bool] = {}
         with outside_tracing(), torch.no_grad(), same_random_state(device):

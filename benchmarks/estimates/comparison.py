@@ -47,7 +47,7 @@ def _step(name: str) -> Row:
     import torch
 
     import checkmate
-    from checkmate.profiling import profilers
+    from checkmate.profiling import source
     from checkmate.profiling.roofline import roofline
 
     asked = STEPS[name]
@@ -60,7 +60,7 @@ def _step(name: str) -> Row:
 
     torch._dynamo.reset()
     model, step, batch = asked.make()
-    with patch.object(profilers, "roofline", both_ways):
+    with patch.object(source, "roofline", both_ways):
         problem = checkmate.trace(step, *batch, profile=f"roofline:{asked.device}")
     update = UPDATE * sum(p.numel() for p in model.parameters()) / device.bandwidth
     row = {"case": name, "kind": "step", "source": asked.source, "ops": len(problem.graph.ops)}

@@ -24,10 +24,10 @@ import numpy as np
 from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.estimates.ops import FOLDER
-from benchmarks.sharded.graph import table
+from benchmarks.sharded.graph import fitted, table
 from checkmate.core.table import Table
-from checkmate.profiling.collectives import ALL_REDUCE, Link, Point, fitted, interpolated, link_of
 from checkmate.profiling.data_sheets import DEVICES
+from checkmate.profiling.mesh import ALL_REDUCE, Link, Point, interpolated, link_of
 
 VIDUR = "vidur"
 TABLES = ("colls8_8", "colls64_1")

@@ -31,8 +31,8 @@ import numpy as np
 
 from checkmate.core.graph import Graph, Op, Role, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.profiling.collectives import ALL_GATHER, COLLECTIVES, Link, Point, fitted
 from checkmate.profiling.data_sheets import DEVICES, Device
+from checkmate.profiling.mesh import ALL_GATHER, COLLECTIVES, Link, Point, traffic
 
 DATA = Path(__file__).parent / "data"
 GRAPH = DATA / "joint_llama3_8b_64_1d.json.gz"
@@ -79,6 +79,28 @@ def table(name: str) -> dict[tuple[str, int], dict[str, tuple[Point, ...]]]:
             of_group = found.setdefault((group, int(ranks)), {})
             of_group[collective] = tuple((float(times * size), float(ms) / 1e3) for size, ms in points)
     return found
+
+
+def fitted(collective: str, points: Sequence[Point], ranks: int) -> Link:
+    """The latency and rate of which the squared errors, as shares of what was measured, are least.
+
+    Raises:
+        ValueError: if there are not two sizes, or larger ones do not take longer.
+
+    >>> link = fitted(ALL_GATHER, [(2e6, 2e-3), (4e6, 3e-3), (8e6, 5e-3)], ranks=2)
+    >>> round(link.latency, 6), round(link.rate)
+    (0.001, 1000000000)
+    """
+    moved = np.array([traffic(collective, whole, ranks) for whole, _ in points])
+    seconds = np.array([took for _, took in points])
+    if len(set(moved)) < 2:
+        raise ValueError(f"A latency and a rate follow from two sizes or more, not from {len(set(moved))}.")
+    found = np.linalg.lstsq(np.stack([1 / seconds, moved / seconds], axis=1), np.ones(len(points)), rcond=None)[0]
+    if found[0] < 0:  # a rate alone is nearest
+        found = np.array([0.0, (moved / seconds).sum() / (moved**2 / seconds**2).sum()])
+    if found[1] <= 0:
+        raise ValueError("No rate explains collectives of which larger ones do not take longer.")
+    return Link(float(found[0]), float(1 / found[1]))
 
 
 def link(name: str) -> Link:

@@ -66,8 +66,9 @@ from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import Available, available
+from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure, forget
-from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.source import Source
 from checkmate.profiling.trial import repeats, same_again, same_in_two
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
@@ -110,8 +111,7 @@ class Backend:
 
     planner: Callable[..., Solution]  # of a problem, and of bytes left beside the plan where these are any
     lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
-    profile: Profiler = MEASURE  # finds the costs of ops
-    block_bytes: int = 1  # sizes are multiples of these, or of those of the device's allocator if they are more
+    profile: Source = MEASURE  # of the costs of ops
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     begin: Find | None = None  # as the planner, but with the first plan, while a better one is looked for
     updates: Insert | None = None  # of parameters, that are part of the step
@@ -123,6 +123,14 @@ class Backend:
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
     call: Call = field(default_factory=Call)  # for which is captured now
+
+    @property
+    def block_bytes(self) -> int:
+        """Sizes are rounded up to a multiple of these for the device that costs are estimated for, if there is one.
+
+        For the step's own device the allocator there may take more.
+        """
+        return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
     def plans(self) -> list[Solution]:

@@ -19,7 +19,7 @@ from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, rounded_down
-from checkmate.profiling.profilers import Choice, Profiler, profiler
+from checkmate.profiling.source import Choice, Source, source_of
 from checkmate.solvers import plan_cache
 from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
@@ -138,9 +138,9 @@ class Options:
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
 
     @property
-    def costs(self) -> tuple[Profiler, int]:
-        """The profiler of ops, and the bytes to whose multiples sizes are rounded up."""
-        return profiler(self.profile, cache=self.cache)
+    def costs(self) -> Source:
+        """The source of the costs of ops."""
+        return source_of(self.profile, cache=self.cache)
 
     @property
     def elsewhere(self) -> SecondMemories | None:

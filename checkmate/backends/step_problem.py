@@ -24,7 +24,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
-from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.source import Source, profile_of
 from checkmate.profiling.trial import tried_here
 from checkmate.solvers.search.late_gradients import late_results
 from checkmate.units import format_bytes
@@ -49,11 +49,11 @@ def joint_of(problem: Problem) -> Joint:
     return problem.emit.joint
 
 
-def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:
+def problem_of(joint: Joint, source: Source, *, tried: bool = True) -> Problem:
     """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
     order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
-    costs, over = writable(joint, profile(joint))
+    costs, over = writable(joint, profile_of(joint, source))
     return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
 
 

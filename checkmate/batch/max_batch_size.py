@@ -39,7 +39,7 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.profiling.profilers import Choice
+from checkmate.profiling.source import Choice
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve

@@ -20,7 +20,8 @@ from checkmate.backends.planner import Bytes
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
-from checkmate.profiling.profilers import Choice, Roofline, profiler
+from checkmate.profiling.data_sheets import Device
+from checkmate.profiling.source import Choice, source_of
 from checkmate.solvers.frontier import solve_all
 from checkmate.solvers.solve import refused
 from checkmate.torch_internals.steps import FakeStore
@@ -151,8 +152,8 @@ def _problem(make_step: Callable[..., Any], mesh: tuple[int, ...], size: int, **
 
 def _is_of_gpu(profile: Choice) -> bool:
     """Whether costs are estimated for a GPU."""
-    found, _ = profiler(profile)
-    return isinstance(found, Roofline) and found.device.capability is not None
+    source = source_of(profile)
+    return isinstance(source, Device) and source.capability is not None
 
 
 @contextmanager

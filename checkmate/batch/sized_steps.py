@@ -26,7 +26,6 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, HostError, Unsupported
 from checkmate.memory import measure_peak
-from checkmate.profiling.profilers import profiler
 from checkmate.solvers.common.incumbent import again
 from checkmate.statusline import showing
 from checkmate.torch_internals.trees import tree_leaves
@@ -119,8 +118,7 @@ class SizedSteps:
             raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
-        costs, block_bytes = profiler(solution.problem.profile)
-        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes)
+        backend = Backend(partial(_again, solution), profile=solution.problem.profile)
         compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)
 
         def run() -> Any:

@@ -20,7 +20,7 @@ from checkmate.capture.device import is_unordered, may_waver, same_random_state
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.ways.rounding_probes import same_bytes
 from checkmate.devices import kind_of
-from checkmate.profiling.measure import measure_ops_on
+from checkmate.profiling.measure import measure_ops
 from checkmate.profiling.one_op import attempt, call_of, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, roofline_seconds
 from checkmate.selftest import networks
@@ -95,7 +95,7 @@ def ops_of(network: str, setting: Setting) -> Finding:
 def _looked_at(node: fx.Node, device: torch.device) -> dict[str, Any]:
     """What one op costs, whether it repeats its bits, and over which arguments it can write."""
     with same_random_state(device):
-        cost = dict(measure_ops_on(device)([node])).get(0)
+        cost = dict(measure_ops({0: node})).get(0)
     return {
         "op": target_name(node),
         "key": key_of(node),

@@ -13,11 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
 from checkmate.backends.captures import capture
-from checkmate.backends.compilation import MEASURE, Backend
-from checkmate.capture.joint import Joint
+from checkmate.backends.compilation import Backend
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.provenance import module_path
 from checkmate.core.graph import Graph, Op
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
 from checkmate.solvers.solve import solve
@@ -235,16 +235,13 @@ def test_constants_that_nothing_reads_are_let_go() -> None:
     weight = torch.randn(8, requires_grad=True)
     held: list[list[str]] = []
 
-    def profile(joint: Joint) -> Profile:
-        held.append([name for name, _ in joint.module.named_buffers()])
-        return MEASURE(joint)
-
     def planner(problem: Problem) -> Solution:
+        held.append([name for name, _ in joint_of(problem).module.named_buffers()])
         return solve(problem, problem.keep_all_peak, method="checkpoint-all")
 
     for step, expected in (
         (lambda x: (weight * x * torch.tensor(2.0)).sum(), 1),
         (lambda x: (weight * x)[torch.tensor(3)].sum(), 0),
     ):
-        capture(step, Backend(planner, profile=profile))(torch.ones(8))
+        capture(step, Backend(planner))(torch.ones(8))
         assert len(held.pop()) == expected

@@ -20,7 +20,7 @@ from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.cli.app import main
 from checkmate.profiling.data_sheets import DEVICES
-from checkmate.profiling.estimate_error import STATED
+from checkmate.profiling.roofline import STATED
 from tests.support.processes import run_python
 from tests.support.sampling import long
 

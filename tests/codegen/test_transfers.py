@@ -26,7 +26,7 @@ from checkmate.core.simulator import lower, simulate, verify
 from checkmate.core.solution import Solution
 from checkmate.errors import HostError, Unsupported
 from checkmate.host.store import Store
-from checkmate.profiling.profilers import profiler
+from checkmate.profiling.source import source_of
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
@@ -63,8 +63,8 @@ def compiled(
 ) -> tuple[Any, SecondMemory]:
     """A step with such plans, and where its values wait."""
     elsewhere = SecondMemories(where, 10**9, cache=False)
-    find_costs, block_bytes = profiler("measure" if measured else "roofline:laptop", cache=False)
-    backend = Backend(plans, profile=find_costs, block_bytes=block_bytes, elsewhere=elsewhere)
+    costs = source_of("measure" if measured else "roofline:laptop", cache=False)
+    backend = Backend(plans, profile=costs, elsewhere=elsewhere)
     return CompiledStep(fn, Options("1 TB"), backend), elsewhere.on(CPU)
 
 

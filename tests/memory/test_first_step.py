@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.memory import build
 from checkmate.profiling import cost_table
-from checkmate.profiling import measure as measuring
 from checkmate.units import format_bytes
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -35,7 +34,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build.start()
     assert build.wait() is None  # an arena from the first step on
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
 
 
 def _pooling(costs: cost_table.Costs) -> dict[str, cost_table.OpCost]:
@@ -59,7 +58,7 @@ def test_a_step_that_takes_more_than_its_plan_says_so_and_its_ops_are_measured_a
     assert known
     if stale:
         cost_table.store(conditions, {key: replace(cost, allocated_bytes=1) for key, cost in known.items()})
-    monkeypatch.setattr(measuring, "_known", {})  # as in another process
+    monkeypatch.setattr(cost_table, "_known", {})  # as in another process
     compiled = checkmate.compile(net, budget="1 GB", wait="best")
     for _ in range(3):
         compiled(x).backward()

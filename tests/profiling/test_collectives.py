@@ -6,19 +6,18 @@ import itertools
 
 import pytest
 
-from benchmarks.sharded.graph import table
-from checkmate.profiling.collectives import (
+from benchmarks.sharded.graph import fitted, table
+from checkmate.profiling.data_sheets import DEVICES, Device
+from checkmate.profiling.mesh import (
     ALL_GATHER,
     ALL_REDUCE,
     COLLECTIVES,
     REDUCE_SCATTER,
     Link,
-    fitted,
     interpolated,
     link_of,
     traffic,
 )
-from checkmate.profiling.data_sheets import DEVICES, Device
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:

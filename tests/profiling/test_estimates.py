@@ -14,7 +14,7 @@ from benchmarks.common.rows import latest, read
 from benchmarks.estimates import ops
 from benchmarks.estimates.comparison import BENCHMARK, kept_back, markdown, rows_of, summary
 from benchmarks.estimates.steps import KEPT_BACK, STEPS
-from checkmate.profiling import estimate_error
+from checkmate.profiling import roofline
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.gpu_kernels import product_seconds
 
@@ -24,7 +24,7 @@ def test_what_is_stated_is_of_the_steps_that_were_kept_back() -> None:
     assert {row["case"] for row in rows} == KEPT_BACK
     found = summary(rows)
     percent = {key: math.ceil(100 * found[key]) / 100 for key in ("median", "worst")}
-    stated = (estimate_error.STEPS, estimate_error.HALF_WITHIN, estimate_error.WORST)
+    stated = (roofline.STEPS, roofline.HALF_WITHIN, roofline.WORST)
     assert stated == (found["cases"], percent["median"], percent["worst"])
 
 

@@ -26,21 +26,23 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import checkmate
 from checkmate import statusline
 from checkmate.backends.compilation import Backend
+from checkmate.backends.step_problem import joint_of
 from checkmate.core.files import folder
 from checkmate.devices import KERNELS
 from checkmate.memory import measure_peak
-from checkmate.profiling import accelerator, cost_table, cpu
+from checkmate.profiling import cost_table
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
 from checkmate.profiling.cost_table import OpCost, path_of
-from checkmate.profiling.measure import fill
-from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
+from checkmate.profiling.measure import fill, measure_ops
+from checkmate.profiling.roofline import DEVICES, roofline_seconds
+from checkmate.profiling.source import profile_of
 from tests.support.bits import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -81,13 +83,13 @@ def test_every_op_has_a_time() -> None:
 
 def test_equal_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
-    made = cpu.call_of
+    made = measuring.call_of
 
     def call(node: torch.fx.Node) -> object:
         timed.append(node.name)
         return made(node)
 
-    monkeypatch.setattr(cpu, "call_of", call)
+    monkeypatch.setattr(measuring, "call_of", call)
     weights = [nn.Parameter(torch.randn(32, 32)) for _ in range(4)]
 
     def step(x: Tensor) -> Tensor:
@@ -153,14 +155,14 @@ def test_only_one_ops_tensors_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = cpu.call_of
+    made = measuring.call_of
 
     def fail_on_tanh(node: torch.fx.Node) -> object:
         if "tanh" in str(node.target):
             raise RuntimeError("not on its own")
         return made(node)
 
-    monkeypatch.setattr(cpu, "call_of", fail_on_tanh)
+    monkeypatch.setattr(measuring, "call_of", fail_on_tanh)
     x = torch.randn(8, 8, requires_grad=True)
     problem = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
     assert problem.profile.source.endswith("; 2 ops estimated")
@@ -174,9 +176,9 @@ def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
 def test_what_one_process_measured_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     first = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
-    monkeypatch.setattr(measuring, "_known", {})  # as in another process
+    monkeypatch.setattr(cost_table, "_known", {})  # as in another process
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "call_of", lambda node: pytest.fail(f"{node} is measured again"))
+        patch.setattr(measuring, "call_of", lambda node: pytest.fail(f"{node} is measured again"))
         again = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
     assert again.seconds.tolist() == first.seconds.tolist()
     assert again.workspace.tolist() == first.workspace.tolist()
@@ -189,9 +191,9 @@ def test_ops_are_recorded_a_few_at_a_time_and_keep_their_order(
     """So that a progress bar moves while bytes are counted, too."""
     x = torch.randn(8, 8, requires_grad=True)
     nodes = _nodes(lambda x: torch.tanh(x.exp().sort(dim=0).values).sum(), x)
-    at_once = [cost and cost.allocated_bytes for _, cost in cpu.measure_ops(nodes)]
-    monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
-    in_turn = list(cpu.measure_ops(nodes))
+    at_once = [cost and cost.allocated_bytes for _, cost in measure_ops(dict(enumerate(nodes)))]
+    monkeypatch.setattr(measuring, "RECORDED_AT_ONCE", 2)
+    in_turn = list(measure_ops(dict(enumerate(nodes))))
     assert [i for i, _ in in_turn] == list(range(len(nodes)))
     assert [cost and cost.allocated_bytes for _, cost in in_turn] == at_once
 
@@ -212,7 +214,7 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
     monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet_seconds)
     monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
     x = torch.randn(8, 8, requires_grad=True)
-    call_of = cpu.call_of
+    call_of = measuring.call_of
 
     def call_slowly(node: torch.fx.Node) -> Callable[[], Any]:
         end = time.monotonic() + (60.0 if shown else 0.05)
@@ -221,7 +223,7 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
         return call_of(node)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "call_of", call_slowly)
+        patch.setattr(measuring, "call_of", call_slowly)
         patch.setattr(sys, "stderr", printed)
         checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
     assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
@@ -253,8 +255,8 @@ def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest
     (path,) = folder().glob("*.json")
     before = path.read_bytes()
     timed = []
-    made = cpu.call_of
-    monkeypatch.setattr(cpu, "call_of", lambda node: timed.append(node.name) or made(node))
+    made = measuring.call_of
+    monkeypatch.setattr(measuring, "call_of", lambda node: timed.append(node.name) or made(node))
     for times in (1, 2):
         timed.clear()
         checkmate.trace(lambda x: torch.tanh(x).sum(), x, cache=False)
@@ -268,14 +270,11 @@ def _nodes(step: object, *args: Tensor) -> list[torch.fx.Node]:
     """The nodes of a captured step that run."""
     found: list[torch.fx.Node] = []
 
-    def profile(joint: object) -> object:
-        found.extend(node for node in joint.nodes if node is not None)
-        return roofline(joint, DEVICES["laptop"])
-
     def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        found.extend(node for node in joint_of(problem).nodes if node is not None)
         return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
 
-    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=profile))(*args)
+    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=DEVICES["laptop"]))(*args)
     return found
 
 
@@ -379,21 +378,11 @@ def test_an_op_that_stops_the_device_is_named() -> None:
 
 def test_an_estimate_is_scaled_to_what_was_measured() -> None:
     """A machine half as fast as the estimate says: what is estimated takes twice as long too."""
-    found = []
-
-    def profile(joint: object) -> object:
-        estimate = [None if n is None else roofline_seconds(n, DEVICES["laptop"]) for n in joint.nodes]
-        costs = [None if s is None else OpCost(2 * s, 0) for s in estimate]
-        costs[0] = None
-        found.append((estimate, fill(joint, costs, "measured")))
-        return found[0][1]
-
-    def plan(problem: checkmate.Problem) -> checkmate.Solution:
-        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
-
-    step = torch.compile(lambda x: x.exp().tanh().sum(), fullgraph=True, backend=Backend(plan, profile=profile))
-    step(torch.randn(100, 100, requires_grad=True))
-    estimate, filled = found[0]
+    x = torch.randn(100, 100, requires_grad=True)
+    joint = joint_of(checkmate.trace(lambda x: x.exp().tanh().sum(), x, profile="roofline:laptop"))
+    estimate = [None if n is None else roofline_seconds(n, DEVICES["laptop"]) for n in joint.nodes]
+    costs = [None, *(None if s is None else OpCost(2 * s, 0) for s in estimate[1:])]
+    filled = fill(joint, costs, "measured")
     assert filled.seconds[0] == pytest.approx(2 * estimate[0])
     assert filled.workspace_bytes[0] == 2 * 40_000  # all that it reads and makes
     assert filled.estimated == (0,)
@@ -401,28 +390,28 @@ def test_an_estimate_is_scaled_to_what_was_measured() -> None:
 
 
 def test_the_median_is_taken_until_it_is_stable() -> None:
-    assert not cpu._is_enough([1e-6] * (cpu.LEAST_REPEATS - 1))
-    assert cpu._is_enough([1e-6] * cpu.LEAST_REPEATS)
-    assert not cpu._is_enough([1e-6, 2e-6] * 5)
-    assert cpu._is_enough([1e-6, 2e-6] * (cpu.MOST_REPEATS // 2))
-    assert cpu._is_enough([cpu.SECONDS_PER_OP, 2 * cpu.SECONDS_PER_OP] * 3)
+    assert not measuring._is_enough([1e-6] * (measuring.LEAST_REPEATS - 1))
+    assert measuring._is_enough([1e-6] * measuring.LEAST_REPEATS)
+    assert not measuring._is_enough([1e-6, 2e-6] * 5)
+    assert measuring._is_enough([1e-6, 2e-6] * (measuring.MOST_REPEATS // 2))
+    assert measuring._is_enough([measuring.SECONDS_PER_OP, 2 * measuring.SECONDS_PER_OP] * 3)
 
 
-@pytest.mark.parametrize("count", range(cpu.LEAST_REPEATS, 30))
+@pytest.mark.parametrize("count", range(measuring.LEAST_REPEATS, 30))
 def test_stable_is_what_the_quartiles_of_numpy_say(count: int) -> None:
     drawn = np.random.default_rng(count)
     for spread in (0.01, 0.05, 0.1, 0.2):
         seconds = (1e-6 * (1 + spread * drawn.random(count))).tolist()
         low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-        assert cpu._is_enough(seconds) == ((high - low) / count**0.5 < cpu.STABLE * middle)
+        assert measuring._is_enough(seconds) == ((high - low) / count**0.5 < measuring.STABLE * middle)
 
 
 def test_no_garbage_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large program that takes as long as to measure fifty ops; for a tiny step most of what measuring takes."""
     nodes = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(8, 8, requires_grad=True))
     monkeypatch.setattr(gc, "collect", lambda generation=2: pytest.fail("garbage is looked for"))
-    monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
-    assert len(dict(cpu.measure_ops(nodes))) == len(nodes) == 7
+    monkeypatch.setattr(measuring, "RECORDED_AT_ONCE", 2)
+    assert len(dict(measure_ops(dict(enumerate(nodes))))) == len(nodes) == 7
 
 
 @pytest.mark.parametrize(("long", "times"), [(0.0, 1), (float("inf"), 2)])
@@ -431,27 +420,27 @@ def test_a_long_op_is_timed_where_its_bytes_are_counted(
 ) -> None:
     """Its inputs are made once; the bytes are the same."""
     nodes = _nodes(lambda x: (x @ x).sort(dim=0).values.sum(), torch.randn(64, 64, requires_grad=True))
-    expected = [cost and cost.allocated_bytes for _, cost in cpu.measure_ops(nodes)]
+    expected = [cost and cost.allocated_bytes for _, cost in measure_ops(dict(enumerate(nodes)))]
     made: list[torch.fx.Node] = []
-    call_of = cpu.call_of
-    monkeypatch.setattr(cpu, "call_of", lambda node: made.append(node) or call_of(node))
-    monkeypatch.setattr(cpu, "LONG", long)
-    costs = [cost for _, cost in cpu.measure_ops(nodes)]
+    call_of = measuring.call_of
+    monkeypatch.setattr(measuring, "call_of", lambda node: made.append(node) or call_of(node))
+    monkeypatch.setattr(measuring, "LONG", long)
+    costs = [cost for _, cost in measure_ops(dict(enumerate(nodes)))]
     assert len(made) == times * len(nodes)
     assert [cost and cost.allocated_bytes for cost in costs] == expected
     assert all(cost is not None and cost.seconds > 0 for cost in costs)
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("512K\n", 2**19), ("", cpu.USUAL_SECOND_LEVEL), (None, cpu.USUAL_SECOND_LEVEL)]
+    ("text", "size"), [("512K\n", 2**19), ("", measuring.USUAL_SECOND_LEVEL), (None, measuring.USUAL_SECOND_LEVEL)]
 )
 def test_the_second_level_cache_as_the_system_describes_it(
     text: str | None, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if text is not None:
         (tmp_path / "size").write_text(text)
-    monkeypatch.setattr(cpu, "SECOND_LEVEL", tmp_path / "size")
-    assert cpu._second_level_bytes.__wrapped__() == size
+    monkeypatch.setattr(measuring, "SECOND_LEVEL", tmp_path / "size")
+    assert measuring._second_level_bytes.__wrapped__() == size
 
 
 def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,8 +448,8 @@ def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.Monkey
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **kw: buffers.append(zeros(*sizes, **kw)) or buffers[-1])
     seen: list[int] = []
-    cpu.time_call(lambda: seen.append(int(buffers[0][-1]) if buffers else -1))
-    assert buffers[0].nbytes == 2 * cpu._second_level_bytes()
+    measuring.time_on_cpu(lambda: seen.append(int(buffers[0][-1]) if buffers else -1))
+    assert buffers[0].nbytes == 2 * measuring._second_level_bytes()
     assert seen == [-1, *(i % 256 for i in range(1, len(seen)))]  # the first run is not timed
 
 
@@ -480,7 +469,7 @@ def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
     x = torch.randn(512, 512, device="cuda", requires_grad=True)
     nodes = _nodes(lambda x: (x @ x).tanh().sum(), x)
     large = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(4096, 4096, device="cuda", requires_grad=True))
-    small_costs, large_costs = dict(accelerator.measure_ops(nodes)), dict(accelerator.measure_ops(large))
+    small_costs, large_costs = dict(measure_ops(dict(enumerate(nodes)))), dict(measure_ops(dict(enumerate(large))))
     for i, cost in small_costs.items():
         larger = large_costs[i]
         assert cost is not None
@@ -514,7 +503,7 @@ def test_other_devices_are_refused() -> None:
     graph.output(node)
     joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
     with pytest.raises(checkmate.Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
-        measuring.Measure()(joint)
+        profile_of(joint, measuring.Measure())
 
 
 def test_flex_attention_is_measured_on_all_of_its_blocks() -> None:

@@ -17,10 +17,19 @@ from checkmate.capture.sharded.collectives import exchange
 from checkmate.core import files
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.profiling import measure, mesh
-from checkmate.profiling.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from checkmate.profiling.cost_table import Conditions, OpCost, conditions_on, load, store
 from checkmate.profiling.data_sheets import DEVICES
-from checkmate.profiling.mesh import Layout, collective_of, is_wait, measure_collectives, measured_collectives
+from checkmate.profiling.mesh import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Layout,
+    collective_of,
+    is_wait,
+    measure_collectives,
+    measured_collectives,
+)
 from checkmate.profiling.roofline import roofline_seconds
 from tests.support.processes import start_ranks
 
@@ -151,14 +160,14 @@ def test_a_group_has_only_what_was_measured_on_one_like_it(tmp_path: Path, monke
     here, there = Layout("nccl", 8, 8), Layout("nccl", 8, 1)
     conditions = Conditions("cuda some GPU", "2.15.0", 1)
     costs: dict[str, OpCost | None] = {
-        mesh._key(here, ALL_GATHER, 2**20): OpCost(1e-3, 2**20),
-        mesh._key(here, ALL_GATHER, 2**10): OpCost(1e-4, 2**10),
-        mesh._key(there, ALL_GATHER, 2**20): OpCost(1e-2, 2**20),
+        here.key(ALL_GATHER, 2**20): OpCost(1e-3, 2**20),
+        here.key(ALL_GATHER, 2**10): OpCost(1e-4, 2**10),
+        there.key(ALL_GATHER, 2**20): OpCost(1e-2, 2**20),
         "aten.mm.default (…)": OpCost(1.0, 1),
     }
     store(conditions, costs)
-    assert mesh.table_of(here, load(conditions)).points == {ALL_GATHER: ((2**10, 1e-4), (2**20, 1e-3))}
-    other = mesh.table_of(there, load(conditions))
+    assert here.table(load(conditions)).points == {ALL_GATHER: ((2**10, 1e-4), (2**20, 1e-3))}
+    other = there.table(load(conditions))
     assert other.points == {ALL_GATHER: ((2**20, 1e-2),)}
     assert other.seconds(ALL_GATHER, 2**20) is None, "one point is no line"
 

@@ -17,8 +17,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
-from checkmate.profiling.estimate_error import STATED
-from checkmate.profiling.roofline import DEVICES, Device
+from checkmate.profiling.roofline import DEVICES, STATED, Device
 from tests.support.sampling import long
 
 PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate

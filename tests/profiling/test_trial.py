@@ -20,10 +20,10 @@ from checkmate.capture.ways import table
 from checkmate.capture.ways.table import TABLE, Written
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
-from checkmate.profiling import accelerator, cpu, trial
+from checkmate.profiling import cost_table, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.cost_table import OpCost
-from checkmate.profiling.measure import export
+from checkmate.profiling.measure import export, measure_ops
 
 aten = torch.ops.aten
 N = 3 * trial.LENGTH + 5
@@ -31,7 +31,7 @@ N = 3 * trial.LENGTH + 5
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -51,7 +51,7 @@ def _node(op: Any, *args: Any) -> fx.Node:
 
 
 def _measure(node: fx.Node) -> OpCost:
-    ((_, cost),) = cpu.measure_ops([node])
+    ((_, cost),) = measure_ops({0: node})
     assert cost is not None
     return cost
 
@@ -144,9 +144,9 @@ def test_ways_come_with_measured_costs_and_go_wherever_these_go(
     (norm,) = (w for w in problem.profile.ways if "batch_norm_legit" in problem.graph.ops[w.op].target)
     assert problem.graph.values[norm.over].name == "convolution"
     assert norm.workspace == problem.workspace[norm.op]  # statistics are outputs of its own, as of the plain op
-    monkeypatch.setattr(cpu, "measure_ops", lambda *_: pytest.fail("they are known"))
+    monkeypatch.setattr(measuring, "measure_ops", lambda *_: pytest.fail("they are known"))
     assert _ways(checkmate.trace(step, x)) == expected  # from the process
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     assert _ways(checkmate.trace(step, x)) == expected  # from disk
     export(tmp_path / "ops.json")
     assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == expected
@@ -177,15 +177,14 @@ def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_
     assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == []
     (cache,) = folder().glob("*.json")
     _as_before_ways(cache)
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     measured: list[str] = []
-    measure_ops = cpu.measure_ops
 
-    def noting(nodes: list[fx.Node], known: Any) -> Any:
-        measured.extend(str(node.target) for node in nodes)
+    def noting(nodes: dict[Any, fx.Node], known: Any) -> Any:
+        measured.extend(str(node.target) for node in nodes.values())
         return measure_ops(nodes, known)
 
-    monkeypatch.setattr(cpu, "measure_ops", noting)
+    monkeypatch.setattr(measuring, "measure_ops", noting)
     assert _ways(checkmate.trace(step, x)) == expected
     assert "aten.relu.default" in measured
     assert "aten.convolution.default" not in measured
@@ -199,9 +198,9 @@ def test_on_cuda_ways_are_tried_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(accelerator, "allocated_bytes", allocated)
-    monkeypatch.setattr(accelerator, "time_call", lambda run, device: 1.0)
+    monkeypatch.setattr(measuring, "allocated_bytes", allocated)
+    monkeypatch.setattr(measuring, "time_on_accelerator", lambda run, device: 1.0)
     node = _node(aten._safe_softmax.default, torch.ones(64, 96), 1)
-    ((_, cost),) = accelerator.measure_ops([node])
+    cost = measuring._measure_on_accelerator(node, None)
     assert cost == replace(_measure(node), seconds=1.0)
     assert cost.over == {0: 64 * 96 + 64}

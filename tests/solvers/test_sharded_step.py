@@ -14,8 +14,8 @@ from benchmarks.common.rows import read, renewed
 from benchmarks.sharded import collectives, graph, overlapping, planned
 from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
-from checkmate.profiling.collectives import ALL_GATHER, REDUCE_SCATTER, Link
 from checkmate.profiling.data_sheets import DEVICES
+from checkmate.profiling.mesh import ALL_GATHER, REDUCE_SCATTER, Link
 from checkmate.solvers.common.runs import cost_of, peak_of
 
 GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, REDUCE_SCATTER))

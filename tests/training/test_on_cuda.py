@@ -18,7 +18,7 @@ import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.nodes import target_name
 from checkmate.memory.available import SHARE, STEPS, rounded_down
-from checkmate.profiling import accelerator, measure, trial
+from checkmate.profiling import cost_table, measure, trial
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
@@ -238,14 +238,14 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     checkmate.trace(net, x)
     measured: list[str] = []
-    measure_ops = accelerator.measure_ops
+    measure_ops = measure.measure_ops
 
-    def noted(nodes: list[Any], known: Any) -> Any:
-        measured.extend(target_name(node) for node in nodes)
+    def noted(nodes: dict[Any, Any], known: Any) -> Any:
+        measured.extend(target_name(node) for node in nodes.values())
         return measure_ops(nodes, known)
 
-    monkeypatch.setattr(measure, "_known", {})
-    monkeypatch.setattr(accelerator, "measure_ops", noted)
+    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(measure, "measure_ops", noted)
     for _ in range(2):
         checkmate.trace(net, x)
     assert len(measured) == 2  # once forward, once backward
@@ -256,20 +256,20 @@ def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypa
     """The seconds of a convolution are those that the first process measured, though it runs anew in each."""
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     ticks = itertools.count(1)
-    time_call = accelerator.time_call
-    monkeypatch.setattr(accelerator, "time_call", lambda *about: time_call(*about) * (1 + next(ticks) / 8))
+    time_call = measure.time_on_accelerator
+    monkeypatch.setattr(measure, "time_on_accelerator", lambda *about: time_call(*about) * (1 + next(ticks) / 8))
     layers = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
     net, x = nn.Sequential(*layers).cuda(), torch.randn(2, 4, 16, 16, device="cuda")
 
     def step(x: Tensor) -> Tensor:
         return net(x).square().mean()
 
-    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     problem = checkmate.trace(step, x)
     budget = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
     origins = []
     for _ in range(2):
-        monkeypatch.setattr(measure, "_known", {})  # as in another process
+        monkeypatch.setattr(cost_table, "_known", {})  # as in another process
         compiled = checkmate.compile(step, budget=budget, time_limit=5, wait="best")
         compiled(x)
         (plan,) = compiled.plans
@@ -281,14 +281,14 @@ def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypa
 def test_another_kernel_of_a_convolution_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes other bytes than the file of costs says: the seconds there are not its own."""
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setattr(cost_table, "_known", {})
     net, x = nn.Conv2d(3, 8, 3).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     before = checkmate.trace(net, x)
-    allocated, timed = accelerator.allocated_bytes, []
-    time_call = accelerator.time_call
-    monkeypatch.setattr(accelerator, "allocated_bytes", lambda *about: allocated(*about) + 512)
-    monkeypatch.setattr(accelerator, "time_call", lambda *about: timed.append(about) or time_call(*about) * 2)
-    monkeypatch.setattr(measure, "_known", {})
+    allocated, timed = measure.allocated_bytes, []
+    time_call = measure.time_on_accelerator
+    monkeypatch.setattr(measure, "allocated_bytes", lambda *about: allocated(*about) + 512)
+    monkeypatch.setattr(measure, "time_on_accelerator", lambda *about: timed.append(about) or time_call(*about) * 2)
+    monkeypatch.setattr(cost_table, "_known", {})
     after = checkmate.trace(net, x)
     assert len(timed) == 2  # once forward, once backward
     convolutions = [k for k, op in enumerate(before.graph.ops) if "convolution" in op.target]

@@ -28,7 +28,6 @@ from checkmate.capture.random_draws import WORTH_BYTES
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
-from checkmate.profiling.profilers import profiler
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.programs import Program, Spec, batch, programs
@@ -127,8 +126,7 @@ def _check(spec: Spec, budget: float, method: str) -> None:
         expected, _ = run(plain, plain, spec, metered=False)
     except RuntimeError:  # a write to what the backward needs
         return
-    find_costs, block_bytes = profiler("measure", cache=True)
-    backend = Backend(solve_within(budget, method), profile=find_costs, block_bytes=block_bytes)
+    backend = Backend(solve_within(budget, method))
     step = capture(program, backend)
     with offering_ways():
         found, peak = run(program, step, spec, metered=spec.extra == "none")

@@ -17,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import checkmate
 from checkmate.backends.captures import capture
 from checkmate.backends.compilation import Backend
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_mutating
 from checkmate.capture.ways.legal import Candidate, Reason, candidates, handed_out, reason_against
 from checkmate.capture.ways.table import call_over, positions_to_try
+from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.one_op import make_up
-from checkmate.profiling.roofline import DEVICES, roofline
 from tests.support.bits import assert_same_bits
 from tests.support.programs import Program, Spec, batch, programs
 from tests.support.sampling import long
@@ -34,14 +35,11 @@ PROGRAMS = 10  # of each seed
 def _joint(step: Callable[..., Any], *args: Tensor) -> Joint:
     found: list[Joint] = []
 
-    def profile(joint: Joint) -> checkmate.core.problem.Profile:
-        found.append(joint)
-        return roofline(joint, DEVICES["laptop"])
-
     def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        found.append(joint_of(problem))
         return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
 
-    capture(step, Backend(plan, profile=profile))(*args)
+    capture(step, Backend(plan, profile=DEVICES["laptop"]))(*args)
     return found[0]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkmate.profiling import accelerator
+from checkmate.profiling import measure
 from tests.support.simulated_cuda.build import library
 
 DEVICES = 2
@@ -78,7 +78,9 @@ def install() -> None:
         return
     _lib = declared(ctypes.CDLL(str(library())))
     _answer_for_cuda()
-    accelerator.SECONDS_PER_OP = 0.0  # its clock says the same each time, and to run an op takes the processor longer
+    measure.DEVICE_SECONDS_PER_OP = (
+        0.0  # its clock says the same each time, and to run an op takes the processor longer
+    )
 
 
 def declared(loaded: Any) -> Any:

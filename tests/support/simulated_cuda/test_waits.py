@@ -38,8 +38,8 @@ from checkmate.errors import HostError
 from checkmate.host import Store, open_store, opening, pinned_mover
 from checkmate.host import store as store_module
 from checkmate.memory import measure_peak
-from checkmate.profiling import accelerator
-from checkmate.profiling.profilers import profiler
+from checkmate.profiling import measure
+from checkmate.profiling.data_sheets import DEVICES
 from checkmate.selftest import steps as selftest_steps
 from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
@@ -185,9 +185,8 @@ def sending_step() -> Sending:
     def plain(x: Tensor) -> Tensor:
         return net(x).square().mean()
 
-    find_costs, block_bytes = profiler("roofline:h100", cache=False)
     elsewhere = SecondMemories("pinned", 10**9, cache=False)
-    backend = Backend(sending, profile=find_costs, block_bytes=block_bytes, elsewhere=elsewhere)
+    backend = Backend(sending, profile=DEVICES["h100"], elsewhere=elsewhere)
     made = Sending(
         CompiledStep(plain, Options("1 TB"), backend), plain, torch.randn(512, 64).cuda(), [*net.parameters()]
     )
@@ -239,7 +238,7 @@ def an_op_is_timed() -> None:
     source, to = value(), torch.zeros(SIZE).pin_memory()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert accelerator.time_call(lambda: to.copy_(source, non_blocking=True), DEVICE) > 0
+        assert measure.time_on_accelerator(lambda: to.copy_(source, non_blocking=True), DEVICE) > 0
 
 
 def an_op_is_counted_while_other_streams_end() -> None:
@@ -260,10 +259,10 @@ def an_op_is_counted_while_other_streams_end() -> None:
         return torch.ones(1024, device=DEVICE)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator, "device_of_op", lambda node: DEVICE)
-        patch.setattr(accelerator, "call_of", lambda node: run)
-        patch.setattr(accelerator, "ways_of", lambda node, run, count: {})
-        assert accelerator._measure(None, None).allocated_bytes == 4096
+        patch.setattr(measure, "device_of_op", lambda node: DEVICE)
+        patch.setattr(measure, "call_of", lambda node: run)
+        patch.setattr(measure, "ways_of", lambda node, run, count: {})
+        assert measure._measure_on_accelerator(None, None).allocated_bytes == 4096
 
 
 def a_call_is_measured() -> None:
@@ -420,11 +419,11 @@ ROWS = [
             called_by("seconds", selftest_steps, "_synchronize", turn), steps_are_timed, "at work", AssertionError)
         for turn, when in enumerate(("before the clock is read", "before it is read again"))
     ),
-    Row("profiling/accelerator.py time_call synchronize", "before events are asked",
-        called_by("time_call", torch.accelerator, "synchronize"), an_op_is_timed, "must be completed"),
-    Row("profiling/accelerator.py _measure synchronize", "before the first run",
-        called_by("_measure", torch.accelerator, "synchronize"), an_op_is_counted_while_other_streams_end,
-        "4096", AssertionError),
+    Row("profiling/measure.py time_on_accelerator synchronize", "before events are asked",
+        called_by("time_on_accelerator", torch.accelerator, "synchronize"), an_op_is_timed, "must be completed"),
+    Row("profiling/measure.py _measure_on_accelerator synchronize", "before the first run",
+        called_by("_measure_on_accelerator", torch.accelerator, "synchronize"),
+        an_op_is_counted_while_other_streams_end, "4096", AssertionError),
     Row("checkmate/memory/meter.py _measure_by_allocator synchronize", "at the end",
         called_by("_measure_by_allocator", torch.accelerator, "synchronize"), a_call_is_measured,
         "has not ended", AssertionError),

@@ -15,7 +15,7 @@ import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.core.files import folder
 from checkmate.devices import CUDA
-from checkmate.profiling import cpu
+from checkmate.profiling import measure
 from checkmate.profiling.cost_table import OpTable, conditions_on, read, write
 from checkmate.profiling.measure import export
 from tests.support.processes import run_python
@@ -23,7 +23,7 @@ from tests.support.processes import run_python
 
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("checkmate.profiling.measure._known", {})
+    monkeypatch.setattr("checkmate.profiling.cost_table._known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -53,7 +53,7 @@ def test_a_table_gives_the_costs_that_were_measured_and_runs_nothing(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, path = _measured(tmp_path)
-    monkeypatch.setattr(cpu, "call_of", lambda node: pytest.fail("an op runs"))
+    monkeypatch.setattr(measure, "call_of", lambda node: pytest.fail("an op runs"))
     step, x = _step(device)
     for choice in (path, str(path), read(path)):
         here = checkmate.trace(step, x, profile=choice)
@@ -66,7 +66,7 @@ def test_a_table_gives_the_costs_that_were_measured_and_runs_nothing(
 
 def test_a_step_is_compiled_with_costs_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, path = _measured(tmp_path)
-    monkeypatch.setattr(cpu, "call_of", lambda node: pytest.fail("an op runs"))
+    monkeypatch.setattr(measure, "call_of", lambda node: pytest.fail("an op runs"))
     step, x = _step()
     compiled = checkmate.compile(step, budget="1 MB", profile=path)
     compiled(x).backward()

@@ -1,0 +1,107 @@
+"""Where the costs of a step's ops come from: measured here, a device's data sheet, a table of measured ops, a profile.
+
+Each is a value, and `profile_of` gives the costs of a step by it. Where the ops are not known before the step is
+captured, it is a function of the captured step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from checkmate.capture.joint import Joint
+from checkmate.core.problem import Profile
+from checkmate.errors import Unsupported
+from checkmate.profiling.cost_table import OpTable, read
+from checkmate.profiling.data_sheets import DEVICES, Device
+from checkmate.profiling.measure import Measure, fill, measured
+from checkmate.profiling.mesh import measured_collectives
+from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
+from checkmate.profiling.roofline import roofline
+
+Source = Measure | Device | OpTable | Profile | Callable[[Joint], Profile]
+Choice = str | os.PathLike[str] | Profile | OpTable
+SHOWN = 5  # of the ops that a table lacks
+
+
+def source_of(profile: Choice, *, cache: bool = True) -> Source:
+    """The source that a user asks for.
+
+    Args:
+        profile: ``"measure"``, ``"roofline:NAME"``, a file of measured ops whose name ends in ``.json``, such a file as
+            `checkmate.profiling.cost_table.read` gives it, or a `Profile` of this very step.
+        cache: for ``"measure"``.
+
+    Raises:
+        InvalidProblem: if the file is no file of measured ops.
+        OSError: if it cannot be read.
+        ValueError: if there is no such profile or device.
+    """
+    if isinstance(profile, (Profile, OpTable)):
+        return profile
+    if isinstance(profile, os.PathLike) or str(profile).endswith(".json"):
+        return replace(read(profile), name=Path(profile).name)
+    if profile == "measure":
+        return Measure(cache)
+    kind, _, name = str(profile).partition(":")
+    if kind != "roofline" or name not in DEVICES:
+        choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
+        raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
+    return DEVICES[name]
+
+
+def profile_of(joint: Joint, source: Source) -> Profile:
+    """The costs of the ops of a captured step.
+
+    Raises:
+        Unsupported: if the source has not the costs of this step, as `measured`, `roofline` and `listed` say; or if it
+            is a profile of another step.
+    """
+    if isinstance(source, Measure):
+        return measured(joint, cache=source.cache)
+    if isinstance(source, Device):
+        return roofline(joint, source)
+    if isinstance(source, OpTable):
+        return listed(joint, source)
+    if not isinstance(source, Profile):
+        return source(joint)
+    if len(source.seconds) != len(joint.nodes):
+        raise Unsupported(
+            f"The profile has the costs of {len(source.seconds)} ops, but this step has {len(joint.nodes)}: "
+            "it is of another step, or of another version of PyTorch."
+        )
+    return replace(source, resident_bytes=joint.resident_bytes)
+
+
+def listed(joint: Joint, table: OpTable) -> Profile:
+    """The profile of a step by a table of measured ops, of this machine or of another.
+
+    Raises:
+        Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate would
+            be no promise about memory. Ops that do not run on their own are estimated, as where the table was made.
+    """
+    nodes = [node for node in joint.nodes if node is not None]
+    kinds = {device_of_op(node).type for node in nodes}
+    kind = table.conditions.device.partition(" ")[0]
+    if kind not in kinds:
+        raise Unsupported(
+            f"{table.name} was measured on {kind}, and this step is traced on {' and '.join(sorted(kinds))}, where "
+            "it has other ops. Trace the step on that machine, save it with problem.to_json(...), and plan it here "
+            'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
+        )
+    keys = [None if node is None else key_of(node) for node in joint.nodes]
+    ops = [(key, node) for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None]
+    lacking = sorted({key for key, node in ops if key not in table.ops and runs_alone(node)})
+    if lacking:
+        more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+        raise Unsupported(
+            f"{table.name}, measured on {table.conditions}, lacks ops of this step: "
+            f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes and room for "
+            "each of these ops by itself, and export again (checkmate.profiling.measure.export); or estimate all ops "
+            'with profile="roofline:NAME".'
+        )
+    costs = [None if key is None else table.ops.get(key) for key in keys]
+    collectives = measured_collectives(joint.nodes, lambda node: table.ops)
+    return fill(joint, costs, f"{table.name}: measured on {table.conditions}", collectives)
