@@ -160,9 +160,9 @@ class _Search:
     kept_in_time: bool = True  # its search came to its end
     best: Attempt | None = None
     beyond: Attempt | None = None  # the smallest size that does not fit
-    baselines: dict[str, Attempt | None] = field(default_factory=dict)
+    baselines: dict[str, SizePoint | None] = field(default_factory=dict)
     cut_short: list[str] = field(default_factory=list)  # of the baselines
-    points: dict[int, Attempt] = field(default_factory=dict)  # of the curve
+    points: dict[int, SizePoint] = field(default_factory=dict)  # of the curve
     interrupted: bool = False
     last: str = "looking for the largest size"  # shown on the status line
 
@@ -246,19 +246,8 @@ class _Search:
 
     def _search_sizes(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> SizeSearch:
         """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
-        search = SizeSearch(
-            self.problems,
-            self.budget,
-            self.max_overhead,
-            self._until(share),
-            self.time_limit / ATTEMPTS,
-            method,
-            self.smallest,
-            self.largest,
-            sure=sure,
-            report=self.note,
-            low=low,
-        )
+        budgets = self.budget, self.max_overhead, self._until(share), self.time_limit / ATTEMPTS
+        search = SizeSearch(self.problems, *budgets, method, self.smallest, self.largest, sure, self.note, low)
         if method not in (KEEP_ALL, AUTO) and self.kept is not None:
             search.hint = self.kept.size
         try:
@@ -301,10 +290,10 @@ class _Search:
                 return
             share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
             if name == KEEP_ALL:
-                self.baselines[name] = self.kept
+                self.baselines[name] = None if self.kept is None else self.kept.point
                 continue
             search = self._search_sizes(name, share, sure=False)
-            self.baselines[name] = search.low
+            self.baselines[name] = None if search.low is None else search.low.point
             if search.low is not None and search.low.size > self.answer.size:  # it had time that ours had not
                 self.best = search.low
                 if self.beyond is not None and self.beyond.size <= search.low.size:
@@ -314,27 +303,28 @@ class _Search:
 
     def draw(self) -> None:
         """Plan sizes up to the answer, and trace the fastest of them."""
-        self.points = {one.size: one for one in (self.answer, self.kept) if one is not None}
+        self.points = {one.size: one.point for one in (self.answer, self.kept) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
                 if self._in_time and size not in self.points:
                     above = min(n for n in self.points if n > size)
                     self._plan(size, self.points[above].solution, trace=False)
-            while self._in_time and not (best := self._fastest()).traced:
+            while self._in_time and not (best := self._fastest).traced:
                 del self.points[best.size]
                 self._plan(best.size, best.solution, trace=True)
         except KeyboardInterrupt:
             self.interrupted = True
-        while not (best := self._fastest()).traced:  # no time to trace it: it is no answer
+        while not (best := self._fastest).traced:  # no time to trace it: it is no answer
             del self.points[best.size]
 
     @property
     def _in_time(self) -> bool:
         return not self.interrupted and time.perf_counter() < self._until(1.0)
 
-    def _fastest(self) -> Attempt:
-        return max(self.points.values(), key=lambda one: _point(one).throughput)
+    @property
+    def _fastest(self) -> SizePoint:
+        return max(self.points.values(), key=lambda point: point.throughput)
 
     def _plan(self, size: int, start: Solution, *, trace: bool) -> None:
         """Plan a size for the curve, beginning with a known plan; no point where none fits."""
@@ -346,7 +336,7 @@ class _Search:
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
         self.note(attempt)
         if attempt.fits:
-            self.points[size] = attempt
+            self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
         """The answer."""
@@ -357,9 +347,9 @@ class _Search:
             cap = most_seconds(problem, self.max_overhead)
             self.kept = Attempt(size, METHODS[KEEP_ALL].solve(problem, self.budget), cap, traced=True)
         if self.kept is not None:
-            self.points[self.kept.size] = self.kept
+            self.points[self.kept.size] = self.kept.point
             if KEEP_ALL in self.baselines:
-                self.baselines[KEEP_ALL] = self.kept
+                self.baselines[KEEP_ALL] = self.kept.point
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"
@@ -373,17 +363,13 @@ class _Search:
             solution=answer.solution,
             budget=self.total,
             max_overhead=self.max_overhead,
-            points=tuple(_point(self.points[size]) for size in sorted(self.points)),
+            points=tuple(self.points[size] for size in sorted(self.points)),
             keep_all=None if self.kept is None else self.kept.size,
-            fastest=_point(self._fastest()),
+            fastest=self._fastest,
             next_size=next_size,
-            baselines={name: None if one is None else _point(one) for name, one in self.baselines.items()},
+            baselines=self.baselines,
             cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
             measured_peak=self.measured,
             seconds=self.seconds,
             ended="interrupted" if self.interrupted else "time limit" if late else "",
         )
-
-
-def _point(attempt: Attempt) -> SizePoint:
-    return SizePoint.of(attempt.size, attempt.solution, traced=attempt.traced)

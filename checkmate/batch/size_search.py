@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkmate.batch import LARGEST
+from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
@@ -150,6 +151,11 @@ class Attempt:
     def refuted(self) -> bool:
         """Whether it is proven that no schedule is within them, by any method."""
         return not self.fits and is_beyond(self.solution, self.cap)
+
+    @property
+    def point(self) -> SizePoint:
+        """The size on the curve, of one that fits."""
+        return SizePoint.of(self.size, self.solution, traced=self.traced)
 
 
 @dataclass
