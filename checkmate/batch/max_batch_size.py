@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -36,7 +36,6 @@ from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
@@ -78,16 +77,13 @@ def max_batch_size(
     Ctrl-C, or the end of the time, gives the largest size found so far.
 
     Args:
-        make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, without
-            arguments; or for each size with the size, if it has one argument that must be given, for a model that
-            changes with it. A module is a step itself.
+        make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, or with
+            each size, if it has one argument that must be given. A module is a step itself.
         make_batch: gives the example batch of a size, an integer of any meaning: a tuple of positional arguments, a
-            dict of named ones, or one tensor. Tensors on the meta device do, and then the model may be there, too, if
-            the profile is an estimate.
+            dict of named ones, or one tensor. Batch and model may be on the meta device if the profile is an estimate.
         budget: bytes, or text such as "8 GB", as for `checkmate.compile`.
-        max_overhead: how much a plan may run again: "one-forward", so that the step takes no more than two forwards
-            and a backward; a share of the step that runs each op once, as `Solution.overhead` is, such as 0.3; or None,
-            for whatever fits.
+        max_overhead: how much a plan may run again: "one-forward", so that the step takes two forwards and a backward
+            at most; a share of the step, as `Solution.overhead` is, such as 0.3; or None, for whatever fits.
         baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
             paper. That the size after one of them does not fit is by estimate.
         measure: run the step at the answer, on real tensors, and take a smaller size if it needs more than the budget.
@@ -125,27 +121,10 @@ def max_batch_size(
     if measure:
         real_tensors(*steps.make(smallest))
     with showing(search.text, share=lambda: search.seconds / time_limit):
-        measured = _found(search, steps if measure else None)
+        search.find(steps if measure else None)
         search.compare(names)
         search.draw()
-    return search.result(measured)
-
-
-def _found(search: _Search, steps: SizedSteps | None) -> int | None:
-    """Find the largest size, and where there are steps to measure, one that stays within the budget: its bytes."""
-    for _ in range(ROUNDS):
-        search.run()
-        if steps is None or search.interrupted:
-            return None
-        measured = steps.measured_peak(search.answer.size, search.answer.solution)
-        if measured <= search.total:
-            return measured
-        log.info("size %d took %s, not within the budget", search.answer.size, format_bytes(measured))
-        search.make_room(measured)
-    raise Unsupported(
-        f"Size {search.answer.size} was predicted to stay within {format_bytes(search.budget)} and took "
-        f"{format_bytes(measured)} when it ran. Measure the costs of ops on this machine (profile='measure')."
-    )
+    return search.result()
 
 
 def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_limit: float) -> tuple[str, ...]:
@@ -164,48 +143,38 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
     return names
 
 
+@dataclass
 class _Search:
-    """What is known so far, and the time that is left."""
+    """The state of a search, which `find`, `compare` and `draw` fill in this order, and the time that is left."""
 
-    def __init__(
-        self,
-        problems: SizedProblems,
-        budget: int,
-        max_overhead: Overhead,
-        smallest: int,
-        largest: int,
-        time_limit: float,
-    ) -> None:
-        self.problems, self.total, self.max_overhead = problems, budget, max_overhead
-        self.budget = budget  # what is planned for: less than the total where more was measured than predicted
-        self.smallest, self.largest, self.time_limit = smallest, largest, time_limit
-        self.began = time.perf_counter()
-        self.kept: Attempt | None = None
-        self.kept_in_time = True  # its search came to its end
-        self.best: Attempt | None = None
-        self.beyond: Attempt | None = None
-        self.baselines: dict[str, Attempt | None] = {}
-        self.cut_short: list[str] = []  # of the baselines
-        self.points: dict[int, Attempt] = {}  # of the curve
-        self.interrupted = False
-        self.last = "looking for the largest size"  # what was learnt last, in words
+    problems: SizedProblems
+    total: int  # bytes
+    max_overhead: Overhead
+    smallest: int
+    largest: int
+    time_limit: float
+    began: float = field(default_factory=time.perf_counter)
+    above: int = 0  # bytes that were measured above the prediction
+    measured: int | None = None  # bytes of the answer as it ran
+    kept: Attempt | None = None  # the largest size that keeps all
+    kept_in_time: bool = True  # its search came to its end
+    best: Attempt | None = None
+    beyond: Attempt | None = None  # the smallest size that does not fit
+    baselines: dict[str, SizePoint | None] = field(default_factory=dict)
+    cut_short: list[str] = field(default_factory=list)  # of the baselines
+    points: dict[int, SizePoint] = field(default_factory=dict)  # of the curve
+    interrupted: bool = False
+    last: str = "looking for the largest size"  # shown on the status line
+
+    @property
+    def budget(self) -> int:
+        """Bytes to plan for."""
+        return self.total - self.above
 
     @property
     def seconds(self) -> float:
         """How long it has looked."""
         return time.perf_counter() - self.began
-
-    def text(self) -> str:
-        """What the status line shows."""
-        return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
-
-    def note(self, attempt: Attempt) -> None:
-        """Log what came of a size."""
-        verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
-        how = "" if attempt.traced else " (estimated)"
-        again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
-        self.last = f"size {attempt.size} {verdict}"
-        log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
 
     @property
     def answer(self) -> Attempt:
@@ -213,16 +182,72 @@ class _Search:
         assert self.best is not None
         return self.best
 
+    def text(self) -> str:
+        """The status line."""
+        return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
+
+    def note(self, attempt: Attempt) -> None:
+        """Log an attempt."""
+        verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
+        how = "" if attempt.traced else " (estimated)"
+        again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
+        self.last = f"size {attempt.size} {verdict}"
+        log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
+
+    def find(self, steps: SizedSteps | None) -> None:
+        """Find the largest size; where there are steps to measure, one whose measured peak is within the budget.
+
+        Raises:
+            InfeasibleBudget: if the smallest size does not fit.
+            Unsupported: if measured peaks stay above the budget.
+        """
+        for _ in range(ROUNDS):
+            self._find_one()
+            if steps is None or self.interrupted:
+                return
+            answer = self.answer
+            measured = steps.measured_peak(answer.size, answer.solution)
+            if measured <= self.total:
+                self.measured = measured
+                return
+            # plan for less, by what was measured above the prediction; the time for it begins anew
+            log.info("size %d took %s, not within the budget", answer.size, format_bytes(measured))
+            self.began = time.perf_counter()
+            self.above += max(1, measured - (answer.solution.peak or 0))
+            if self.budget <= 0:
+                taken = format_bytes(measured)
+                raise Unsupported(f"The step took {taken}, which leaves nothing of the budget to plan.")
+        raise Unsupported(
+            f"Size {answer.size} was predicted to stay within {format_bytes(self.budget)} and took "
+            f"{format_bytes(measured)} when it ran. Measure the costs of ops on this machine (profile='measure')."
+        )
+
+    def _find_one(self) -> None:
+        # the largest size that keeps all is where the search with recomputation begins
+        kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
+        self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open
+        if self.interrupted:
+            self.best = self.kept
+            return
+        search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
+        if search.low is None:
+            assert search.high is not None
+            raise self._refusal(search.high)
+        self.best, self.beyond = search.low, search.high
+        # so far the first plan under the cap was taken: look for a better one
+        known, limit = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
+        if not self.interrupted and known.gap > GAP and limit > 0:
+            found = solve(known.problem, self.budget, time_limit=limit, gap=GAP, start=known, progress=False)
+            if found.plan is not None and found.cost <= known.cost:
+                self.best = replace(search.low, solution=found)
+
     def _until(self, share: float) -> float:
         return self.began + share * self.time_limit
 
     def _search_sizes(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> SizeSearch:
         """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
-        each = self.time_limit / ATTEMPTS
-        sizes, until = (self.smallest, self.largest), self._until(share)
-        search = SizeSearch(
-            self.problems, self.budget, self.max_overhead, *sizes, until, each, method, sure, self.note, low
-        )
+        budgets = self.budget, self.max_overhead, self._until(share), self.time_limit / ATTEMPTS
+        search = SizeSearch(self.problems, *budgets, method, self.smallest, self.largest, sure, self.note, low)
         if method not in (KEEP_ALL, AUTO) and self.kept is not None:
             search.hint = self.kept.size
         try:
@@ -234,54 +259,13 @@ class _Search:
         self.interrupted |= search.interrupted
         return search
 
-    def run(self) -> None:
-        """Find the largest size, beginning with those that keep all; an InfeasibleBudget says that there is none."""
-        kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
-        self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open()
-        if self.interrupted:
-            self.best = self.kept
-            return
-        search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
-        if search.low is None:
-            assert search.high is not None
-            raise self._refusal(search.high)
-        self.best, self.beyond = search.low, search.high
-        self._recall_kept()
-        if not self.interrupted:
-            self._improve()
-
-    def _recall_kept(self) -> None:
-        """Take a larger size that keeps all, where its search was cut short and one was traced for something else."""
-        traced = self.problems.traced
-        size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
-        if self.kept is not None and size > self.kept.size:
-            cap = most_seconds(traced[size], self.max_overhead)
-            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(traced[size], self.budget), cap, traced=True)
-
-    def _improve(self) -> None:
-        """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
-        answer = self.answer
-        limit = self._until(SHARES["plan"]) - time.perf_counter()
-        if answer.solution.gap > GAP and limit > 0:
-            problem, budget = answer.solution.problem, self.budget
-            found = solve(problem, budget, time_limit=limit, gap=GAP, start=answer.solution, progress=False)
-            if found.plan is not None and found.cost <= answer.solution.cost:
-                self.best = replace(answer, solution=found)
-
-    def make_room(self, measured: int) -> None:
-        """Plan for less, by what was measured above the prediction; the time for it begins anew."""
-        assert self.answer.solution.peak is not None
-        self.budget -= max(1, measured - self.answer.solution.peak)
-        if self.budget <= 0:
-            raise Unsupported(f"The step took {format_bytes(measured)}, which leaves nothing of the budget to plan.")
-        self.began = time.perf_counter()
-
     def _refusal(self, attempt: Attempt) -> InfeasibleBudget:
         """Why the smallest size does not fit, and which budget would do."""
         solution, size = attempt.solution, attempt.size
         problem = solution.problem
-        known = problem.keep_all_peak if self.max_overhead is not None else min_budget(problem).peak
-        low, limit = max(self.budget, min_budget(problem).peak - 1), self.time_limit / ATTEMPTS
+        least = min_budget(problem).peak
+        known = problem.keep_all_peak if self.max_overhead is not None else least
+        low, limit = max(self.budget, least - 1), self.time_limit / ATTEMPTS
         while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
             middle = (low + known) // 2
             found = plan_within(problem, middle, attempt.cap, time_limit=limit)
@@ -290,7 +274,7 @@ class _Search:
         op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
-        known += self.total - self.budget  # more was measured than predicted
+        known += self.above
         return InfeasibleBudget(
             f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
             f"{exact_bytes(known)}.",
@@ -306,10 +290,10 @@ class _Search:
                 return
             share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
             if name == KEEP_ALL:
-                self.baselines[name] = self.kept
+                self.baselines[name] = None if self.kept is None else self.kept.point
                 continue
             search = self._search_sizes(name, share, sure=False)
-            self.baselines[name] = search.low
+            self.baselines[name] = None if search.low is None else search.low.point
             if search.low is not None and search.low.size > self.answer.size:  # it had time that ours had not
                 self.best = search.low
                 if self.beyond is not None and self.beyond.size <= search.low.size:
@@ -319,72 +303,73 @@ class _Search:
 
     def draw(self) -> None:
         """Plan sizes up to the answer, and trace the fastest of them."""
-        self.points = {one.size: one for one in (self.answer, self.kept) if one is not None}
+        self.points = {one.size: one.point for one in (self.answer, self.kept) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
                 if self._in_time and size not in self.points:
-                    self._add(size, self.problems.estimate(size))
-            while self._in_time and not (best := self._fastest()).traced:
+                    above = min(n for n in self.points if n > size)
+                    self._plan(size, self.points[above].solution, trace=False)
+            while self._in_time and not (best := self._fastest).traced:
                 del self.points[best.size]
-                self._add(best.size, self.problems.at(best.size), best.solution)
+                self._plan(best.size, best.solution, trace=True)
         except KeyboardInterrupt:
             self.interrupted = True
-        best = self._fastest()
-        while not best.traced:  # no time to trace it: it is no answer
+        while not (best := self._fastest).traced:  # no time to trace it: it is no answer
             del self.points[best.size]
-            best = self._fastest()
 
     @property
     def _in_time(self) -> bool:
         return not self.interrupted and time.perf_counter() < self._until(1.0)
 
-    def _fastest(self) -> Attempt:
-        return max(self.points.values(), key=lambda one: _point(one).throughput)
+    @property
+    def _fastest(self) -> SizePoint:
+        return max(self.points.values(), key=lambda point: point.throughput)
 
-    def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
-        """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
+    def _plan(self, size: int, start: Solution, *, trace: bool) -> None:
+        """Plan a size for the curve, beginning with a known plan; no point where none fits."""
+        problem = None if trace else self.problems.estimate(size)
         problem = self.problems.at(size) if problem is None else problem
-        start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
         known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
         limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
         found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, start=known)
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
         self.note(attempt)
         if attempt.fits:
-            self.points[size] = attempt
+            self.points[size] = attempt.point
 
-    def result(self, measured: int | None) -> LargestBatch:
+    def result(self) -> LargestBatch:
         """The answer."""
-        self._recall_kept()
+        # a larger size that keeps all may have been traced for something else, where its own search was cut short
+        keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
+        if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
+            problem = self.problems.at(size)
+            cap = most_seconds(problem, self.max_overhead)
+            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(problem, self.budget), cap, traced=True)
         if self.kept is not None:
-            self.points[self.kept.size] = self.kept
+            self.points[self.kept.size] = self.kept.point
             if KEEP_ALL in self.baselines:
-                self.baselines[KEEP_ALL] = self.kept
+                self.baselines[KEEP_ALL] = self.kept.point
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"
         elif beyond is None or beyond.size > answer.size + 1:
             next_size = "not looked at"
         else:
-            next_size = "proven" if beyond.refuted and self.budget == self.total else "not found"
+            next_size = "proven" if beyond.refuted and not self.above else "not found"
         late = next_size == "not looked at" or time.perf_counter() > self._until(1.0)
         return LargestBatch(
             size=answer.size,
             solution=answer.solution,
             budget=self.total,
             max_overhead=self.max_overhead,
-            points=tuple(_point(self.points[size]) for size in sorted(self.points)),
+            points=tuple(self.points[size] for size in sorted(self.points)),
             keep_all=None if self.kept is None else self.kept.size,
-            fastest=_point(self._fastest()),
+            fastest=self._fastest,
             next_size=next_size,
-            baselines={name: None if one is None else _point(one) for name, one in self.baselines.items()},
+            baselines=self.baselines,
             cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
-            measured_peak=measured,
+            measured_peak=self.measured,
             seconds=self.seconds,
             ended="interrupted" if self.interrupted else "time limit" if late else "",
         )
-
-
-def _point(attempt: Attempt) -> SizePoint:
-    return SizePoint.of(attempt.size, attempt.solution, traced=attempt.traced)

@@ -7,7 +7,7 @@ rank: a step is captured with its collectives as it would be there, and planned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
@@ -34,7 +34,7 @@ _HEADS = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
 
 @dataclass(frozen=True)
 class MeshPoint:
-    """A mesh and a batch, and what its plan is worth."""
+    """The plan of a mesh and a batch, in numbers."""
 
     mesh: tuple[int, ...]  # ranks in each dimension, the first of which have other samples
     size: int  # samples of a batch of one of these
@@ -99,14 +99,15 @@ def sweep_meshes(
     """The plans of a sharded step on meshes of ranks that are only imagined, for several sizes of a batch.
 
     Args:
-        make_step: is given a `DeviceMesh` of the dimensions "data" and "tensor", and a size: gives the step, a module
-            or function whose parameters it has sharded over the mesh, and the batch of one rank, a tuple. Where costs
-            are estimated for a GPU, all tensors that it makes are on the meta device, and take no memory.
-        meshes: shapes, such as (8,) or (4, 2): the first dimension's ranks have samples of their own.
+        make_step: gives the step of a `DeviceMesh` and a size: a module or function whose parameters are sharded over
+            the mesh, and the batch of one rank, a tuple. Where costs are estimated for a GPU, the tensors that it makes
+            are on the meta device, and take no memory.
+        meshes: shapes, such as (8,) or (4, 2), of dimensions "data", whose ranks have samples of their own, and
+            "tensor".
         sizes: of batches, of one rank of the first dimension.
         budget: bytes of one rank, or text such as "8 GB".
-        profile, cache: where costs come from, as for `checkmate.trace`. What links take is an estimate, unless a group
-            like the imagined one has been measured (`checkmate.profiling.mesh`).
+        profile, cache: where costs come from, as for `checkmate.trace`. Links are estimated, unless a group like the
+            imagined one has been measured (`checkmate.profiling.mesh`).
         overlap: collectives go on beside other ops, as for `checkmate.compile`.
         time_limit: seconds for each plan.
         jobs, client: where plans are looked for, as for `checkmate.frontier`.
@@ -127,40 +128,26 @@ def sweep_meshes(
     if dist.is_initialized():
         raise RuntimeError("Meshes are compared outside of a process group: end it first, destroy_process_group().")
     total, asked = parse_bytes(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
-    problems = [_problem(make_step, mesh, size, profile=profile, cache=cache, overlap=overlap) for mesh, size in asked]
-    solutions = solve_all([(p, "auto", total, {"time_limit": time_limit}) for p in problems], jobs=jobs, client=client)
-    told = [one if one.plan is not None else refused(one, time_limit=1.0) for one in solutions]
-    return MeshSweep(total, tuple(_point(*of, one) for of, one in zip(asked, told, strict=True)))
-
-
-def _point(mesh: tuple[int, ...], size: int, solution: Solution) -> MeshPoint:
-    throughput = size * mesh[0] / solution.cost if solution.cost > 0 else float("inf")
-    figures = throughput, solution.cost, solution.overhead, solution.peak, solution.gap
-    return MeshPoint(mesh, size, *figures, "" if solution.plan is not None else solution.message, solution)
-
-
-def _problem(make_step: Callable[..., Any], mesh: tuple[int, ...], size: int, **options: Any) -> Problem:
-    if not 1 <= len(mesh) <= len(DIMENSIONS) or not all(type(n) is int and n >= 1 for n in mesh):
-        raise ValueError(f"A mesh is (data,) or (data, tensor), numbers of ranks, not {mesh!r}.")
-    on_gpu = _is_of_gpu(options["profile"])
-    with _imagined(prod(mesh)):
-        ranks = init_device_mesh("cuda" if on_gpu else "cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)])
-        with torch.device("meta") if on_gpu else nullcontext():
-            step, batch = make_step(ranks, size)
-        return trace(step, *batch, **options)
-
-
-def _is_of_gpu(profile: Choice) -> bool:
-    """Whether costs are estimated for a GPU."""
     source = source_of(profile)
-    return isinstance(source, Device) and source.capability is not None
+    on_gpu = isinstance(source, Device) and source.capability is not None
 
+    def problem(mesh: tuple[int, ...], size: int) -> Problem:
+        if not 1 <= len(mesh) <= len(DIMENSIONS) or not all(type(n) is int and n >= 1 for n in mesh):
+            raise ValueError(f"A mesh is (data,) or (data, tensor), numbers of ranks, not {mesh!r}.")
+        dist.init_process_group("fake", rank=0, world_size=prod(mesh), store=FakeStore())
+        try:
+            ranks = init_device_mesh("cuda" if on_gpu else "cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)])
+            with torch.device("meta") if on_gpu else nullcontext():
+                step, batch = make_step(ranks, size)
+            return trace(step, *batch, profile=profile, cache=cache, overlap=overlap)
+        finally:
+            dist.destroy_process_group()
 
-@contextmanager
-def _imagined(ranks: int) -> Iterator[None]:
-    """Within the block this process is the first of so many ranks, of which the others are not there."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    calls = [(problem(*of), "auto", total, {"time_limit": time_limit}) for of in asked]
+    points = []
+    for (mesh, size), found in zip(asked, solve_all(calls, jobs=jobs, client=client), strict=True):
+        one = found if found.plan is not None else refused(found, time_limit=1.0)
+        throughput = size * mesh[0] / one.cost if one.cost > 0 else float("inf")
+        message = "" if one.plan is not None else one.message
+        points.append(MeshPoint(mesh, size, throughput, one.cost, one.overhead, one.peak, one.gap, message, one))
+    return MeshSweep(total, tuple(points))

@@ -1,11 +1,12 @@
 """The search for the largest batch size at which a method has a plan within a budget and a cap on the seconds.
 
-`checkmate.batch.max_batch_size` calls it once for each method, with the problems of the step at all sizes:
+`checkmate.max_batch_size` calls it once for each method, with the problems of the step at all sizes:
 
     estimates by doubling and halving -> trace there -> estimates anew, from the nearer trace -> ... -> the next size
 
-The answer comes from a trace, with its plan. It is a size that fits where the next does not, by proof or as far as the
-time went; that no larger one fits is as true as memory and cost rise with the size.
+`checkmate.fits` estimates from two traces first, and searches on from there where it has time. The answer comes from a
+trace, with its plan. It is a size that fits where the next does not, by proof or as far as the time went; that no
+larger one fits is as true as memory and cost rise with the size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from checkmate.batch import LARGEST
+from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
@@ -77,8 +80,6 @@ def plan_within(
 ) -> Solution:
     """A plan within a budget of bytes and one of seconds; stops as soon as there is one, or none is proven to be.
 
-    A solve ends once its gap is closed as far as asked for, and that is a question of costs alone. So it is asked for
-    the gap at which no more is to be known: with a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap.
     `is_within` says if a Solution is such a plan, `is_beyond` if there is none.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -98,12 +99,14 @@ def plan_within(
 
 
 def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
-    """The same of a problem as it is, not split further."""
+    """`plan_within` of a problem as it is, not split further."""
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
     left, bound = time_limit, problem.keep_all_cost
     while True:
+        # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
+        # that is closed, no more is to be known.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
         found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
@@ -113,9 +116,26 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         start, bound = found, max(bound, found.bound)
 
 
+def largest_size(fits: Callable[[int], bool], good: int, bad: int, step: int) -> int:
+    """The largest size from ``good``, which fits, to below ``bad``: by strides that double, then by halving.
+
+    >>> tried = []
+    >>> largest_size(lambda n: tried.append(n) or n <= 13, good=0, bad=100, step=4), tried
+    (13, [4, 12, 28, 20, 16, 14, 13])
+    """
+    bracketed = False
+    while bad - good > 1:
+        size = (good + bad) // 2 if bracketed else min(good + step, bad - 1)
+        if fits(size):
+            good, step = size, 2 * step
+        else:
+            bad, bracketed = size, True
+    return good
+
+
 @dataclass(frozen=True)
 class Attempt:
-    """What a method answers at one size."""
+    """The answer of a method at one size."""
 
     size: int
     solution: Solution
@@ -132,34 +152,41 @@ class Attempt:
         """Whether it is proven that no schedule is within them, by any method."""
         return not self.fits and is_beyond(self.solution, self.cap)
 
+    @property
+    def point(self) -> SizePoint:
+        """The size on the curve, of one that fits."""
+        return SizePoint.of(self.size, self.solution, traced=self.traced)
+
 
 @dataclass
 class SizeSearch:
-    """The search of one method over the sizes.
-
-    ``low`` fits and ``high`` does not; both are traced, once found.
-    """
+    """The search of one method over the sizes: ``low`` fits and ``high`` does not; both are traced, once found."""
 
     problems: SizedProblems
     budget: int  # bytes
     max_overhead: Overhead
-    smallest: int
-    largest: int
     deadline: float  # of `time.perf_counter`
     try_seconds: float  # at most for one estimated size; a traced one gets twice as much
     method: str = AUTO
+    smallest: int = 1
+    largest: int = LARGEST
     sure: bool = True  # trace the size after the answer, too
     report: Callable[[Attempt], None] = lambda attempt: None
     low: Attempt | None = None
     high: Attempt | None = None
     interrupted: bool = False  # by Ctrl-C
     hint: int | None = None  # a size to try first
-    _guessed: bool = False  # once: the next guess is near
+    near: bool = False  # the next guess is near the largest size known to fit
 
     @property
     def in_time(self) -> bool:
         """Whether there is time for another size."""
         return time.perf_counter() < self.deadline
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are sizes between the one that fits and the one that does not."""
+        return self._end - self._low.size > 1
 
     def run(self) -> Attempt | None:
         """Find the largest size; None if not even the smallest fits. An earlier ``low`` is where to begin."""
@@ -168,7 +195,7 @@ class SizeSearch:
         if self.low is None and not self.traced(self.smallest).fits:
             return None
         self._spread()
-        while self.in_time and self.is_open():
+        while self.in_time and self.is_open:
             width = None if self.high is None else self._end - self._low.size
             guess = self._guess()
             if guess > self._low.size:
@@ -176,14 +203,17 @@ class SizeSearch:
             elif not self.sure:
                 break
             else:
-                self._stride()
-            if width is not None and self.is_open() and 2 * (self._end - self._low.size) > width:
+                # no larger size is estimated to fit: trace the next, and strides that double as long as they do
+                step = 1
+                while self.in_time and self._low.size + step < self._end and self.traced(self._low.size + step).fits:
+                    step *= 2
+            if width is not None and self.is_open and 2 * (self._end - self._low.size) > width:
                 self.traced((self._low.size + self._end) // 2)  # estimates are no good here
         return self.low
 
     def traced(self, size: int) -> Attempt:
         """Try a size as it is."""
-        attempt = self._try(size, self.problems.at(size), 2 * self.try_seconds, traced=True)
+        attempt = self._try(size, self.problems.at(size), 2 * self.try_seconds, self.low, traced=True)
         if attempt.fits and (self.low is None or size > self.low.size):
             self.low = attempt
         elif not attempt.fits and (self.high is None or size < self.high.size):
@@ -200,51 +230,39 @@ class SizeSearch:
         """The first size that is not to be tried."""
         return self.largest + 1 if self.high is None else self.high.size
 
-    def is_open(self) -> bool:
-        """Whether there are sizes between the one that fits and the one that does not."""
-        return self._end - self._low.size > 1
-
     def _spread(self) -> None:
         """Trace sizes above the smallest until two of them differ: else nothing can be estimated."""
-        first, size = self.problems.at(self.smallest).live_bytes, self.smallest
-        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in self.problems.traced.values()):
+        traced, size = self.problems.traced, self.smallest
+        first = next(iter(traced.values())).live_bytes
+        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in traced.values()):
             size = min(REACH * size, self.largest)
             if not self.in_time or size >= self._end or not self.traced(size).fits:
                 return
 
     def _guess(self) -> int:
         """The largest size that fits by estimate; where nothing can be estimated, one to trace."""
-        good, bad = self._low.size, min(self._end, REACH * max(self.problems.traced) + 1)
-        step, bracketed = 1 if self._guessed else good, False
-        self._guessed = True
-        start = self._low.solution
-        while bad - good > 1 and self.in_time:
-            size = (good + bad) // 2 if bracketed else min(good + step, bad - 1)
-            problem = self.problems.estimate(size)
+        best, bad = self._low, min(self._end, REACH * max(self.problems.traced) + 1)
+        step = 1 if self.near else best.size
+        self.near = True
+        if self.problems.estimate(best.size + 1) is None:
+            return min(best.size + step, bad - 1) if self.high is None else (best.size + bad) // 2
+
+        def fits(size: int) -> bool:
+            nonlocal best
+            problem = self.problems.estimate(size) if self.in_time else None
             if problem is None:
-                return size if self.high is None else (good + bad) // 2
-            attempt = self._try(size, problem, self.try_seconds, traced=False, start=start)
-            if attempt.fits:
-                good, start, step = size, attempt.solution, 2 * step
-            else:
-                bad, bracketed = size, True
-        return good
+                return False
+            attempt = self._try(size, problem, self.try_seconds, best, traced=False)
+            best = attempt if attempt.fits else best
+            return attempt.fits
 
-    def _stride(self) -> None:
-        """Trace the next size and, as long as they fit, sizes twice as far: estimates said that none does."""
-        step = 1
-        while self.in_time and self._low.size + step < self._end:
-            if not self.traced(self._low.size + step).fits:
-                return
-            step *= 2
+        return largest_size(fits, best.size, bad, step)
 
-    def _try(
-        self, size: int, problem: Problem, seconds: float, *, traced: bool, start: Solution | None = None
-    ) -> Attempt:
+    def _try(self, size: int, problem: Problem, seconds: float, known: Attempt | None, *, traced: bool) -> Attempt:
+        """The method's answer at a size, which may begin with the plan of a smaller one that is ``known`` to fit."""
         cap = most_seconds(problem, self.max_overhead)
-        if start is None and self.low is not None:
-            start = self.low.solution
-        if start is not None and (start.plan is None or not same_ops(start.problem, problem)):
+        start = None if known is None else known.solution
+        if start is not None and not same_ops(start.problem, problem):
             start = None  # the graph may change with the size
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
         if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:

@@ -12,13 +12,13 @@ workspaces and resident bytes. This is a guess of where to look: no answer rests
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from checkmate.core.fingerprint import same_ops
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.ways import Way
 
@@ -35,9 +35,9 @@ class SizedProblems:
     [1, 3]
     """
 
-    def __init__(self, trace: Callable[[int], Problem]) -> None:
+    def __init__(self, trace: Callable[[int], Problem], traced: Mapping[int, Problem] | None = None) -> None:
         self._trace = trace
-        self.traced: dict[int, Problem] = {}
+        self.traced = dict(traced or {})
 
     def at(self, size: int) -> Problem:
         """The problem of a size, traced."""
@@ -50,10 +50,12 @@ class SizedProblems:
         if size in self.traced:
             return self.traced[size]
         sizes = self._around(size)
-        if len(sizes) < 2 or not same_ops(self.traced[sizes[0]], self.traced[sizes[1]]):
+        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
+        if len(alike) < 2 or sizes[1] not in alike:
             return None
-        sizes = [n for n in sizes if same_ops(self.traced[n], self.traced[sizes[0]])]
-        return _mixed([self.traced[n] for n in sizes], _shares(sizes, size))
+        # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
+        shares = [math.prod((size - other) / (own - other) for other in alike if other != own) for own in alike]
+        return _mixed([self.traced[n] for n in alike], shares)
 
     def _around(self, size: int) -> list[int]:
         """Traced sizes to estimate from: those on both sides and a third, or two on one side, none near to another.
@@ -71,51 +73,72 @@ class SizedProblems:
         return [*nearest[:1], *(apart or nearest[1:])[:1]]
 
 
-def _shares(sizes: list[int], size: int) -> list[float]:
-    """Lagrange's polynomials of the traced sizes at another one; they sum up to 1.
+def _numbered_as(like: Problem, problem: Problem) -> tuple[list[int], list[int]] | None:
+    """The problem's numbers of the ops and of the values of another one, by their names; None: it has other ops.
 
-    >>> _shares([1, 3], 2)
-    [0.5, 0.5]
+    The order may change with the size: which half of a gradient comes first depends on which is larger, for example.
     """
-    return [math.prod((size - other) / (own - other) for other in sizes if other != own) for own in sizes]
+    if same_ops(like, problem):
+        return [*range(len(like.graph.ops))], [*range(len(like.graph.values))]
+    if _by_name(like.graph) != _by_name(problem.graph):
+        return None
+    ops = {op.name: k for k, op in enumerate(problem.graph.ops)}
+    values = {value.name: v for v, value in enumerate(problem.graph.values)}
+    return [ops[op.name] for op in like.graph.ops], [values[value.name] for value in like.graph.values]
 
 
-def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
-    """A problem with the graph of all and the weighted sums of their figures."""
+def _by_name(graph: Graph) -> tuple[object, ...]:
+    """The graph with names in place of numbers."""
+    names = [value.name for value in graph.values]
+    ops = {
+        op.name: (op.target, op.phase, op.pinned is None, *([names[v] for v in vs] for vs in (op.inputs, op.outputs)))
+        for op in graph.ops
+    }
+    overwritten = {names[v]: graph.ops[k].name for v, k in graph.overwritten_by.items()}
+    return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names)
 
-    def total(figures: list[np.ndarray]) -> np.ndarray:
+
+def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
+    """A problem with the graph of the first and the weighted sums of all figures; None where one has other ops."""
+    numbered = [numbers for p in problems if (numbers := _numbered_as(problems[0], p)) is not None]
+    if len(numbered) < len(problems):
+        return None
+
+    def total(figures: Iterable[np.ndarray | int]) -> np.ndarray:
         return np.maximum(0.0, sum(share * f for share, f in zip(shares, figures, strict=True)))
 
-    def whole(figures: list[np.ndarray]) -> np.ndarray:
+    def whole(figures: Iterable[np.ndarray | int]) -> np.ndarray:
         return np.ceil(total(figures) - 1e-6).astype(np.int64)
 
-    graph = problems[0].graph
-    sizes = whole([np.array([value.size_bytes for value in p.graph.values]) for p in problems])
-    values = tuple(replace(value, size_bytes=int(n)) for value, n in zip(graph.values, sizes, strict=True))
+    graph, renumbered = problems[0].graph, [*zip(problems, numbered, strict=True)]
+    sizes = whole(np.array([p.graph.values[v].size_bytes for v in values]) for p, (_, values) in renumbered)
     profile = Profile(
-        seconds=total([p.seconds for p in problems]),
-        workspace_bytes=whole([p.workspace for p in problems]),
-        resident_bytes=int(whole([np.array(p.resident) for p in problems])),
+        seconds=total(p.seconds[ops] for p, (ops, _) in renumbered),
+        workspace_bytes=whole(p.workspace[ops] for p, (ops, _) in renumbered),
+        resident_bytes=int(whole(p.resident for p in problems)),
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),
-        ways=tuple(way for way in _mixed_ways(problems, whole) if sizes[way.makes] == sizes[way.over]),
+        ways=tuple(w for w in _mixed_ways(problems, whole) if w.makes is None or sizes[w.makes] == sizes[w.over]),
     )
-    smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
-    host, splits = problems[0].host, problems[0].splits
-    return Problem(replace(graph, values=values), profile, host=host, splits=splits, smaller=smaller)
+
+    def smaller() -> Problem | None:
+        """The steps split further, where all of them are split in the same way."""
+        split = [one for p in problems if p.smaller is not None and (one := p.smaller()) is not None]
+        return _mixed(split, shares) if len(split) == len(problems) else None
+
+    values = tuple(replace(value, size_bytes=int(n)) for value, n in zip(graph.values, sizes, strict=True))
+    further = smaller if all(p.smaller is not None for p in problems) else None
+    return replace(problems[0], graph=replace(graph, values=values), profile=profile, emit=None, smaller=further)
 
 
-def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:
-    """The same of the steps split further; None where not all of them are split in the same way."""
-    split = [smaller for p in problems if p.smaller is not None and (smaller := p.smaller()) is not None]
-    alike = len(split) == len(problems) and all(same_ops(split[0], other) for other in split[1:])
-    return _mixed(split, shares) if alike else None
-
-
-def _mixed_ways(problems: list[Problem], whole: Callable[[list[np.ndarray]], np.ndarray]) -> Iterator[Way]:
+def _mixed_ways(problems: list[Problem], whole: Callable[[Iterable[int]], np.ndarray]) -> Iterator[Way]:
     """The ways that all problems have, their workspaces mixed."""
-    workspaces = [{(way.op, way.makes, way.over): way.workspace for way in p.profile.ways} for p in problems]
+
+    def key(problem: Problem, way: Way) -> tuple[str, ...]:
+        values = [problem.graph.values[v].name for v in (way.over, way.makes) if v is not None]
+        return problem.graph.ops[way.op].name, *values
+
+    workspaces = [{key(p, way): way.workspace for way in p.profile.ways} for p in problems]
     for way in problems[0].profile.ways:
-        key = way.op, way.makes, way.over
-        if all(key in of for of in workspaces):
-            yield replace(way, workspace=int(whole([np.array(of[key]) for of in workspaces])))
+        if all(key(problems[0], way) in of for of in workspaces):
+            yield replace(way, workspace=int(whole(of[key(problems[0], way)] for of in workspaces)))

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,16 +48,8 @@ def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
             f"make_step takes no argument or the size, but this one takes {', '.join(p.name for p in given)}. If it is "
             "the step itself, give a function that gives it: lambda: step."
         )
-    if given:
-        return make_step
-    made: list[Any] = []
-
-    def once(size: int) -> Any:
-        if not made:
-            made.append(make_step())
-        return made[0]
-
-    return once
+    made = cache(make_step)
+    return make_step if given else lambda size: made()
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -118,7 +110,14 @@ class SizedSteps:
             raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
-        backend = Backend(partial(_again, solution), profile=solution.problem.profile)
+
+        def planned(problem: Problem) -> Solution:
+            """The plan for the problem as it is captured to be run."""
+            if solution.schedule is None or not same_ops(problem, solution.problem):
+                raise Unsupported("The step has other ops as it runs than as it was traced: nothing can be measured.")
+            return again(solution, problem, MAX_BYTES)
+
+        backend = Backend(planned, profile=solution.problem.profile)
         compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)
 
         def run() -> Any:
@@ -148,10 +147,3 @@ def _said(error: Exception) -> str:
     text = str(error).strip()
     text = text if isinstance(error, CheckmateError) else f"{type(error).__name__}: {text}"
     return text if text.endswith(".") else f"{text}."
-
-
-def _again(solution: Solution, problem: Problem) -> Solution:
-    """The same plan for the problem as it is captured to be run."""
-    if solution.schedule is None or not same_ops(problem, solution.problem):
-        raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
-    return again(solution, problem, MAX_BYTES)

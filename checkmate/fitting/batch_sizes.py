@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from checkmate.batch import LARGEST
-from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, plan_within
+from checkmate.batch.size_search import (
+    AUTO,
+    KEEP_ALL,
+    ONE_FORWARD,
+    SizeSearch,
+    is_within,
+    largest_size,
+    most_seconds,
+    plan_within,
+)
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.capture.nodes import storage
-from checkmate.core.fingerprint import same_ops
-from checkmate.core.graph import Graph, Op
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.fitting.answer import LargestSizes
-from checkmate.fitting.memory_parts import without_parts
+from checkmate.fitting.memory_parts import as_plain, without_parts
 from checkmate.solvers.catalogue import METHODS
 from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 
 TRY_SECONDS = 0.5  # to plan an estimated size
 TRACES = 5  # as many should be possible in the time that is left, else all sizes are estimated
+LEAST_SIZE = 2  # of a batch to estimate others from: a dimension of 1 is broadcast, by other ops
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -85,143 +91,63 @@ def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
     return step, *(other // rows * size if 0 < step * rows <= other else other for other in tensor.stride()[1:])
 
 
-def other_size(size: int) -> int:
-    """A size to trace beside this one: half of it, which takes no longer; twice as much where half is 1 or less."""
-    return size // 2 if size >= 4 else 2 * size
-
-
 def largest_sizes(
     problems: SizedProblems,
-    size: int,
+    given: int,
     room: int,
     *,
+    update_bytes: int,
     trace_seconds: float,
-    plain_peak: Callable[[Problem], int],
     deadline: float,
 ) -> LargestSizes:
-    """The largest sizes within a room, of a step that was traced at ``size``.
+    """The largest sizes within a room: of plain PyTorch, of a step that runs nothing twice, and of a planned one.
 
     Args:
         problems: of the step at any size.
+        given: the size of the batch that was looked at.
+        update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
         trace_seconds: that a trace takes.
-        plain_peak: bytes of plain PyTorch, of the problem of a size.
-        deadline: of `time.perf_counter`; what is estimated is looked at as far as there is time.
+        deadline: of `time.perf_counter`; sizes found by estimates are searched on from, traced, if there is time.
 
     Raises:
         Unsupported: if the step's ops change with the size, so that nothing can be estimated.
     """
-    given = without_parts(problems.at(size))
-    pair = SizedProblems(problems.at)
-    pair.traced = {size: given, other_size(size): in_order_of(given, without_parts(problems.at(other_size(size))))}
+    size = max(LEAST_SIZE, given)
+    pair = SizedProblems(lambda n: without_parts(problems.at(n)))
+    pair.at(size), pair.at(size // 2 if size >= 4 else 2 * size)  # half of it takes no longer to trace
 
     def estimated(n: int) -> Problem:
-        problem = pair.estimate(n)
-        assert problem is not None
+        if (problem := pair.estimate(n)) is None:
+            raise Unsupported(
+                "not looked for: the step has other ops at another size. checkmate.max_batch_size looks at each"
+            )
         return problem
 
-    plain = _largest(size, lambda n: plain_peak(estimated(n)) <= room)
-    keep_all = _largest(size, lambda n: estimated(n).keep_all_peak <= room)
-    low, high = keep_all, _largest(max(1, keep_all), lambda n: int(estimated(n).unavoidable_bytes.max()) <= room)
     found: Solution | None = None
-    while high > low:
-        n = high if found is None and high == low + 1 else (low + high + 1) // 2
+
+    def has_plan(n: int) -> bool:
+        nonlocal found
         problem = estimated(n)
         cap = most_seconds(problem, ONE_FORWARD)
-        plan = plan_within(problem, room, cap, time_limit=TRY_SECONDS)
-        if Attempt(n, plan, cap, traced=False).fits:
-            low, found = n, plan
-        else:
-            high = n - 1
+        solution = plan_within(problem, room, cap, time_limit=TRY_SECONDS)
+        found = solution if is_within(solution, cap) else found
+        return is_within(solution, cap)
+
+    end = LARGEST + 1
+    plain = largest_size(lambda n: as_plain(estimated(n), update_bytes).keep_all_peak <= room, 0, end, size)
+    keep_all = largest_size(lambda n: estimated(n).keep_all_peak <= room, 0, end, size)
+    planned = largest_size(has_plan, keep_all, end, max(1, keep_all))
     checked = False
     if deadline - time.perf_counter() > TRACES * trace_seconds:
-        kept = _looked_at(
-            SizeSearch(problems, room, ONE_FORWARD, 1, LARGEST, deadline, TRY_SECONDS, KEEP_ALL), keep_all
-        )
-        planned = _looked_at(SizeSearch(problems, room, ONE_FORWARD, 1, LARGEST, deadline, TRY_SECONDS), low)
-        keep_all = 0 if kept.low is None else kept.low.size
-        low, found = (0, None) if planned.low is None else (planned.low.size, planned.low.solution)
-        checked = all(one.low is None or not one.is_open() for one in (kept, planned))
-    if found is None and low:
-        found = METHODS[KEEP_ALL].solve(estimated(low), room)
+        searches = [
+            SizeSearch(problems, room, ONE_FORWARD, deadline, TRY_SECONDS, method, hint=guess or None, near=True)
+            for method, guess in ((KEEP_ALL, keep_all), (AUTO, planned))
+        ]
+        kept, best = [search.run() for search in searches]
+        keep_all = 0 if kept is None else kept.size
+        planned, found = (0, None) if best is None else (best.size, best.solution)
+        checked = all(search.low is None or not search.is_open for search in searches)
+    if found is None and planned:
+        found = METHODS[KEEP_ALL].solve(estimated(planned), room)
     seconds, overhead = (None, None) if found is None else (found.cost, max(0.0, found.overhead))
-    return LargestSizes(
-        size, plain, keep_all, low, tuple(sorted({*problems.traced, *pair.traced})), checked, seconds, overhead
-    )
-
-
-def _looked_at(search: SizeSearch, guess: int) -> SizeSearch:
-    """The search at its end: the step is traced at a size that is estimated to be the answer, and at the next one."""
-    fits = guess > 0 and search.traced(guess).fits
-    if not fits or (guess < LARGEST and search.traced(guess + 1).fits):  # the estimate was none
-        search.run()
-    return search
-
-
-def in_order_of(like: Problem, problem: Problem) -> Problem:
-    """The problem of a step at another size with the ops and values numbered as in this one, to which they belong.
-
-    Which half of a gradient comes first, for example, depends on which is larger. Nothing can run the plans.
-
-    Raises:
-        Unsupported: if it has other ops.
-    """
-    if same_ops(like, problem):
-        return problem
-    ops = {op.name: k for k, op in enumerate(problem.graph.ops)}
-    values = {value.name: v for v, value in enumerate(problem.graph.values)}
-    to_op = {ops[op.name]: k for k, op in enumerate(like.graph.ops) if op.name in ops}
-    to_value = {values[value.name]: v for v, value in enumerate(like.graph.values) if value.name in values}
-    if len(to_op) < len(problem.graph.ops) or len(to_value) < len(problem.graph.values):
-        raise _OTHER_OPS
-    order = [ops[op.name] for op in like.graph.ops]
-
-    def numbered(vs: Sequence[int]) -> tuple[int, ...]:
-        return tuple(to_value[v] for v in vs)
-
-    def moved(op: Op) -> Op:
-        return replace(op, inputs=numbered(op.inputs), outputs=numbered(op.outputs), overwrites=numbered(op.overwrites))
-
-    moved_values = [problem.graph.values[values[value.name]] for value in like.graph.values]
-    graph = Graph(
-        tuple(moved(problem.graph.ops[k]) for k in order),
-        tuple(replace(v, producer=None if v.producer is None else to_op[v.producer]) for v in moved_values),
-        numbered(problem.graph.outputs),
-    )
-    ways = tuple(
-        replace(
-            way, op=to_op[way.op], over=to_value[way.over], makes=None if way.makes is None else to_value[way.makes]
-        )
-        for way in problem.profile.ways
-    )
-    profile = replace(
-        problem.profile,
-        seconds=problem.seconds[order],
-        workspace_bytes=problem.workspace[order],
-        estimated=tuple(sorted(to_op[k] for k in problem.profile.estimated)),
-        ways=ways,
-    )
-    found = Problem(graph, profile, host=problem.host)
-    if not same_ops(like, found):
-        raise _OTHER_OPS
-    return found
-
-
-_OTHER_OPS = Unsupported(
-    "not looked for: the step has other ops at another size. checkmate.max_batch_size looks at each"
-)
-
-
-def _largest(start: int, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits; 0: none does.
-
-    >>> _largest(8, lambda n: n <= 13), _largest(8, lambda n: n <= 3), _largest(8, lambda n: False)
-    (13, 3, 0)
-    """
-    good, bad = (start, 2 * start) if fits(start) else (0, start)
-    while good and bad <= LARGEST and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, LARGEST + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    return LargestSizes(given, plain, keep_all, planned, tuple(sorted(problems.traced)), checked, seconds, overhead)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,14 +29,9 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
 from checkmate.fitting import TIME_LIMIT
-from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes
-from checkmate.fitting.batch_sizes import Batch, largest_sizes, scaled, size_of
-from checkmate.fitting.memory_parts import (
-    Resident,
-    kept_parts,
-    plain_lives,
-    plain_parts,
-)
+from checkmate.fitting.answer import NOT_ASKED, Fits
+from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
+from checkmate.fitting.memory_parts import Resident, as_plain, lives_of_plain, parts_of
 from checkmate.fitting.place import Place
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.fitting.ways import ways_of
@@ -48,7 +42,6 @@ from checkmate.training import TrainingStep, training_step
 from checkmate.units import check_positive
 
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
-LEAST_SIZE = 2  # of a batch to estimate others from: a dimension of 1 is broadcast, by other ops
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
 
 
@@ -71,21 +64,20 @@ def fits(
 
     Bytes of plans are those that the captured step allocates, in the allocator's blocks; those of plain PyTorch are
     an estimate from the same ops, with all gradients kept until ``optimizer.step()``. Seconds are a roofline's. A room
-    leaves 8 % of a device's memory, 2 GB at least, to what nobody can know before it runs: CUDA's context, workspaces
-    of cuDNN and cuBLAS, gaps between blocks.
+    leaves 8 % of a device's memory, 2 GB at least, for what is known only once it runs: CUDA's context, workspaces of
+    cuDNN and cuBLAS, gaps between blocks.
 
     Args:
         fn: gives the loss of a batch: a module or a function. Of an output with a ``loss``, as Hugging Face's models
             give it, that is taken; of several results the first; of a tensor that is no number its sum.
         batch, named: an example of what it is called with.
         device: one of `checkmate.profiling.data_sheets.DEVICES`, such as ``"rtx4090"``; None: the device that the
-            tensors are on, whose ops are measured then, each on its own, and what is free of its memory.
+            tensors are on, with its free memory; its ops are measured then, each on its own.
         optimizer: one or several, as for `checkmate.training_step`; None: AdamW of all parameters with gradients.
         budget: bytes that the step may take, in place of the device's room.
         make_batch: gives the batch of a size, for the largest batch: a tuple, a dict or one tensor. By default the
             first dimension that all tensors of the batch share is scaled.
-        host: a second memory, with its bytes and rates; by default 64 GB of the memory of a GPU's host, at 80 % of
-            what its link carries.
+        host: a second memory; by default 64 GB of the memory of a GPU's host, at 80 % of what its link carries.
         everything: look at each way to take less, and for the largest batch, also where plain PyTorch or an earlier
             way fits. Without, the answer takes little longer than one trace where plain PyTorch fits.
         time_limit: seconds for all of it, after which no search begins that could be left out. A trace that has
@@ -120,26 +112,46 @@ def fits(
             batch, named = stand_ins.within((batch, named))
             given = [stand_ins.optimizer(one) if isinstance(one, optim.Optimizer) else one for one in given]
         given = given or [optim.AdamW(trained((fn, batch, named)))]
-        step = _Step(fn, given, place)
-        problem = step.problem(batch, named)
-        traced = time.perf_counter()
-        resident = step.resident(batch, named, problem)
-        left = max(0.0, time_limit - (traced - began))
-        seconds = max(LEAST_SECONDS, left / PARTS_OF_TIME)
+        whole = training_step(loss_of(fn), given, budget=max(1, place.room))
+
+        def at(size: int) -> Problem:
+            """The step with a batch of another size."""
+            if make_batch is None:
+                args, kwargs = scaled((batch, named), size)
+            else:
+                args, kwargs = arguments_of(make_batch(size))
+                if place.device is not None:
+                    args, kwargs = StandIns().within((args, kwargs))
+            return trace(whole, *args, profile=place.profile, **kwargs)
+
+        problem = trace(whole, *batch, profile=place.profile, **named)
+        traced, deadline = time.perf_counter(), began + time_limit
+        seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
+        reached = tensors_within((fn, batch, named))
+        weights = {storage(t): t.untyped_storage().nbytes() for t in reached if isinstance(t, torch.nn.Parameter)}
+        parameters = sum(as_allocated(size, place.block_bytes) for size in weights.values())
+        parameters = min(parameters, problem.resident)
+        resident = Resident(parameters, min(whole.inserts.updates.held_bytes, problem.resident - parameters))
         of_update = update_bytes(given, at_once=place.is_gpu)
-        plain = plain_parts(problem, resident, of_update)
+        as_it_is = as_plain(problem, of_update)
+        plain = parts_of(as_it_is, resident)
         plainly = plain.peak <= place.room
-        asked: dict[str, Any] = {"fits": plainly, "everything": everything}
-        ways = tuple(ways_of(problem, place, host, seconds, began + time_limit, **asked))
+        ways = tuple(ways_of(problem, place, host, seconds, deadline, fits=plainly, everything=everything))
         best = None if plainly else next((way for way in ways if way.fits), None)
-
-        def plain_peak(one: Problem) -> int:
-            return plain_parts(one, resident, of_update).peak
-
         largest, why_none = None, NOT_ASKED
         if everything or not (plainly or best is not None):
-            sizes = _Sizes(step, (batch, named), make_batch)
-            largest, why_none = sizes.largest(problem, traced - began, place.budget, plain_peak, began + time_limit)
+            try:
+                size, why_none = size_of((batch, named)), ""
+                largest = largest_sizes(
+                    SizedProblems(at, {size: problem}),
+                    size,
+                    place.budget,
+                    update_bytes=of_update,
+                    trace_seconds=traced - began,
+                    deadline=deadline,
+                )
+            except CheckmateError as error:
+                why_none = str(error)
     return Fits(
         device=place.name,
         room=place.room,
@@ -149,9 +161,9 @@ def fits(
         code=line_of_code(fn, best, plainly=plainly, room=place.room),
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
-        kept=kept_parts(problem, resident),
+        kept=parts_of(problem, resident),
         plain_seconds=problem.keep_all_cost,
-        plain_reserved=place.reserved(problem.resident, plain_lives(problem, of_update)),
+        plain_reserved=place.reserved(problem.resident, lives_of_plain(as_it_is)),
         ways=ways,
         largest=largest,
         why_no_largest=why_none,
@@ -160,59 +172,3 @@ def fits(
         trace_seconds=traced - began,
         seconds=time.perf_counter() - began,
     )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The step that is looked at."""
-
-    fn: Callable[..., Any]
-    optimizers: list[optim.Optimizer]
-    place: Place
-
-    def problem(self, batch: Any, named: Any) -> Problem:
-        """The whole step traced for a batch; its loss may run in parts."""
-        step = training_step(loss_of(self.fn), self.optimizers, budget=max(1, self.place.room))
-        return trace(step, *batch, profile=self.place.profile, **named)
-
-    def resident(self, batch: Any, named: Any, problem: Problem) -> Resident:
-        """How many of the bytes that are there all the time are parameters and states."""
-        reached = {storage(t): t for t in tensors_within((self.fn, batch, named)) if isinstance(t, torch.nn.Parameter)}
-        sizes = (t.untyped_storage().nbytes() for t in reached.values())
-        parameters = sum(as_allocated(size, self.place.block_bytes) for size in sizes)
-        step = training_step(loss_of(self.fn), self.optimizers, budget=max(1, self.place.room))
-        states = step.inserts.updates.held_bytes
-        return Resident(min(parameters, problem.resident), max(0, min(states, problem.resident - parameters)))
-
-
-class _Sizes:
-    """The step at other sizes of its batch."""
-
-    def __init__(self, step: _Step, batch: Batch, make_batch: Callable[[int], Any] | None) -> None:
-        self._step, self._batch, self._make_batch = step, batch, make_batch
-
-    def largest(
-        self, problem: Problem, trace_seconds: float, room: int, plain_peak: Callable[[Problem], int], deadline: float
-    ) -> tuple[LargestSizes | None, str]:
-        """The largest sizes within a room, or why they are not known.
-
-        ``problem``: of the batch that is given, which took so many seconds to trace.
-        """
-        try:
-            size = size_of(self._batch)
-            problems = SizedProblems(self._at)
-            problems.traced[size] = problem
-            about: dict[str, Any] = {"trace_seconds": trace_seconds, "plain_peak": plain_peak, "deadline": deadline}
-            found = largest_sizes(problems, max(LEAST_SIZE, size), room, **about)
-            return replace(found, given=size), ""
-        except CheckmateError as error:
-            return None, str(error)
-
-    def _at(self, size: int) -> Problem:
-        if self._make_batch is None:
-            batch, named = scaled(self._batch, size)
-        else:
-            batch, named = arguments_of(self._make_batch(size))
-            if self._step.place.device is not None:
-                batch, named = StandIns().within((batch, named))
-        return self._step.problem(batch, named)

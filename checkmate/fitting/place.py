@@ -55,16 +55,8 @@ class Place:
             here = main_device(tensors_within(reach))
             there_is = available(here, sum(held.values()))
             room, total = there_is.bytes if asked is None else asked, there_is.limit.total
-            blocks, is_gpu = kind_of(here).block_bytes, here.type != "cpu"
-            return cls(
-                "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here",
-                room,
-                total,
-                None,
-                "measure",
-                blocks,
-                is_gpu,
-            )
+            here_is = "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here"
+            return cls(here_is, room, total, None, "measure", kind_of(here).block_bytes, here.type != "cpu")
         if name not in DEVICES:
             raise ValueError(f"There is no device {name!r}; there are {', '.join(DEVICES)}.")
         device = DEVICES[name]
@@ -87,7 +79,7 @@ class Place:
         return resident + replay_steps(lives, CudaAllocator()).reserved
 
     def reserved_for(self, solution: Solution) -> int | None:
-        """The same of a plan."""
+        """Bytes that the allocator would hold for a plan."""
         if solution.plan is None or not self.is_gpu or self.device is None:
             return None
         places = torch.device("cuda", 0), torch.device("cpu")  # where there is no C++ compiler, ops are of the CPU

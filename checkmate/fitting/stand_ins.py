@@ -42,15 +42,14 @@ class StandIns:
         return self._made[id(tensor)][1]
 
     def within(self, tree: Any) -> Any:
-        """The same tree with its tensors stood in for."""
+        """The tree with its tensors stood in for."""
         return tree_map_only(torch.Tensor, self.of, tree)
 
     def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
         """One with the same settings and state, of parameters that stand in for its own."""
-        other = copy.copy(optimizer)
-        groups = [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
-        other.param_groups, other.state = groups, copy.copy(optimizer.state)
-        other.state.clear()
+        other = _copy(
+            optimizer, [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
+        )
         for parameter, state in optimizer.state.items():
             other.state[self.of(parameter)] = self.within(state)
         return other
@@ -60,8 +59,7 @@ class StandIns:
         """Within the block, modules within reach have tensors without data; their own are back after it."""
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in {id(m): m for root in modules_within(things) for m in root.modules()}.values():
-            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-            for held in holders:
+            for held in (module._parameters, module._buffers, vars(module)):
                 places += [(held, name, t) for name, t in held.items() if isinstance(t, torch.Tensor)]
         try:
             for where, name, tensor in places:
@@ -111,31 +109,35 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
     With ``at_once`` an optimizer that does not say otherwise updates all parameters by one op, as PyTorch does on a
     GPU. Where it cannot be found out, twice what it updates at a time is taken for it.
     """
-    return max((_update_bytes(optimizer, at_once=at_once) for optimizer in optimizers), default=0)
+    most = 0
+    for optimizer in optimizers:
+        stand_ins, groups = StandIns(), list[dict[str, Any]]()
+        for group in optimizer.param_groups:
+            params = [nn.Parameter(stand_ins.of(p).detach().clone()) for p in group["params"] if p.requires_grad]
+            groups.append({**group, "params": params})
+            if at_once and group.get(AT_ONCE, False) is None and not group.get("fused"):
+                groups[-1][AT_ONCE] = True
+        one: Any = _copy(optimizer, groups)
+        trained_ones = [p for group in groups for p in group["params"]]
+        for parameter in trained_ones:
+            parameter.grad = torch.empty_like(parameter)
+        try:
+            for _ in range(STEPS):
+                with _Counting() as counting:
+                    one.step()
+            most = max(most, counting.most)
+        except RuntimeError:  # an optimizer that reads numbers which are not there
+            sizes = [p.nbytes for p in trained_ones]
+            most = max(most, 2 * (sum(sizes) if at_once else max(sizes, default=0)))
+    return most
 
 
-def _update_bytes(optimizer: optim.Optimizer, *, at_once: bool) -> int:
-    one: Any = copy.copy(optimizer)
-    stand_ins = StandIns()
-    groups = []
-    for group in optimizer.param_groups:
-        settings = dict(group)
-        if at_once and settings.get(AT_ONCE, False) is None and not settings.get("fused"):
-            settings[AT_ONCE] = True
-        params = [nn.Parameter(stand_ins.of(p).detach().clone()) for p in group["params"] if p.requires_grad]
-        groups.append({**settings, "params": params})
-    one.param_groups, one.state = groups, copy.copy(optimizer.state)
-    one.state.clear()
-    for parameter in (p for group in groups for p in group["params"]):
-        parameter.grad = torch.empty_like(parameter)
-    try:
-        for _ in range(STEPS):
-            with _Counting() as counting:
-                one.step()
-    except RuntimeError:  # an optimizer that reads numbers which are not there
-        sizes = [p.nbytes for group in groups for p in group["params"]]
-        return 2 * (sum(sizes) if at_once else max(sizes, default=0))
-    return counting.most
+def _copy(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
+    """The optimizer with other groups of parameters, and no state yet."""
+    other = copy.copy(optimizer)
+    other.param_groups, other.state = groups, copy.copy(optimizer.state)
+    other.state.clear()
+    return other
 
 
 class _Counting(TorchDispatchMode):

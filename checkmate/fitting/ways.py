@@ -37,57 +37,40 @@ def ways_of(
     """
     there = place.host(host)
     ways: list[Way] = []
-    known: Way | None = None  # what recomputation has found, with its loss in parts where that was looked at
+    known: Way | None = None  # the last way that was looked at
     longest = 0.0
     for name in NAMES:
-        began = time.perf_counter()
+        began, why_not = time.perf_counter(), ""
         planned_fits = any(way.fits for way in ways)
         if (fits or planned_fits) and not everything:
-            way = _left_out(name, NOT_ASKED)
+            why_not = NOT_ASKED
         elif planned_fits and began + longest > deadline:
-            way = _left_out(name, FOR_WANT_OF_TIME)
-        elif name == RECOMPUTATION:
-            way = known = _way(name, without_parts(problem), place, seconds)
+            why_not = FOR_WANT_OF_TIME
         elif name == IN_PARTS and (problem.smaller is None or problem.smaller() is None):
-            way = _left_out(name, "no loss that would help")
-        elif name == IN_PARTS:
-            way = known = _way(name, problem, place, seconds, known=known)
+            why_not = "no loss that would help"
         elif name == WITH_HOST and there is None:
-            way = _left_out(name, "give host=checkmate.Host(...)")
-        else:
-            assert there is not None
-            options = {"host_budget": f'"{written(there.budget)}"'}
-            way = _way(name, problem.with_host(there), place, seconds, options=options, no_more_than=known)
-        ways.append(way)
+            why_not = "give host=checkmate.Host(...)"
+        if why_not:
+            ways.append(Way(name, {}, None, None, fits=False, why_not=why_not))
+            continue
+        one, options = without_parts(problem) if name == RECOMPUTATION else problem, {}
+        if name == WITH_HOST and there is not None:
+            one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
+        known = _way(name, one, place, seconds, known, options)
+        ways.append(known)
         longest = max(longest, time.perf_counter() - began)
     return ways
 
 
-def _left_out(name: str, why: str) -> Way:
-    return Way(name, {}, None, None, fits=False, why_not=why)
-
-
-def _way(
-    name: str,
-    problem: Problem,
-    place: Place,
-    seconds: float,
-    *,
-    options: dict[str, str] | None = None,
-    known: Way | None = None,
-    no_more_than: Way | None = None,
-) -> Way:
-    """A way, whose plan is one that is ``known`` already where that is within the room.
-
-    ``no_more_than``: a way that this one may go as well.
-    """
+def _way(name: str, problem: Problem, place: Place, seconds: float, known: Way | None, options: dict[str, str]) -> Way:
+    """A way, which may do as one that is ``known``: take its smallest budget, and without a host its plan."""
     ends = min_budget(problem, time_limit=seconds)
     smallest, bound = ends.peak, ends.bound
-    if (other := known or no_more_than) is not None:
-        smallest = min(smallest, other.smallest or smallest)
+    if known is not None:
+        smallest = min(smallest, known.smallest or smallest)
     if not ends.proven:  # a plan at the bound is often found where other searches had no time
         smallest = min(smallest, planned(problem, bound, seconds).peak or smallest)
-    if known is not None and known.fits and known.solution is not None:
+    if known is not None and known.fits and known.solution is not None and problem.host is None:
         solution = known.solution
     else:
         budget = place.budget if bound <= place.budget else smallest
@@ -95,9 +78,9 @@ def _way(
         if solution.peak is None:
             solution = planned(problem, smallest, PATIENCE)
     smallest = min(smallest, solution.peak or smallest)
-    fits_ = solution.peak is not None and solution.peak <= place.budget
-    about = solution, place.reserved_for(solution), "" if solution.peak is not None else "no plan found in time"
-    return Way(name, options or {}, smallest, bound, fits_, *about)
+    fits = solution.peak is not None and solution.peak <= place.budget
+    why_not = "" if solution.peak is not None else "no plan found in time"
+    return Way(name, options, smallest, bound, fits, solution, place.reserved_for(solution), why_not)
 
 
 def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:

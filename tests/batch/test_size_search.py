@@ -17,7 +17,7 @@ from tests.support.sampling import in_turn
 
 
 def _search_sizes(trace: Callable[[int], Problem], budget: int, **options: object) -> SizeSearch:
-    settings = {"max_overhead": ONE_FORWARD, "smallest": 1, "largest": 1000, "try_seconds": 2.0}
+    settings = {"max_overhead": ONE_FORWARD, "largest": 1000, "try_seconds": 2.0}
     return SizeSearch(SizedProblems(trace), budget, deadline=time.perf_counter() + 60, **{**settings, **options})
 
 
@@ -108,7 +108,7 @@ def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
 def test_without_time_there_is_still_an_answer() -> None:
     base = random_problem(4, most_ops=4)
     problems = SizedProblems(lambda n: grown(base, n))
-    search = SizeSearch(problems, problems.at(9).keep_all_peak, None, 1, 100, deadline=0.0, try_seconds=1.0)
+    search = SizeSearch(problems, problems.at(9).keep_all_peak, None, deadline=0.0, try_seconds=1.0, largest=100)
     assert _found(search).size == 1
 
 

@@ -10,7 +10,7 @@ from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Profile
-from checkmate.fitting.memory_parts import UPDATES, Resident, gradients_of, kept_parts, plain_lives, plain_parts
+from checkmate.fitting.memory_parts import UPDATES, Resident, as_plain, gradients_of, lives_of_plain, parts_of
 
 RESIDENT = Resident(parameters=10, optimizer_state=20)
 BATCH = 3
@@ -44,7 +44,7 @@ def _two_layers() -> Problem:
 def test_the_parts_of_two_layers_are_those_by_hand() -> None:
     problem = _two_layers()
     assert gradients_of(problem) == {4, 6}
-    kept = kept_parts(problem, RESIDENT)
+    kept = parts_of(problem, RESIDENT)
     # a is gone, the loss b stays; the gradient of w2 was let go of as soon as it was used
     assert dict(kept) == {
         "parameters": 10,
@@ -56,13 +56,13 @@ def test_the_parts_of_two_layers_are_those_by_hand() -> None:
         "buffers and batch": 3,
     }
     assert (kept.at, kept.peak) == ("grad_a", problem.keep_all_peak)
-    plain = plain_parts(problem, RESIDENT, update_bytes=0)
+    plain = parts_of(as_plain(problem, update_bytes=0), RESIDENT)
     assert (plain.gradients, plain.peak, plain.at) == (4, kept.peak + 4, "grad_a")
 
 
 def test_an_update_of_all_parameters_at_once_may_be_the_peak() -> None:
     problem = _two_layers()
-    plain = plain_parts(problem, RESIDENT, update_bytes=1000)
+    plain = parts_of(as_plain(problem, update_bytes=1000), RESIDENT)
     assert (plain.at, plain.workspaces, plain.gradients) == ("optimizer.step()", 1000, 10)
     assert plain.activations == 50  # the loss is there yet
 
@@ -70,13 +70,14 @@ def test_an_update_of_all_parameters_at_once_may_be_the_peak() -> None:
 def test_what_plain_pytorch_allocates_has_the_peak_of_its_parts() -> None:
     problem = _two_layers()
     for update_bytes in (0, 1000):
-        plain = plain_parts(problem, RESIDENT, update_bytes)
-        assert problem.resident + plain_lives(problem, update_bytes).peak == plain.peak
+        plain = as_plain(problem, update_bytes)
+        peak = parts_of(plain, RESIDENT).peak
+        assert problem.resident + lives_of_plain(plain).peak == plain.keep_all_peak == peak
 
 
 def test_values_that_are_written_over_count_once() -> None:
     chain = Problem.from_dag([[], [0], [1]], seconds=[1] * 3, sizes=[10, 10, 4], over={1: [0]}, workspace=[0, 3, 0])
     nobody = Resident(0, 0)
-    assert kept_parts(chain, nobody).peak == chain.keep_all_peak
-    assert kept_parts(replace(unit_chain(6)), nobody).peak == unit_chain(6).keep_all_peak
-    assert plain_parts(chain, nobody, 0).peak == 23
+    assert parts_of(chain, nobody).peak == chain.keep_all_peak
+    assert parts_of(replace(unit_chain(6)), nobody).peak == unit_chain(6).keep_all_peak
+    assert parts_of(as_plain(chain, 0), nobody).peak == 23
