@@ -323,8 +323,8 @@ def compare_with_spread(
                              <=  4 * max |plain| * max over all of their type (max_ij |plain_i - plain_j| / max |plain|)
     """
     runs, results = [state.tensors for state in plain], found.tensors
-    largest = {name: float(t.abs().max()) for name, t in runs[0].items() if t.is_floating_point() and t.numel()}
-    together = [name for name in largest if name in sums]
+    together = [name for name, t in runs[0].items() if name in sums and t.is_floating_point() and t.numel()]
+    largest = {name: float(runs[0][name].abs().max()) for name in together}
     spreads = {
         name: max(distance(a.get(name), b.get(name)) for i, a in enumerate(runs) for b in runs[:i])
         for name in dict.fromkeys([*names, *together])

@@ -66,7 +66,9 @@ class Reach:
             for optimizer in self._optimizers:
                 for p, values in optimizer.state.items():
                     of = f"of {type(optimizer).__name__} for {self._names[id(p)]}"
-                    state |= {f"{name} {of}": t for name, t in values.items() if isinstance(t, torch.Tensor)}
+                    numbers = {name: torch.tensor(n) for name, n in values.items() if isinstance(n, (int, float))}
+                    kept = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)} | numbers
+                    state |= {f"{name} {of}": t for name, t in kept.items()}
             groups = [outputs, {name: t for name, t in gradients.items() if t is not None}, state]
             copies = [{name: t.detach().to(CPU, copy=True) for name, t in group.items()} for group in groups]
             numpy_state = np.random.get_state()  # noqa: NPY002  # that of users' code
