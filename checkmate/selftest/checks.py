@@ -109,7 +109,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
         for key, node in distinct.items():
             with same_random_state(device):
                 cost = dict(measure_ops_on(device)([node])).get(0)
-            row = {"op": target_name(node), "key": key, "seconds": None, "bytes": None, "ways": {}}
+            row: dict[str, Any] = {"op": target_name(node), "key": key, "seconds": None, "bytes": None, "ways": {}}
             if cost is not None:
                 ways = {place: way is not None for place, way in cost.over.items()}
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}

@@ -179,8 +179,8 @@ def _differentiated(
     factors = [torch.full_like(t, (-1) ** i / (i + 1)) for i, t in made if t.requires_grad]
     with torch.autocast(reach.device.type, enabled=False):  # as a backward after the block
         grads = torch.autograd.grad(roots, leaves, factors, allow_unused=True) if leaves else ()
-    named = {f"the gradient of {reach.name(leaf)}": grad for leaf, grad in zip(leaves, grads, strict=True)}
-    return [t for _, t in made], named
+    names = [f"the gradient of {reach.name(leaf)}" for leaf in leaves]
+    return [t for _, t in made], dict(zip(names, grads, strict=True))
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -226,8 +226,11 @@ def compare_whole(
         first_states = state_bytes(optimizers)
     # The optimizers' first states are among what is resident in a plan, and in the peak of the step that makes them.
     twice = first_states - state_bytes(optimizers) + state_bytes(strangers)
-    run = [partial(reach.run, partial(measured, step)) for step in (plain, planned)]
-    compared = _compare(*run, reach.device, updates=True)
+
+    def run(step: Callable[[], Any]) -> StepState:
+        return reach.run(partial(measured, step))
+
+    compared = _compare(partial(run, plain), partial(run, planned), reach.device, updates=True)
     if (plan := plan_now()) is not None:
         check_peak(plan.problem.resident - twice + compared.compiled.use.peak, plan, reach.device, plan.budget)
     log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(compared.plain.tensors))

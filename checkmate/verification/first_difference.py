@@ -85,8 +85,8 @@ def first_difference(
         run(lambda *args, **kwargs: plain(*args, **kwargs))
     for node in nodes.values():
         # An op that plain PyTorch runs too, but never with this result.
-        known, found = made.fingerprints.get(_family(node.target)), once.get(node.name)
-        if known and found and not known.issuperset(found):
+        known, prints = made.fingerprints.get(_family(node.target)), once.get(node.name)
+        if known and prints and not known.issuperset(prints):
             return f"{_described(node)}: plain PyTorch makes no such value; it was captured as another computation."
     return None
 

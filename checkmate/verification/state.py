@@ -69,11 +69,10 @@ class Reach:
                     numbers = {name: torch.tensor(n) for name, n in values.items() if isinstance(n, (int, float))}
                     kept = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)} | numbers
                     state |= {f"{name} {of}": t for name, t in kept.items()}
-            groups = [outputs, {name: t for name, t in gradients.items() if t is not None}, state]
-            copies = [{name: t.detach().to(CPU, copy=True) for name, t in group.items()} for group in groups]
+            there = {name: t for name, t in gradients.items() if t is not None}
             numpy_state = np.random.get_state()  # noqa: NPY002  # that of users' code
             drawn = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
-            return StepState(*copies, drawn, replace(use, result=None))
+            return StepState(_copied(outputs), _copied(there), _copied(state), drawn, replace(use, result=None))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -96,6 +95,10 @@ class Reach:
             for tensor, gradient in gradients:
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
+
+
+def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().to(CPU, copy=True) for name, t in tensors.items()}
 
 
 def _as_before(held: Any, was: Any) -> Any:
