@@ -34,7 +34,7 @@ from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
 from checkmate.updates.optimizers import checked, parameters_of, refuse_hooks
 from checkmate.updates.updates import Updates
-from checkmate.verification.whole_steps import compare_whole
+from checkmate.verification.compare import compare_whole
 
 
 def training_step(

@@ -302,9 +302,8 @@ def _doctor(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.selftest.catalogue import CHECKS
-    from checkmate.selftest.check import Result, Setting
-    from checkmate.selftest.children import run_all
+    from checkmate.selftest.checks import CHECKS
+    from checkmate.selftest.run import Result, Setting, run_all
 
     names = [check.name for check in CHECKS]
     if unknown := [name for name in args.only or () if name not in names]:

@@ -1,4 +1,1 @@
-"""What ``checkmate demo`` does: two networks train inside byte budgets, and every promise is held to plain PyTorch.
-
-`data` makes what they learn from, `tasks` is the two, and `training` trains them and writes the tables.
-"""
+"""Two small networks train within byte budgets, each promise compared with plain PyTorch: ``checkmate demo``."""

@@ -7,9 +7,12 @@ the gradients, the trained parameters and buffers or the random state differs fr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +20,8 @@ from torch import Tensor, nn
 from checkmate.backends.tensor_state import differing
 from checkmate.compiler import compile as compiled_within
 from checkmate.core.table import Table
-from checkmate.demo.data import Batch
-from checkmate.demo.tasks import Task
+from checkmate.demo.tasks import Batch, Step, Task
 from checkmate.memory import measure_peak
-from checkmate.selftest.networks import Step
-from checkmate.selftest.steps import paired_seconds, run_step
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.tracing import trace
 from checkmate.units import exact_bytes, format_bytes, format_seconds
@@ -122,6 +122,14 @@ def train(
     return [*on_host, torch.get_rng_state()]
 
 
+def run_step(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> Tensor:
+    """A forward and a backward, from no gradients; the loss."""
+    module.zero_grad(set_to_none=True)
+    loss = step(*batch)
+    loss.backward()
+    return loss.detach()
+
+
 def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
     """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
     run_step(module, step, *batch)
@@ -171,3 +179,26 @@ def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row
         times["ratio"],
         not differing(found, expected),
     )
+
+
+def paired_seconds(
+    device: torch.device, plain: Callable[..., Tensor], ours: Callable[..., Tensor], batch: Any, pairs: int
+) -> dict[str, float]:
+    """Median seconds of a step of each, in turn, and the median of the ratios."""
+
+    def seconds(run: Callable[..., Tensor]) -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        run(*batch)
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    timed = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
+    of_plain, of_ours = zip(*timed, strict=True)
+    ratio = median(b / a for a, b in timed)
+    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": ratio}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

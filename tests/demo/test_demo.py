@@ -10,8 +10,7 @@ import torch
 
 from checkmate.cli.app import main
 from checkmate.demo import training
-from checkmate.demo.data import LIT, SEGMENTS, digit_batches, documentation, text_batches
-from checkmate.demo.tasks import digits_task, text_task
+from checkmate.demo.tasks import LIT, SEGMENTS, digit_batches, digits_task, documentation, text_batches, text_task
 from checkmate.demo.training import Row
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_python

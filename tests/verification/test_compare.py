@@ -22,7 +22,8 @@ from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.memory import MemoryUse
 from checkmate.verification import compare as verification
-from checkmate.verification.outcomes import Outcome, compare_with_spread, distance, names_that_differ
+from checkmate.verification.compare import compare_with_spread, distance, names_that_differ
+from checkmate.verification.state import StepState
 from tests.support.bits import assert_same_bits
 
 
@@ -233,17 +234,19 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
         compiled(batch[0].requires_grad_())
 
 
-def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[Outcome]:
-    """Outcomes of steps whose gradients have these largest elements, run by run."""
-    count = len(next(iter(gradients.values())))
+def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[StepState]:
+    """States after steps whose gradients have these largest elements, run by run."""
     return [
-        Outcome(
-            {"output 0": torch.tensor(output)}
-            | {f"the gradient of {name}": torch.tensor([1.0, values[i]]) for name, values in gradients.items()},
-            {},
-            MemoryUse(0, 0, None),
+        StepState(
+            outputs={"output 0": torch.tensor(output)},
+            gradients={
+                f"the gradient of {name}": torch.tensor([1.0, most]) for name, most in zip(gradients, run, strict=True)
+            },
+            state={},
+            random={},
+            use=MemoryUse(0, 0, None),
         )
-        for i in range(count)
+        for run in zip(*gradients.values(), strict=True)
     ]
 
 
@@ -262,7 +265,9 @@ def test_where_one_gradient_wavers_all_may(weight: list[float], bias: list[float
     plain = _runs({"weight": [8.0, 8.0, 8.0 + 2**-7, 8.0, 8.0], "bias": [4.0] * 5})
     (found,) = _runs({"weight": weight, "bias": bias})
     with nullcontext() if error is None else pytest.raises(checkmate.VerificationError, match=error):
-        compare_with_spread(names_that_differ(plain[0], found) or ["the gradient of weight"], plain, found)
+        compare_with_spread(
+            names_that_differ(plain[0], found) or ["the gradient of weight"], plain, found, found.gradients
+        )
 
 
 def test_outputs_and_what_repeats_everywhere_must_be_the_same() -> None:
@@ -271,7 +276,7 @@ def test_outputs_and_what_repeats_everywhere_must_be_the_same() -> None:
         plain = _runs({"weight": gradients})
         (found,) = _runs({"weight": [8.0 + 2**-7 if gradients is wavers else 8.1]}, output)
         with pytest.raises(checkmate.VerificationError, match=rf"^{name} .* repeats its own bits"):
-            compare_with_spread(names_that_differ(plain[0], found), plain, found)
+            compare_with_spread(names_that_differ(plain[0], found), plain, found, found.gradients)
 
 
 @pytest.mark.parametrize(

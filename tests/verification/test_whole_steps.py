@@ -42,14 +42,19 @@ def test_what_is_verified_trains_as_if_it_were_not(gradients: bool) -> None:
     assert_same_bits(_trained(verify=True, gradients=gradients), _trained(verify=False))
 
 
+def _next_value(tensor: Tensor) -> None:
+    tensor.view(-1)[0] += 1e-4
+
+
 @pytest.mark.parametrize(
-    ("what", "name"),
+    ("spoil", "name"),
     [
-        (lambda update: update.parameter, r"0\.weight of shape \(32, 32\)"),
-        (lambda update: update.optimizer.state[update.parameter]["exp_avg"], r"exp_avg of AdamW for .*0\.weight"),
+        (lambda parameter, state: _next_value(parameter), r"0\.weight of shape \(32, 32\)"),
+        (lambda parameter, state: _next_value(state["exp_avg"]), r"exp_avg of AdamW for .*0\.weight"),
+        (lambda parameter, state: state.update(seen=7), r"seen of AdamW for .*0\.weight"),  # a number is state, too
     ],
 )
-def test_what_differs_is_named(what: Callable[[Update], Tensor], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_is_named(spoil: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is off by little, in one parameter or in its state."""
     really = Update.__call__
 
@@ -57,7 +62,7 @@ def test_what_differs_is_named(what: Callable[[Update], Tensor], name: str, monk
         really(self, gradient)
         if self.parameter.shape == (32, 32):
             with torch.no_grad():
-                what(self).view(-1)[0] += 1e-4
+                spoil(self.parameter, self.optimizer.state[self.parameter])
 
     monkeypatch.setattr(Update, "__call__", off)
     with pytest.raises(checkmate.VerificationError, match=name):

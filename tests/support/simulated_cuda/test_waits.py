@@ -34,13 +34,13 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import lower, verify
 from checkmate.core.solution import Solution
+from checkmate.demo import training
 from checkmate.errors import HostError
 from checkmate.host import Store, open_store, opening, pinned_mover
 from checkmate.host import store as store_module
 from checkmate.memory import measure_peak
 from checkmate.profiling import measure
 from checkmate.profiling.data_sheets import DEVICES
-from checkmate.selftest import steps as selftest_steps
 from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
@@ -228,10 +228,10 @@ def links_are_timed() -> None:
 def steps_are_timed() -> None:
     to = torch.zeros(SIZE).pin_memory()
     with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest_steps, "time", IdleClock())
+        patch.setattr(training, "time", IdleClock())
         source = value()
         to.copy_(source, non_blocking=True)
-        selftest_steps.paired_seconds(DEVICE, lambda: to.copy_(source, non_blocking=True), lambda: to, ())
+        training.paired_seconds(DEVICE, lambda: to.copy_(source, non_blocking=True), lambda: to, (), pairs=5)
 
 
 def an_op_is_timed() -> None:
@@ -415,8 +415,8 @@ ROWS = [
         for turn, when in enumerate(("before the clock is read", "before it is read again"))
     ),
     *(
-        Row("checkmate/selftest/steps.py seconds _synchronize", when,
-            called_by("seconds", selftest_steps, "_synchronize", turn), steps_are_timed, "at work", AssertionError)
+        Row("checkmate/demo/training.py seconds _synchronize", when,
+            called_by("seconds", training, "_synchronize", turn), steps_are_timed, "at work", AssertionError)
         for turn, when in enumerate(("before the clock is read", "before it is read again"))
     ),
     Row("profiling/measure.py time_on_accelerator synchronize", "before events are asked",
@@ -430,7 +430,7 @@ ROWS = [
 ]  # fmt: skip
 THEMSELVES = {
     "checkmate/host/opening.py _synchronize synchronize",
-    "checkmate/selftest/steps.py _synchronize synchronize",
+    "checkmate/demo/training.py _synchronize synchronize",
     "profiling/mesh.py _finish synchronize",
 }
 WAITS = {"wait_event", "wait_stream", "synchronize", "_synchronize", "record_stream"}

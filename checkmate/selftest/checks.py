@@ -1,0 +1,366 @@
+"""The checks of a device: each looks at one promise on it, and says what it found and what to do."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from checkmate.backends.step_problem import joint_of
+from checkmate.capture import random_draws
+from checkmate.capture.device import is_unordered, may_waver, same_random_state
+from checkmate.capture.nodes import target_name, tensors
+from checkmate.capture.ways.rounding_probes import same_bytes
+from checkmate.compiler import compile as compiled_within
+from checkmate.compiler import verify
+from checkmate.demo.tasks import Bottlenecks, Step, Transformer, step_of
+from checkmate.demo.training import paired_seconds, run_step
+from checkmate.devices import kind_of
+from checkmate.errors import CheckmateError
+from checkmate.host.opening import measure, open_store
+from checkmate.host.store import rounded
+from checkmate.profiling.measure import measure_ops
+from checkmate.profiling.one_op import attempt, call_of, key_of, runs_alone
+from checkmate.selftest.run import REPORT, Check, Finding, Setting
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.torch_internals.versions import TRIED, is_tried
+from checkmate.tracing import trace
+from checkmate.units import format_bytes
+from checkmate.version import __version__
+
+BLOCKS = (1 << 20, 16 << 20)  # bytes that are copied to a second memory
+SHAPES = ((1000,), (64, 257), (2, 3, 64, 64))  # of masks
+HALF_AND_FULL = (torch.float32, torch.bfloat16)
+RUNS = 4  # of an op, of which the first is compared with the others
+SHARES = (0.1, 0.5, 1.0)  # of the way from the smallest budget to keeping everything
+PLAN_SECONDS, QUICK_SECONDS = 5.0, 1.0  # to plan for one budget
+PAIRS = 5  # of plain and compiled steps that are timed
+
+
+def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
+    """The network "transformer", "bottlenecks" or "chain", its step and a batch: each time the same."""
+    torch.manual_seed(0)
+    quick = setting.quick or setting.device.type == "cpu"
+    with setting.device:
+        if name == "chain":  # of values of 10 MiB, or 160 at full size: from 10 on the allocator takes each by itself
+            layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+            rows = 5 << (10 if setting.device.type == "cpu" else 13 if setting.quick else 17)
+            chain = nn.Sequential(*layers)
+            return chain, lambda x: chain(x).square().mean(), (torch.randn(rows, 64),)
+        if name == "transformer":  # whose logits are the most of a step: the loss is to run in parts
+            vocabulary, positions = (2048, 64) if quick else (50257, 512)
+            shape = {"width": 64, "layers": 2, "heads": 2} if quick else {"width": 768, "layers": 4, "heads": 12}
+            module: nn.Module = Transformer(vocabulary, positions, **shape)
+            text = torch.randint(vocabulary, (4, positions + 1))
+            return module, step_of(module), (text[:, :-1], text[:, 1:])
+        count, side, classes = (4, 32, 10) if quick else (32, 224, 1000)
+        width, blocks = (8, (1, 1)) if quick else (64, (3, 4, 6, 3))
+        module = Bottlenecks(blocks, width, classes)
+        return module, step_of(module), (torch.randn(count, 3, side, side), torch.randint(classes, (count,)))
+
+
+def versions(setting: Setting) -> Finding:
+    """What runs here, and whether the device adds."""
+    device = setting.device
+    facts: dict[str, Any] = {"checkmate": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
+    shown = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        driver = None
+        if (tool := shutil.which("nvidia-smi")) is not None:
+            asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver or None}
+        facts |= {"device": about.name, "capability": f"{about.major}.{about.minor}", "bytes": about.total_memory}
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        facts |= {"allocator": settings or "as PyTorch has it"}
+        shown += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
+    facts["threads"] = torch.get_num_threads()
+    works = torch.ones(1000, device=device).sum().item() == 1000
+    return Finding(works, ", ".join(shown), "The device does not add: look at its driver.", facts)
+
+
+def ops_of(name: str, setting: Setting) -> Finding:
+    """Measure each distinct op of a network's step, run it again and again, and try what it may write over.
+
+    Raises:
+        RuntimeError: naming the op that has stopped the device.
+    """
+    _, step, batch = network(name, setting)
+    device = setting.device
+    problem = trace(step, *batch, profile=f"roofline:{kind_of(device).like}")  # it measures nothing
+    distinct = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for key, node in distinct.items():
+            with same_random_state(device):
+                cost = dict(measure_ops({0: node})).get(0)
+            row: dict[str, Any] = {"op": target_name(node), "key": key, "seconds": None, "bytes": None, "ways": {}}
+            if cost is not None:
+                ways = {place: way is not None for place, way in cost.over.items()}
+                row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
+            repeats = cost is None or _repeats(node, device)
+            rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
+    fails = sorted({row["op"] for row in rows if row["seconds"] is None})
+    strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
+    waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
+    kept = [keeps for row in rows for keeps in row["ways"].values()]
+    found = [f"{sum(row['seconds'] is not None for row in rows)} of {len(rows)} ops measured"]
+    found += [f"do not run by themselves: {', '.join(fails)}"] if fails else []
+    found += [f"do not repeat their bits: {', '.join(strays)}"] if strays else []
+    found += [f"waver, as is known: {', '.join(waver)}"] if waver else []
+    found += [f"{sum(kept)} of {len(kept)} ways to write over an argument keep the bits"]
+    advice = f"Gradients differ from run to run: set torch.use_deterministic_algorithms(True). {REPORT}"
+    return Finding(not (fails or strays), "; ".join(found), advice if strays else REPORT, {"ops": rows})
+
+
+def _repeats(node: fx.Node, device: torch.device) -> bool:
+    """Whether the numbers that an op makes of the same arguments and draws are the same each time."""
+    if "empty" in target_name(node):  # which makes none
+        return True
+    run = call_of(node)
+
+    def numbers() -> list[Tensor]:
+        with same_random_state(device):
+            return [t for t in tensors(run()) if t.is_floating_point()]
+
+    first = attempt(node, lambda: [t.clone() for t in numbers()])
+    return first is None or all(all(map(same_bytes, first, numbers())) for _ in range(RUNS - 1))
+
+
+def dropout(setting: Setting) -> Finding:
+    """Draw masks, and again from what is kept of the generator: same bits, and the generator as it was."""
+    device, wrong, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
+    for shape, p, dtype in cases:
+        x = torch.randn(shape, device=device).to(dtype)
+        if device.type == "cpu":
+            kept, mask_of = random_draws.save_state(x), (tuple(shape), p)
+            first = [random_draws.draw_saved(kept, *mask_of), torch.get_rng_state()]
+            again = [random_draws.draw_again(kept, *mask_of), torch.get_rng_state()]
+        else:
+            given: dict[str, Any] = {"on": device, "saved": random_draws.save_device_state(device)}
+            draw = random_draws.Drawn(torch.ops.aten.native_dropout.default)
+            first = [*draw(x, p, True, **given), random_draws.save_device_state(device)]
+            again = [*random_draws.drawn_again(draw)(x, p, True, **given), random_draws.save_device_state(device)]
+        if not all(map(same_bytes, first, again)):
+            wrong.append(f"{shape} {dtype} at {p}")
+        torch.rand(7, device=device)  # so that the next one is drawn elsewhere
+    found = f"{len(cases) - len(wrong)} of {len(cases)} masks drawn again with the same bits"
+    advice = f"Steps are right all the same: such a dropout runs once, and takes more memory. {REPORT}"
+    return Finding(not wrong, found, advice, {"wrong": wrong})
+
+
+def attention(setting: Setting) -> Finding:
+    """Run each kernel of attention and its backward again and again."""
+    device, found, strays = setting.device, {}, []
+    length = 256 if setting.quick else 1024
+    for dtype in HALF_AND_FULL:
+        for backend in (b for name, b in SDPBackend.__members__.items() if name not in ("ERROR", "OVERRIDEABLE")):
+            name = f"{backend.name.lower().removesuffix('_attention')} {str(dtype).removeprefix('torch.')}"
+            repeats = _attention_repeats(backend, dtype, device, length)
+            found[name] = repeats
+            if repeats is False and (backend is SDPBackend.MATH or not may_waver(device)):
+                strays.append(name)
+    verdicts = {True: "repeat", False: "waver", None: "not here"}
+    named = {verdict: ", ".join(name for name, r in found.items() if r is verdict) or "none" for verdict in verdicts}
+    said = "; ".join(f"{verdicts[verdict]}: {names}" for verdict, names in named.items())
+    return Finding(not strays, said, facts={"repeats": found, "strays": strays})
+
+
+def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, length: int) -> bool | None:
+    """Whether a kernel's gradients are the same each time; None: it does not run here."""
+    q, k, v = (torch.randn(2, 4, length, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum(), (q, k, v))
+
+    with sdpa_kernel([backend]):
+        try:
+            first = gradients()
+        except RuntimeError as error:
+            if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+                raise
+            return None
+        return all(all(map(same_bytes, first, gradients())) for _ in range(2 * RUNS))
+
+
+def copies(setting: Setting) -> Finding:
+    """Rates to a second memory and back, and the bits that come back while the device computes."""
+    device = setting.device
+    if device.type == "cpu" and sys.platform != "linux":
+        return Finding(None, "a file beside the RAM needs Linux")
+    store = open_store("file:" if device.type == "cpu" else "pinned", 4 * rounded(max(BLOCKS)), device)
+    try:
+        links = measure(store, device, BLOCKS)
+        same = True
+        for size in BLOCKS:
+            value = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+            expected, landing = value.clone(), torch.empty_like(value)
+            store.send(0, value.untyped_storage())
+            store.wait(0)
+            value.zero_()  # at once: the copy must have ended by then, on the device's own time
+            store.fetch(0, landing.untyped_storage())
+            store.wait(0)
+            same &= same_bytes(landing, expected)
+            store.drop(0)
+    finally:
+        store.close()
+    rates = f"{links.send / 1e9:.2f} GB/s there, {links.fetch / 1e9:.2f} back, {links.latency * 1e6:.0f} us at least"
+    found = f"{rates}; {'the same' if same else 'OTHER'} bits"
+    return Finding(same, found, "Do not use host_budget on this machine. Please report it.", asdict(links))
+
+
+def _plan_seconds(setting: Setting) -> float:
+    return QUICK_SECONDS if setting.quick else PLAN_SECONDS
+
+
+def _range(setting: Setting, step: Step, *batch: Tensor) -> tuple[int, int]:
+    """The smallest budget of a step, and the peak of keeping everything."""
+    problem = trace(step, *batch)
+    return min_budget(problem, time_limit=_plan_seconds(setting)).peak, problem.keep_all_peak
+
+
+def capacity(setting: Setting) -> Finding:
+    """Forbid the device beyond a planned peak: the planned step trains there, and the plain one has no memory."""
+    device = setting.device
+    if device.type != "cuda":
+        return Finding(None, "PyTorch has no limit for memory on the CPU")
+    module, step, (x,) = network("chain", setting)
+    least, most = _range(setting, step, x)
+    budget, limit = least + (most - least) // 4, least + (most - least) // 2
+    expected = run_step(module, step, x)
+    compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
+
+    def trained(step: Step, times: int) -> Tensor | None:
+        # Gradients, what an error held and what the allocator keeps are given back before.
+        module.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            return [run_step(module, step, x) for _ in range(times)][-1]
+        except torch.OutOfMemoryError:
+            return None
+
+    fraction = limit / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    try:
+        plain, ours = trained(step, 1), trained(compiled, 2)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    same = ours is not None and same_bytes(ours, expected)
+    facts = {"limit": limit, "budget": budget, "plain": most, "plain fits": plain is not None, "ours fits": same}
+    found = (
+        f"limit {format_bytes(limit)}: plain PyTorch {'runs out of memory' if plain is None else 'FITS'}, a plan for "
+        f"{format_bytes(budget)} {'trains, with the same loss' if same else 'DOES NOT TRAIN'}"
+    )
+    return Finding(plain is None and same, found, f"Leave more room: reserve= when you compile. {REPORT}", facts)
+
+
+def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Finding:
+    """Compare a network's step within three budgets with plain PyTorch: bits, bytes, and time.
+
+    ``exact``: no more may be asked for than the plan predicts; else no more than the budget.
+    """
+    module, step, batch = network(name, setting)
+    limit = _plan_seconds(setting)
+    least, most = _range(setting, step, *batch)
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        budget = least + int(share * (most - least))
+        row: dict[str, Any] = {"budget": budget}
+        rows.append(row)
+        try:
+            report = verify(step, *batch, budget=budget, time_limit=limit)
+            row |= {"predicted": report.predicted_peak, "measured": report.measured_peak, "plain": report.plain_peak}
+            row |= {"allocated": report.allocated_peak, "reserved": report.reserved_peak}
+            row |= {"plain repeats": report.repeats, "spread": report.spread}
+            if share == SHARES[0] or not setting.quick:
+                compiled = compiled_within(step, budget=budget, time_limit=limit, wait="best")
+                steps = partial(run_step, module, step), partial(run_step, module, compiled)
+                row |= paired_seconds(setting.device, *steps, batch, PAIRS)
+                row["parts"] = list(compiled.plans[0].problem.splits)
+        except (CheckmateError, RuntimeError) as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+    above = max([0, *(row["measured"] - row["predicted"] for row in rows if exact and "error" not in row)])
+    advice = f"Set reserve= to {format_bytes(above)} or more when you compile. {REPORT}" if above else REPORT
+    passed = not above and not any("error" in row for row in rows)
+    return Finding(passed, "; ".join(map(_said, rows)), advice, {"rows": rows})
+
+
+def _said(row: dict[str, Any]) -> str:
+    head = f"within {format_bytes(row['budget'])}"
+    if "error" in row:
+        return f"{head} {row['error'].splitlines()[0]}"
+    bits = "the same bits" if not row["spread"] else f"plain PyTorch within its spread, {row['spread']:.3g}"
+    names = [name for name in ("predicted", "measured", "allocated", "reserved") if row[name] is not None]
+    said = [f"{head} {bits}", *(f"{name} {format_bytes(row[name])}" for name in names)]
+    return ", ".join([*said, *([f"{row['ratio']:.2f} times plain"] if "ratio" in row else []), *row.get("parts", ())])
+
+
+_OPS = "each op measured by itself, run again and again, and tried over its arguments"
+_KNOWN = "all run, and none wavers but those that are known to; what may be written over is tried, not promised"
+_SAME = "plain PyTorch's bits, or its spread where it does not repeat them, and peaks within the budgets"
+CHECKS = (
+    Check("versions", "versions, driver and settings, and a sum on the device", "the sum is right", versions),
+    Check("ops of a transformer", _OPS, _KNOWN, partial(ops_of, "transformer")),
+    Check("ops of convolutions", _OPS, _KNOWN, partial(ops_of, "bottlenecks")),
+    Check(
+        "dropout again",
+        "masks drawn, and drawn again from the state that the generator had",
+        "the same bits, and the generator as it was",
+        dropout,
+    ),
+    Check(
+        "attention repeats",
+        "the gradients of each kernel of attention, several times",
+        "they repeat, or waver in kernels that are known to on a GPU",
+        attention,
+    ),
+    Check(
+        "predicted bytes",
+        "a step of plain layers within three budgets: bytes predicted, asked for, allocated and reserved",
+        "no more is asked for than is predicted, and plain PyTorch's bits",
+        partial(within_budgets, "chain", exact=True),
+    ),
+    Check(
+        "second memory",
+        "copies to pinned memory, on the CPU to a file, and back",
+        "the same bits come back",
+        copies,
+    ),
+    Check(
+        "a transformer in budgets",
+        "a transformer in the manner of GPT-2 within three budgets, its loss in parts where they keep the bits",
+        _SAME,
+        partial(within_budgets, "transformer"),
+        seconds=180.0,
+    ),
+    Check(
+        "convolutions in budgets",
+        "bottlenecks in the manner of ResNet-50 within three budgets",
+        _SAME,
+        partial(within_budgets, "bottlenecks"),
+        seconds=180.0,
+    ),
+    Check(
+        "capacity",
+        "training where PyTorch may take no more than half way between the least and the most",
+        "the planned step trains there, and plain PyTorch runs out of memory",
+        capacity,
+        alone=True,
+    ),
+)
