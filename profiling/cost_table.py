@@ -32,7 +32,7 @@ WITHOUT_WAYS, WITHOUT_CHECKSUM, VERSION = 1, 2, 3  # of files: in those of the f
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one execution costs."""
+    """The cost of one execution."""
 
     seconds: float
     allocated_bytes: int  # at the op's own peak, outputs included
@@ -58,7 +58,7 @@ class Conditions:
 
 
 def conditions_on(device: torch.device) -> Conditions:
-    """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
+    """The conditions of measurements now: the device, PyTorch's version, its number of threads and its settings."""
     kind = kind_of(device)
     changed = {**kind.settings(), "deterministic": torch.are_deterministic_algorithms_enabled()}
     settings = ", ".join(word for word, holds in changed.items() if holds)
@@ -74,7 +74,7 @@ _known: dict[OpKey, OpCost | None] = {}  # measured by this process
 
 @dataclass(frozen=True)
 class OpTable:
-    """What was measured under the same conditions."""
+    """The costs measured under the same conditions."""
 
     conditions: Conditions
     ops: Costs
@@ -170,7 +170,7 @@ def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) 
 
 
 def recall(all_conditions: Iterable[Conditions]) -> dict[OpKey, OpCost | None]:
-    """All that was measured under some conditions, by the files of these and by this process, which counts."""
+    """The costs measured under some conditions, from their files and from this process, which takes precedence."""
     return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
 
 

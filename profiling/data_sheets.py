@@ -13,7 +13,7 @@ RESERVE, LEAST_RESERVE = 0.08, 2 * 10**9  # of a device's memory; bytes
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most, by its data sheet, and which share of that a good kernel gets.
+    """The rates of a device by its data sheet, and the share of them that a good kernel gets.
 
     Raises:
         ValueError: if a figure is not positive, or there is no rate for float32.

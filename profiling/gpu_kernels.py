@@ -1,4 +1,4 @@
-"""What kernels of a GPU take, in seconds: the roofline, with what measured kernels do besides.
+"""The seconds of kernels on a GPU: the roofline, with corrections from measured kernels.
 
     a product     sqrt(computing² + moving²)    as the loads of one tile hide behind another's products in part only
     all others    passes · bytes / bandwidth    of which those that the cache holds come from there
@@ -110,7 +110,7 @@ def pointwise_seconds(device: Device, moved_bytes: float, passes: float = 1) -> 
 
 
 def product_seconds(device: Device, batch: int, rows: int, columns: int, terms: int, rate: float) -> float:
-    """Seconds to compute a product of matrices by the best tiles there are, without what it reads and writes.
+    """Seconds to compute a product of matrices by the best tiles, without its reads and writes.
 
     >>> from checkmate.profiling.data_sheets import DEVICES
     >>> a100 = DEVICES["a100"]
@@ -129,7 +129,7 @@ def product_seconds(device: Device, batch: int, rows: int, columns: int, terms: 
 
 
 def workspace_bytes(node: fx.Node, device: Device) -> int:
-    """What a kernel takes for itself, where that is certain: the products that softmax's backward begins with."""
+    """The workspace of a kernel, where it is certain: the products that softmax's backward begins with."""
     if device.processors and packet_of(node.target) is aten._softmax_backward_data:
         (grad, *_) = node.all_input_nodes
         return sum(t.numel() * t.element_size() for t in tensors(grad.meta.get("val")))

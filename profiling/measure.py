@@ -340,7 +340,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
 
 
 def time_on_cpu(run: Callable[[], Any]) -> float:
-    """Seconds of one execution, what it allocates and frees included: the median, once that is stable.
+    """Seconds of one execution, allocations included: the median, once it is stable.
 
     On one thread these are seconds of the processor, which other programs change less than those of the clock.
     """

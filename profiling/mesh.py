@@ -1,4 +1,4 @@
-"""What collectives take on a mesh of ranks: by a latency and a rate, or off a table that all ranks measured at once.
+"""The seconds of collectives on a mesh of ranks: by latency and rate, or from a table that all ranks measured.
 
     seconds = latency + traffic / rate
     traffic = bytes (n - 1) / n          of n ranks; twice that of an all-reduce, a reduce-scatter and an all-gather
@@ -67,7 +67,7 @@ def traffic(collective: str, whole_bytes: float, ranks: int | None) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks reach of each other.
+    """The link between ranks.
 
     >>> Link(latency=1e-5, rate=1e9).seconds(ALL_GATHER, 4_000_000, ranks=4)
     0.00301
@@ -92,7 +92,7 @@ def link_of(device: Device) -> Link:
 
 
 def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
-    """Seconds by what was measured, on lines between neighbours, of which the last goes on.
+    """Interpolate measured seconds linearly; the last line goes on.
 
     What is smaller than all that was measured takes as long as the smallest.
 
@@ -112,7 +112,7 @@ def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """What collectives of one process group took.
+    """The measured seconds of collectives of one process group.
 
     >>> table = CollectiveTable(2, {ALL_GATHER: ((1000, 1.0), (2000, 1.5))})
     >>> table.seconds(ALL_GATHER, 1500), table.seconds(ALL_REDUCE, 1500)
@@ -130,7 +130,7 @@ class CollectiveTable:
 
 @dataclass(frozen=True)
 class Layout:
-    """What two process groups must share to cost the same.
+    """The properties that two process groups must share to cost the same.
 
     >>> print(Layout("gloo", 4, 2))
     collectives by gloo, 4 ranks, 2 on a host
@@ -175,7 +175,7 @@ def measure_collectives(
     sizes: Sequence[int] = SIZES,
     cache: bool = True,
 ) -> CollectiveTable:
-    """What all-gathers, reduce-scatters and all-reduces of a group take, by bytes of the whole.
+    """Measure all-gathers, reduce-scatters and all-reduces of a group, by bytes of the whole.
 
     All ranks of the group call this at once, with the same arguments. Each size takes as long as it takes the slowest
     rank: the median of some runs there. What was measured before under the same conditions is not measured again, if
@@ -264,7 +264,7 @@ class Collective:
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """The collective that a node is; None: none of which the costs are known."""
+    """The collective of a node; None: it is none with known costs."""
     name = _functional(node)
     if name not in COLLECTIVES:
         return None

@@ -69,7 +69,7 @@ _POOLED = {  # position of x and of the indices, dimensions of a window's plane:
 
 
 def key_of(node: fx.Node) -> str:
-    """What two ops must share to cost the same, in words that hold in every process."""
+    """The key of an op's costs: equal for ops that cost the same, in every process."""
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
@@ -220,7 +220,7 @@ def device_of_op(node: fx.Node) -> torch.device:
 
 
 def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
-    """What something that is run with an op gives; None if the op does not run on made-up inputs.
+    """Run something with an op and give its result; None if the op does not run on made-up inputs.
 
     Raises:
         RuntimeError: if memory runs out, which says nothing about the op; or if the device fails, which no op can use

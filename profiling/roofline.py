@@ -1,4 +1,4 @@
-"""Costs of ops estimated for a named device, from what they compute and what they move: nothing runs.
+"""Estimate the costs of ops for a named device, from their arithmetic and their traffic: nothing runs.
 
     seconds = latency + max(FLOP / (efficiency · peak rate), bytes / (efficiency · bandwidth))
 

@@ -1,4 +1,4 @@
-"""Where the costs of a step's ops come from: measured here, a device's data sheet, a table of measured ops, a profile.
+"""Sources of the costs of ops: measured here, a device's data sheet, a table of measured ops, a profile.
 
 Each is a value, and `profile_of` gives the costs of a step by it. Where the ops are not known before the step is
 captured, it is a function of the captured step.

@@ -74,7 +74,7 @@ _known: dict[tuple[str, OpKey], dict[int, bool]] = {}  # by trial and op, what t
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
-    """The positions of the arguments that an op could write over as far as the table tells, each with whether it can.
+    """The positions of arguments that an op could write over by the table, each with whether a trial kept the bits.
 
     None of them where there is no memory to try.
 

@@ -1,4 +1,4 @@
-"""Where in one arena each block of memory lies, when it is known from when to when each is needed.
+"""Place blocks of memory with known lifetimes in one arena.
 
 This is dynamic storage allocation: blocks that are alive at the same moment must not overlap, and the arena is to be no
 higher than it must. The most bytes alive at any moment, the live peak, is a lower bound; a placement of that height is
@@ -81,7 +81,7 @@ def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap
 
 
 def _orders(data: IntArray) -> Iterator[IntArray]:
-    """In which orders to place blocks: what is placed first has the choice."""
+    """The orders in which to place blocks: earlier ones have the choice."""
     born, died, size = data.T
     span = died - born
     yield np.lexsort((born, -size))

@@ -1,4 +1,4 @@
-"""Go on looking for a better plan in a process of its own, while the step already runs with the best one so far.
+"""Look for a better plan in another process, while the step runs by the best one yet.
 
 The process is one of `checkmate.solvers.common.processes`, of low priority. It tells each plan that is notably better,
 and keeps plans on disk like any. One runs at a time for each process that trains: more wait for their turn. Where it
@@ -41,7 +41,7 @@ class News:
 
 
 class Search(BackgroundProcess):
-    """A search that goes on beside the training; what it has found is read from it at any time.
+    """A search that goes on beside the training; its findings can be read at any time.
 
     Args:
         unfinished: what is still open, and the plan to begin with.
@@ -71,7 +71,7 @@ class Search(BackgroundProcess):
         return None if (process := self.process) is None else process.pid
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, so many seconds at most; whether it is."""
+        """Wait until it is over, ``timeout`` seconds at most, and tell whether it is."""
         return self.over.wait(timeout)
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ _turn = threading.Lock()
 
 
 def _without_the_parents() -> None:
-    """In a forked child: its parent's searches tell it nothing any more, and are not its own to end."""
+    """Forget the parent's searches in a forked child, which neither hears nor ends them."""
     global _turn
     _turn = threading.Lock()
     for search in list(_searches):

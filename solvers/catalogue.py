@@ -79,7 +79,7 @@ class Method:
         seed: int = 0,
         **options: Any,
     ) -> Solution:
-        """What the method answers by itself: without a check of what is asked, and without a way out of a refusal."""
+        """Solve by the method alone, without checks of the question and without a way out of a refusal."""
         incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, threads, seed))
         return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
@@ -126,7 +126,7 @@ class Catalogue(dict[str, Method]):
 
 
 def methods() -> Catalogue:
-    """What `checkmate.solve` can be asked for: each method with what it does, its source and its options.
+    """List the methods of `checkmate.solve`, each with its summary, source and options.
 
     >>> "milp" in methods(), methods()["milp"].source
     (True, 'Jain et al., MLSys 2020')

@@ -272,7 +272,7 @@ def _failed(problem: Problem, method: str, budget: int, message: str) -> Solutio
 
 
 def _shared(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows with what they learn from each other: plans from smaller budgets, bounds from larger ones."""
+    """Share plans from smaller budgets, and bounds from larger ones, between the rows."""
     best: dict[str, Row] = {}  # by method, of the budgets so far
     shared = []
     for row in rows:

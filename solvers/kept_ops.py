@@ -71,7 +71,7 @@ class KeptOps:
         self.bytes_of = [sum(tables.size[v] for v in made) for made in tables.outputs]  # of what each op makes
 
     def of(self, ops: Iterable[int]) -> Choice:
-        """The plan in which of these ops run again whatever is missed, and no other."""
+        """The plan in which missing results of these ops, and of no other, are made again."""
         tables, may = self.tables, {*ops}
         runs: list[int] = []
         again: set[int] = set()
@@ -232,7 +232,7 @@ def _by_parts(plans: KeptOps, budget: int) -> Iterator[Choice]:
 
 
 def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
-    """Have ops run no more, the dearest first, for which others may have to."""
+    """Stop running ops again, the dearest first, for which others may have to."""
     tables, before, tried = plans.tables, None, 0
     while best is not before and tried < MOST_PLANS:
         before = best
@@ -250,7 +250,7 @@ def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
 
 
 def _give_up(plans: KeptOps, choice: Choice, but: int) -> Choice:
-    """The plan in which one more op runs again, of those that take the fewest seconds for what the peak is less."""
+    """Run one more op again: of those that take the fewest seconds for each byte off the peak."""
     tables = plans.tables
 
     def waits(k: int) -> bool:

@@ -1,4 +1,4 @@
-"""Plan a step from what is known: the same step's plan on disk, or that of another batch size, to begin with.
+"""Plan a step from known plans: the same step's plan on disk, or that of another batch size, to begin with.
 
     the same question           -> its plan, if it is as good as asked for, or there was as much time for it
     the same, other costs       -> its plan and a new bound, if that is about as good
@@ -72,7 +72,7 @@ def begin(
     wait: float = inf,
     patience: float = inf,
 ) -> tuple[Solution, UnfinishedSearch | None]:
-    """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
+    """Plan a step for some seconds; give the plan, and a search to go on with, None if it could not matter.
 
     An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
     where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
@@ -128,7 +128,7 @@ def begin(
 
 @dataclass(frozen=True)
 class UnfinishedSearch:
-    """A search that may go on after its best plan so far was taken."""
+    """A search that may go on after its best plan was taken."""
 
     problem: Problem
     budget: int  # bytes
@@ -371,7 +371,7 @@ class Record:
 
 
 def folder() -> Path:
-    """Where the plans are."""
+    """The folder of the plans."""
     return files.folder() / "plans"
 
 
@@ -399,7 +399,7 @@ def used(question: Question) -> None:
 
 
 def store(record: Record) -> None:
-    """Keep an answer, together with the better parts of what is known already; a warning says if that fails."""
+    """Keep an answer, together with the better parts of the known one; a warning says if that fails."""
     path = record.question.path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -449,7 +449,7 @@ def as_document(record: Record) -> dict[str, Any]:
 
 
 def _check(record: Record) -> None:
-    """Raise a ValueError or TypeError for what is of the wrong kind or out of range."""
+    """Raise a ValueError or TypeError for fields of the wrong kind or out of range."""
     asked = record.question
     texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
     wrong = [text for text in texts if not isinstance(text, str)]
@@ -495,7 +495,7 @@ def _by_age(pattern: str) -> list[tuple[float, int, Path]]:
 
 
 def _prune() -> None:
-    """Drop what was not used for longest, beyond so many plans and bytes, and what processes that died left behind."""
+    """Drop the plans not used for longest, beyond a number and bytes, and leftovers of processes that died."""
     total = 0
     for i, (_, size, path) in enumerate(_by_age("*.json")):
         total += size

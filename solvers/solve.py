@@ -165,7 +165,7 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
 def cheapest_split(
     problem: Problem, find: Callable[[Problem, float, float], Solution], time_limit: float, *, look_on: bool = True
 ) -> Solution:
-    """What is found for the problem, or where that has no plan, the cheapest of what is found for it split further.
+    """Plan the problem, or if that finds no plan, take the cheapest plan of its further splits.
 
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
@@ -234,7 +234,7 @@ def with_halved(solution: Solution) -> Solution:
 
 
 def check_method(name: str, options: dict[str, Any]) -> Method:
-    """The method of this name, if it takes these options; a ValueError names those that there are."""
+    """The method of this name, if it takes these options; else a ValueError names the known ones."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
     method = METHODS[name]
@@ -263,7 +263,7 @@ def check_limits(time_limit: float, gap: float) -> None:
 
 
 def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Solution:
-    """What a method answers that knows of no second memory: its plan, and none of its bounds."""
+    """Ask a method that knows of no second memory: take its plan, and none of its bounds."""
     task = incumbent.task
     alone = Incumbent(replace(task, problem=task.problem.with_host(None)))
     remarks = _remarks(method, alone, options)
@@ -335,7 +335,7 @@ def _way_out(problem: Problem, ends: MinBudget) -> str:
 
 
 def _what_it_costs(problem: Problem) -> str:
-    """That the smallest budget is slow, and a budget that is not: at the very smallest hardly any order is left."""
+    """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
     if problem.host is not None:  # what is waited for there is known once it is planned
         return ""
     smallest = ends_of(problem, time_limit=0.0).peak

@@ -31,7 +31,7 @@ class WithFetches:
 
 @dataclass(frozen=True)
 class MustBeBack:
-    """Have a value back from the second memory here."""
+    """Mark that a value must be back from the second memory here."""
 
     value: int
 
@@ -99,7 +99,7 @@ def sendable(problem: Problem) -> list[int]:
 
 
 def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
-    """What a plan of it is in the plain problem, and where the backward begins.
+    """Translate a plan to the plain problem, and find where the backward begins.
 
     Fetches are `MustBeBack`. What an op makes again of what is fetched otherwise goes at once.
     """

@@ -13,7 +13,7 @@ from checkmate.core.ways import Saving
 
 @dataclass(frozen=True)
 class Tables:
-    """Who reads and makes what. Values that no op makes are left out of ``inputs``: they are always at hand."""
+    """Readers and makers of values, as lists. Values that no op makes are not in ``inputs``: they are always there."""
 
     inputs: list[tuple[int, ...]]  # per op
     outputs: list[tuple[int, ...]]  # per op

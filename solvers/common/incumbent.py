@@ -1,4 +1,4 @@
-"""The best plan of a task so far, and the best bound: what all methods and stages of a solve have in common.
+"""The best plan and the best bound of a task yet, shared by all methods and stages of a solve.
 
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
 solvers fails, still has its best plan, and a person at a terminal sees the gap close. Every Solution is made by
@@ -71,7 +71,7 @@ class Incumbent:
 
     @property
     def is_infeasible(self) -> bool:
-        """It is proven that no schedule fits the budget."""
+        """True if it is proven that no schedule fits the budget."""
         return self.bound == float("inf")
 
     def fits(self, R: np.ndarray) -> bool:
@@ -79,7 +79,7 @@ class Incumbent:
         return self._is_within(peak_of(self.task.problem, R))
 
     def offer(self, R: np.ndarray, by: str) -> bool:
-        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best so far; whether it is kept.
+        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best; tell whether it is kept.
 
         Raises:
             SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
@@ -109,7 +109,7 @@ class Incumbent:
         return not broken and self.offer_plan(plan, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
-        """As `offer`, for a plan, of which R may not say all.
+        """Offer a plan of which R may not say all.
 
         Raises:
             SolverError: if it breaks another rule than the budgets.
@@ -127,7 +127,7 @@ class Incumbent:
         return self._keep(Schedule.of_plan(problem.graph, plan).R, plan, cost, by)
 
     def _keep(self, R: np.ndarray, plan: Plan | None, cost: float, by: str) -> bool:
-        """Take what is verified, if it still is the cheapest."""
+        """Take a verified plan, if it still is the cheapest."""
         with self._lock:
             if cost >= self.cost:
                 return False
@@ -170,7 +170,7 @@ class Incumbent:
         return certify(self.task.problem, self.task.budget, found, method=method, bound=bound)
 
     def solution(self, method: str, remarks: Remarks) -> Solution:
-        """The best plan, certified, with what there is to say; or that there is none."""
+        """Answer with the best plan, certified, and remarks; or say that there is none."""
         task, method, spent = self.task, remarks.method or method, self.task.clock.elapsed
         about: dict[str, Any] = {"bound": self.bound, "message": remarks.message, "seconds": spent}
         if self.R is None:
@@ -216,7 +216,7 @@ def _gravity(plan: Plan | None) -> int:
 def certify(
     problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: object
 ) -> Solution:
-    """The Solution that runs R (T, T), or a plan, of which R may not say all; verified and simulated.
+    """Verify and simulate R (T, T), or a plan of which R may not say all, and make it a Solution.
 
     The bound is raised to the cost of running each op once, which every plan takes; one that this schedule
     contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.

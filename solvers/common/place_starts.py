@@ -78,7 +78,7 @@ class Move:
 
 
 def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
-    """What may be started early or waited for late, in the order of the plan."""
+    """The ops that may be started early or waited for late, in the order of the plan."""
     graph, sizes, steps = problem.graph, problem.sizes.tolist(), plan.steps
     here = dict[int, bool]()  # values that were made: whether they are at hand
     gone = [0] * len(graph.values)  # of each value, the position after the step that let go of it
@@ -120,7 +120,7 @@ def _ends(problem: Problem, step: Step, k: int) -> bool:
 def _places(
     moves: Sequence[Move], budget: int, live: np.ndarray, reached: Sequence[float]
 ) -> tuple[dict[int, Move], dict[int, int], dict[int, int]]:
-    """By the position of each run: the move, where it starts and where it is waited for.
+    """The moves by the position of each run: start and wait.
 
     Args:
         live: (N,) bytes at each step, to which is added what is held for longer.

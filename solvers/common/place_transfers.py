@@ -44,7 +44,7 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
 
 
 class Outward:
-    """Steps of a plan one after another: what is at hand, and what is on its way to the second memory or there."""
+    """Walk through a plan, with values in memory, and values in the second memory or on the way there."""
 
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem, self.budget, self.sizes = problem, budget, problem.sizes.tolist()
@@ -58,7 +58,7 @@ class Outward:
         self.leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
 
     def add(self, step: Step, more: int = 0) -> None:
-        """The next step, and the bytes that it takes beside what is at hand."""
+        """Add the next step, and the bytes that it takes beside those in memory."""
         self.steps.append(step)
         self.live.append(self.bytes_here + more)
         self.now.append(self.seconds)
@@ -79,7 +79,7 @@ class Outward:
         return fits
 
     def make_room(self, needed: int) -> bool:
-        """Wait for what is on its way there until so many bytes are free, or nothing is; whether they are."""
+        """Wait for sends until this many bytes are free or none is left; tell whether they are."""
         while self.bytes_here + needed > self.budget and self.leaving:
             self.arrive(next(iter(self.leaving)))
         return self.bytes_here + needed <= self.budget
@@ -94,7 +94,7 @@ class Outward:
             self.free(v)
 
     def free(self, v: int) -> None:
-        """It is not at hand any more."""
+        """Free a value."""
         self.add(Free(v))
         self.here.discard(v)
         self.bytes_here -= self.sizes[v]
@@ -159,7 +159,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
 
 
 def _reached(out: Outward, plan: Plan, when: Timing) -> list[float]:
-    """When each step is reached where its fetches are elsewhere, in a plan: what is waited for leaves time."""
+    """The time at which each step is reached if its fetches are placed elsewhere: waits leave time."""
     rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
     now = [0.0 if isinstance(step, Fetch) else next(rest) for step in out.steps]
     return [now[i + 1] if isinstance(step, Fetch) else now[i] for i, step in enumerate(out.steps)]  # of its Wait

@@ -56,7 +56,7 @@ Tell = Callable[[Any], object]
 
 
 class Process:
-    """A process that calls a function of a module, and what that tells. A context manager, at whose end it is gone.
+    """A process that calls a function of a module, and its messages. A context manager, at whose end it is gone.
 
     Args:
         call: is given ``asked`` and, last, a function to tell something with; all that is pickled.
@@ -158,7 +158,7 @@ class Processes:
 
 
 class BackgroundProcess(ABC):
-    """A process beside the training, and a thread that hears what it tells.
+    """A process beside the training, and a thread that hears its messages.
 
     Args:
         call, asked: of `Process`.
@@ -228,7 +228,7 @@ class BackgroundCall:
         return self._held.over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, so many seconds at most; whether it is."""
+        """Wait until it is over, ``timeout`` seconds at most, and tell whether it is."""
         return self._held.over.wait(timeout)
 
 

@@ -19,7 +19,7 @@ from checkmate.errors import SolverError
 
 
 def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.ndarray:
-    """R (T, T) bool: the runs of a step that lets go of values after some stages, and makes again what it misses.
+    """R (T, T) bool: the runs of a step that frees values after some stages, and makes missing ones again.
 
     After stage t of ``kept_after`` all values go but those listed there, results of the step, values that no op makes
     and those of pinned ops; what a rule has made again in the backward goes before it. What a later op misses runs
@@ -62,7 +62,7 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
 
 
 def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
-    """The ops, ascending, that must run to make these values from others and from what is at hand anyway.
+    """The ops, ascending, that must run to make these values from others and from values always in memory.
 
     >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
     (1, 3)
@@ -76,7 +76,7 @@ def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[
 
 
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
-    """R (T, T) without the runs of ops after what they read is overwritten: what they made stays instead."""
+    """R (T, T) without runs of ops whose inputs are overwritten by then: their results stay instead."""
     until = problem.limits.until
     if until:
         R = R.copy()
@@ -121,7 +121,7 @@ def fits(problem: Problem, budget: int, R: np.ndarray) -> bool:
 
 
 def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(T,), (T,) int64: the most bytes at hand in each stage of a schedule (T, T), and those while its own op runs."""
+    """(T,), (T,) int64: the most bytes in memory in each stage of R (T, T), and those while its own op runs."""
     usage = simulator.simulate(lowered(problem, R), problem)
     most, own = np.zeros(len(R), dtype=np.int64), np.zeros(len(R), dtype=np.int64)
     stage = 0

@@ -88,7 +88,7 @@ def offload(
 
 @dataclass(frozen=True)
 class TriedSet:
-    """What came of sending some values, with some room left for what is on its way."""
+    """The result of sending some values, with some room left for transfers."""
 
     seconds: float
     sent: frozenset[int]
@@ -116,7 +116,7 @@ class SentSets:
         return best.R is None or best.gap > self.task.gap
 
     def attempt_parts(self, sent: Collection[int]) -> None:
-        """Try a set, and parts of it: those that take longest to make again for their bytes."""
+        """Try a set, and parts of it: the values that take longest to make again for their bytes."""
         order = sorted(sent, key=lambda v: -_worth(self.task.problem, v))
         for share in SHARES:
             self.attempt(order[: round(share * len(order))])
@@ -131,7 +131,7 @@ class SentSets:
         return least
 
     def with_room(self, sent: Collection[int], room: int) -> float:
-        """The same with so many bytes left free for what is on its way."""
+        """Try a set with this many bytes left free for transfers."""
         task, key = self.task, (frozenset(sent), room)
         if key in self.tried or not sent or not self.is_open:
             return self.tried.get(key, float("inf"))
@@ -184,7 +184,7 @@ class SentSets:
             yield best.sent.symmetric_difference(rng.choice(pool, n, replace=False).tolist()), best.room
 
     def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
-        """The best plan soon found that sends these values and keeps the others within the budget."""
+        """Find a plan soon that sends these values and keeps the others within the budget."""
         fetching = with_fetches(self.task.problem, sent)
         if budget < fetching.problem.unavoidable_bytes.max():
             return None

@@ -38,7 +38,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What HiGHS found. ``x`` is None where it has no feasible point; ``bound`` is proven in any case."""
+    """The result of HiGHS. ``x`` is None if it has no feasible point; ``bound`` is proven in any case."""
 
     outcome: Outcome
     x: np.ndarray | None  # (columns,)
@@ -135,7 +135,7 @@ def run(
 def _completed(
     model: Model, start: tuple[np.ndarray, np.ndarray], time_limit: float, gap: float, threads: int
 ) -> np.ndarray | None:
-    """All columns of a solution of which some are known; None: there is none, or none was found.
+    """Complete a solution of which some columns are known; None: there is none, or none was found.
 
     HiGHS would complete it within its run, and report bounds of the model with these columns fixed as if they were the
     model's own.
@@ -273,7 +273,7 @@ def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
 
 
 def _unfinished(going: _Run, model: Model) -> Result:
-    """What a run had reported that did not end in time."""
+    """The result of a run that did not end in time, as far as it was reported."""
     objective = float(model.cost @ going.x) if going.x is not None else float("inf")
     bound = max(going.bound, least_objective(model))
     return Result(Outcome.STOPPED, going.x, objective, min(bound, objective))

@@ -141,7 +141,7 @@ def _runs(model: Model, x: Variables, values: np.ndarray) -> np.ndarray:
 
 
 def _reports(incumbent: Incumbent, model: Model, x: Variables, margin: int) -> dict[str, Any]:
-    """What HiGHS calls as it goes; its bound holds for the model of the whole budget only."""
+    """The callbacks of HiGHS; its bound holds for the model of the whole budget only."""
 
     def on_incumbent(values: np.ndarray) -> None:
         with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right

@@ -157,12 +157,12 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The same one stage later, (T, V); nothing after the last."""
+    """The columns one stage later, (T, V); none after the last."""
     return np.vstack([family[1:], np.full((1, family.shape[1]), none)])
 
 
 def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The same one stage earlier, (T, V); nothing before the first."""
+    """The columns one stage earlier, (T, V); none before the first."""
     return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
 
 

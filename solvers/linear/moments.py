@@ -322,7 +322,7 @@ def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made
 
 
 def spans(count: int) -> Iterator[tuple[int, int]]:
-    """The first and the last of the segments of each span, of so many segments.
+    """The first and the last segment of each span, of this many segments.
 
     >>> list(spans(3))
     [(0, 1), (0, 2), (1, 2)]
@@ -363,7 +363,7 @@ def _bind_spans(x: Relaxed, problem: Problem, moments: Sequence[int], held: np.n
 
 
 def lift(problem: Problem, bound: Bound) -> Schedule:
-    """The schedule that keeps at each moment what the bound's model keeps, and runs on demand what is missing.
+    """The schedule that keeps at each moment the values kept by the bound's model, and makes missing ones on demand.
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
@@ -398,13 +398,13 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
 
 
 def default_moments(problem: Problem) -> list[int]:
-    """Where keeping everything peaks, where most is unavoidable, and before the backward if a rule speaks of that."""
+    """The moments where keeping everything peaks, where most is unavoidable, and before the backward for some rules."""
     begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
     return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
 
 
 def in_windows(problem: Problem, count: int) -> list[int]:
-    """The default moments, and where most is unavoidable in each of so many equal parts of the backward."""
+    """The default moments, and those where most is unavoidable in each of several equal parts of the backward."""
     unavoidable, T = problem.unavoidable_bytes, len(problem.graph.ops)
     begin = problem.graph.forward_length if problem.graph.forward_length < T else 0
     ends = np.linspace(begin, T, count + 1).astype(int).tolist()
