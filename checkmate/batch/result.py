@@ -72,7 +72,7 @@ class LargestBatch(Printed):
         return [point.record() for point in self.points]
 
     def summary(self) -> dict[str, Any]:
-        """All but the plans, for JSON."""
+        """The answer without its plans, for JSON."""
         names = ["size", "budget", "max_overhead", "keep_all", "next_size", "cut_short", "measured_peak", "seconds"]
         best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
         about = {name: getattr(self, name) for name in [*names, "ended"]}

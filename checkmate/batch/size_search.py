@@ -38,7 +38,7 @@ TINY = 0.05  # of the time: with less left there is no use in asking again
 
 
 def check_overhead(max_overhead: Overhead) -> None:
-    """Raise a ValueError for what is no cap on recomputation."""
+    """Raise a ValueError unless it is a cap on recomputation."""
     is_number = isinstance(max_overhead, numbers.Real) and not isinstance(max_overhead, bool)
     if max_overhead not in (None, ONE_FORWARD) and not (is_number and 0 <= max_overhead < math.inf):  # type: ignore[operator]
         raise ValueError(
@@ -66,7 +66,7 @@ def most_seconds(problem: Problem, max_overhead: Overhead) -> float:
 
 
 def is_within(solution: Solution, cap: float) -> bool:
-    """Whether there is a plan, and it takes no more than so many seconds, but for rounding."""
+    """Tell whether there is a plan that takes at most this many seconds, but for rounding."""
     return solution.plan is not None and solution.cost <= cap * (1 + SUM_ROUNDING)
 
 

@@ -1,4 +1,4 @@
-"""Two networks and what they learn from without a download: the text that ships with Python, and digits of clocks."""
+"""Two networks, and data without a download: the text that ships with Python, and digits of clocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123
 
 @dataclass(frozen=True)
 class Task:
-    """A network to train: what it is, how to make it with its step, and the batches."""
+    """A network to train: its description, its step, and its batches."""
 
     title: str
     make: Callable[[], tuple[nn.Module, Step]]
@@ -97,7 +97,7 @@ class _Block(nn.Module):
 
 
 class Bottlenecks(nn.Module):
-    """In the manner of ResNet-50, with so many blocks in each stage: images in, logits out."""
+    """A network in the manner of ResNet-50, with this many blocks in each stage: images in, logits out."""
 
     def __init__(self, blocks: tuple[int, ...], width: int, classes: int, channels: int = 3) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ HEADER = ("budget", "predicted peak", "measured peak", "recomputed", "gap", "ste
 
 @dataclass(frozen=True)
 class Row:
-    """What one budget gave."""
+    """The result of one budget."""
 
     task: str
     budget: int
@@ -140,7 +140,7 @@ def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
 
 
 def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object]) -> list[Row]:
-    """Train plainly, then inside each budget; say what is found as text."""
+    """Train plainly, then inside each budget; tell the findings as text."""
     say(f"\n{task.title}")
     module, step = task.make()
     problem = trace(step, *task.batches[0])

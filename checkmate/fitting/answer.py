@@ -41,12 +41,12 @@ class Way:
 
     @property
     def overhead(self) -> float | None:
-        """What runs again, as a share of the step that runs each op once."""
+        """Recomputation as a share of the step that runs each op once."""
         return None if self.peak is None or self.solution is None else max(0.0, self.solution.overhead)
 
     @property
     def seconds(self) -> float | None:
-        """Of the step, estimated."""
+        """Seconds of the step, estimated."""
         return None if self.peak is None or self.solution is None else self.solution.cost
 
     def record(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Fits(Printed):
         return [way.record() for way in self.ways]
 
     def summary(self) -> dict[str, Any]:
-        """All but the plans, for JSON."""
+        """The answer without its plans, for JSON."""
         names = [
             "device",
             "room",

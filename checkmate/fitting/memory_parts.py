@@ -1,4 +1,4 @@
-"""Where the bytes of a step are at its peak: run plainly, as PyTorch does, and as a whole step that runs nothing twice.
+"""The parts of a step's peak: run plainly, as PyTorch does, and as a whole step that runs nothing twice.
 
 Plain PyTorch keeps each gradient until `optimizer.step`, which comes last; a whole step of `checkmate.training_step`
 updates each parameter as soon as it can, and lets ops write over what nobody reads any more.
@@ -23,7 +23,7 @@ UPDATES = "checkmate.update_parameter"  # the target of ops that update a parame
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are there all the time, as far as they are told apart; the others are of buffers and the batch."""
+    """Resident bytes by kind; the rest are of buffers and the batch."""
 
     parameters: int
     optimizer_state: int
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def peak(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(bytes_ for _, bytes_ in self)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:

@@ -25,7 +25,7 @@ STEPS = 2  # of an optimizer, until its state is there
 
 
 class StandIns:
-    """For each tensor one on the meta device, with its shape, strides and type; what is there already stays."""
+    """Stand-ins of tensors on the meta device, with their shapes, strides and types; meta tensors stay."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the tensor, which must live on, and its
@@ -71,7 +71,7 @@ class StandIns:
 
 
 def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives the loss: what is called ``loss`` of a model's output, the first of several results.
+    """Make a function that gives the loss: the ``loss`` of a model's output, or the first of several results.
 
     A tensor that is no number stands for a loss with its sum.
     """

@@ -1,4 +1,4 @@
-"""What is found, in words: the verdict, the line of code to write, and what was assumed."""
+"""The findings in words: the verdict, the line of code to write, and the assumptions."""
 
 from __future__ import annotations
 

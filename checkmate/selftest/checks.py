@@ -1,4 +1,4 @@
-"""The checks of a device: each looks at one promise on it, and says what it found and what to do."""
+"""The checks of a device: each looks at one promise, and tells its findings and the way out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor,
 
 
 def versions(setting: Setting) -> Finding:
-    """What runs here, and whether the device adds."""
+    """Versions and settings, and a sum on the device."""
     device = setting.device
     facts: dict[str, Any] = {"checkmate": __version__, "python": platform.python_version(), "torch": torch.__version__}
     facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
@@ -143,7 +143,7 @@ def _repeats(node: fx.Node, device: torch.device) -> bool:
 
 
 def dropout(setting: Setting) -> Finding:
-    """Draw masks, and again from what is kept of the generator: same bits, and the generator as it was."""
+    """Draw masks, and again from the kept state of the generator: same bits, and the generator as it was."""
     device, wrong, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
     for shape, p, dtype in cases:
         x = torch.randn(shape, device=device).to(dtype)

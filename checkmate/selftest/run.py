@@ -32,7 +32,7 @@ VERDICTS = {True: "passed", False: "failed", None: "skipped"}
 
 @dataclass(frozen=True)
 class Setting:
-    """Where checks run, and how large their networks are."""
+    """The device of the checks, and the size of their networks."""
 
     name: str  # of the device: "cpu", "cuda", "cuda:1"
     quick: bool = False  # small networks
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """The finding of a check."""
 
     passed: bool | None  # None: there is nothing to check on this device
     found: str

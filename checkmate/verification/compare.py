@@ -43,7 +43,7 @@ _OUTSIDE = " What hooks and code outside the compiled step allocate is in no pla
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was compared between a compiled step and plain PyTorch, and found to be the same."""
+    """The certificate that a compiled step and plain PyTorch agree, with what was compared."""
 
     outputs: int  # tensors that the step returns
     gradients: int
@@ -89,7 +89,7 @@ class Certificate:
 
     @property
     def _slack(self) -> str:
-        """What to do about blocks above the budget."""
+        """The advice for blocks above the budget."""
         above = self.budget is not None and (self.allocated_peak or 0) > self.budget
         return f", above the budget: {EXPANDABLE} has it give what is asked for" if above else ""
 

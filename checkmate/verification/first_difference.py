@@ -60,7 +60,7 @@ def first_difference(
         return Profile(costs, costs, problem.resident)
 
     def fingerprints(plan: Solution) -> list[tuple[str, list[str]]]:
-        """Those of each value by its node, in the order of a plan."""
+        """Fingerprints of each value by its node, in the order of a plan."""
         found: list[tuple[str, list[str]]] = []
 
         def lower(module: fx.GraphModule, _: list[Any]) -> Callable[[list[Any]], Any]:
@@ -119,7 +119,7 @@ class _Made(TorchDispatchMode):
 
 
 def _fingerprints(result: Any) -> list[str]:
-    """Of the bits, shape and type of each tensor, without its strides."""
+    """Fingerprints of the bits, shape and type of each tensor, without its strides."""
     flat = [(t, t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)) for t in tensors(result)]
     return [f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}" for t, raw in flat]
 

@@ -1,4 +1,4 @@
-"""All that a step reads and leaves behind: found and named, copied for a comparison, and put back."""
+"""The state around a step: found and named, copied for a comparison, and put back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepState:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them by name."""
+        """The tensors by name."""
         return {**self.outputs, **self.gradients, **self.state}
 
 
@@ -57,7 +57,7 @@ class Reach:
         return f"{self._names.get(id(tensor), f'tensor {id(tensor):#x}')} of shape {tuple(tensor.shape)}"
 
     def run(self, step: Callable[[], tuple[Any, dict[str, torch.Tensor | None]]]) -> StepState:
-        """Measure a step that gives outputs, and gradients by name; copy what it leaves behind, and put that back."""
+        """Measure a step that gives outputs, and gradients by name; copy its state, and restore the one before."""
         with self.put_back():
             use = measure_peak(step, self.device)
             made, gradients = use.result

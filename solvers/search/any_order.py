@@ -60,11 +60,11 @@ class AnyOrder:
         return stages_of(self.sets, trail)
 
     def refutes(self, t: int) -> bool:
-        """Whether op t, and what it needs, are proven to fit the budget in no plan."""
+        """Tell whether it is proven that op t, and its needs, fit the budget in no plan."""
         return not self._search(t)[0] and self.complete
 
     def _search(self, last: int) -> tuple[bool, Trail | None]:
-        """Whether a state needs nothing more, of those before op ``last`` and what comes after it, and how."""
+        """Search backwards for a state that needs nothing more before op ``last``, and give its runs."""
         sets, count, left, self.reached = self.sets, 0, self.most, last + 1
         heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
         seen = {(last + 1, 0)}
@@ -91,7 +91,7 @@ class AnyOrder:
         return False, None
 
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the runs that may come before op t, where ``needed`` must be at hand: (stage, its needs, op)."""
+        """Yield the runs that may come before op t, which needs ``needed`` in memory: (stage, its needs, op)."""
         sets = self.sets
         if begun:
             others: list[tuple[int, int, int]] = []

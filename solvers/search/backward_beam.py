@@ -1,4 +1,4 @@
-"""Beam search from the last op to the first over sets of values to have at hand: cheap plans for tight budgets.
+"""Beam search from the last op to the first over sets of values in memory: cheap plans for tight budgets.
 
 As in `checkmate.solvers.search.backward_search` a state is the set of values that what runs later needs, and going
 backwards each of them is made again or was kept from before. Here the cost counts: of the states of a stage those go on
@@ -186,7 +186,7 @@ class Beam(Backward):
         return merged
 
     def _thin(self, states: States, t: int) -> States:
-        """The most promising of those of which no other needs less and takes less."""
+        """Keep the most promising states, without those dominated in bytes and seconds."""
         if len(states) <= 1:
             return states
         needed_sets = list(states)
@@ -226,7 +226,7 @@ class Beam(Backward):
         return into
 
     def _promise(self, needed_sets: list[int], seconds: list[float], t: int) -> np.ndarray:
-        """(n,) float: seconds of what runs later, and the price of what is needed when stage t begins."""
+        """(n,) float: seconds of later runs, and the price of the values needed when stage t begins."""
         with np.errstate(invalid="ignore"):  # BLAS may compute with what lies beside a short vector, and drops it
             return np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
 
@@ -262,7 +262,7 @@ class _Known:
 
 
 def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
-    """(values with a bit, T + 1) float32: seconds that having a value at hand when a stage begins may cost.
+    """(values with a bit, T + 1) float32: seconds that having a value in memory when a stage begins may cost.
 
     A value is kept, at the price of its bytes in each stage, or made again from what its op reads, which has a price
     too; whichever is less. What two values are both made from counts for each of them.

@@ -1,4 +1,4 @@
-"""Search from the last op to the first over sets of values to have at hand: plans of a small peak, and lower bounds.
+"""Search from the last op to the first over sets of values in memory: plans of a small peak, and lower bounds.
 
 What a schedule has at hand is fixed by what runs later: going backwards, a run of op k takes what k makes out of the
 set of values needed and puts in what k reads (`checkmate.core.schedule.Schedule.from_runs`). So a state is a set of
@@ -44,7 +44,7 @@ class TooWide(Exception):
 
 
 class Waiting:
-    """States of a stage by the op to decide on next, the last one first; and those that are done."""
+    """The states of a stage by the op to decide on next, the last one first, and the finished states."""
 
     def __init__(self, sets: ValueSets) -> None:
         self.producer = sets.producer
@@ -54,7 +54,7 @@ class Waiting:
         self.done: States = {}
 
     def add(self, needed: int, asked: int, state: State, must: int = 0) -> None:
-        """A state of which the values ``asked`` may still be made again in this stage; of two, the cheaper one.
+        """Add a state whose values ``asked`` may still be made again in this stage; of two, keep the cheaper.
 
         Those that ``must`` be are made before something else that is made again: without that the state is none.
         """
@@ -128,11 +128,11 @@ class Backward(ABC):
 
     @abstractmethod
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
-        """Op t runs for the first time: have what must be at hand before it wait for what else runs in stage t."""
+        """Run op t for the first time, and decide next on the other runs of stage t."""
 
     @abstractmethod
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
-        """Op k runs again in stage t, or what it makes is kept from before."""
+        """Run op k again in stage t, or keep its results from before."""
 
     @abstractmethod
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
@@ -202,7 +202,7 @@ class BackwardSearch(Backward):
         waiting.add(needed, needed & self.sets.free[t] & self.sets.below[k], (0.0, 0, trail))
 
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
-        """As in `Backward`; or everything missing is made from nothing."""
+        """Decide as `Backward` does, or make everything missing from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = None if self.homes is None else self.homes.get(k)
         for (needed, _, _), (_, _, trail) in now.items():
@@ -247,7 +247,7 @@ class BackwardSearch(Backward):
             waiting.groups[k][key] = state
 
     def _end(self, t: int, states: States) -> States:
-        """Without those that contain another one; and no more than the width."""
+        """Drop the states that contain another one, and those beyond the width."""
         if len(states) <= 1:
             return states
         best = list(self._undominated(states, sorted(states, key=self.sets.bytes_of)))
@@ -259,7 +259,7 @@ class BackwardSearch(Backward):
         return {needed: states[needed] for needed in best}
 
     def _promising(self, states: list[int]) -> list[int]:
-        """By three measures in turn: the bytes, the peak of making what is free from nothing, and between them."""
+        """Order states by three measures in turn: bytes, the peak of making free values anew, and between them."""
         sets, t = self.sets, self.reached
         forward = sets.below[sets.forward_length] & sets.free[t]
 

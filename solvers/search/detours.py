@@ -24,7 +24,7 @@ SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 class Detours:
-    """The search so far; `search` can be called again and goes on from there.
+    """The state of the search; `search` can be called again and goes on from there.
 
     Args:
         task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.

@@ -91,7 +91,7 @@ class _Stages:
         )
 
     def run(self, worth: Worth) -> list[list[int]]:
-        """All stages."""
+        """Run all stages."""
         runs: list[list[int]] = []
         there: set[int] = set()
         users = self.tables.users
@@ -137,7 +137,7 @@ class _Stages:
     def _levels(
         self, t: int, start: set[int], ops: list[int]
     ) -> tuple[np.ndarray, dict[int, int], dict[int, list[Saving]]]:
-        """Bytes at hand beside results while each op runs, and from which op on each value is idle in this stage.
+        """Bytes in memory beside results while each op runs, and the op from which each value is idle in this stage.
 
         And what each op may write over as long as it is not kept for the next stage, which counts in the bytes.
         """
@@ -176,7 +176,7 @@ class _Stages:
     def _keep(
         self, t: int, level: np.ndarray, idle: dict[int, int], over: dict[int, list[Saving]], worth: Worth
     ) -> set[int]:
-        """Select the values for the next stage: those that the plan needs, and others that there is room for."""
+        """Select the values for the next stage: those that the plan needs, and others that fit."""
         slack = self.room[t] - level
         least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
         kept = set(self.needed[t + 1])
@@ -199,7 +199,7 @@ class _Stages:
 
 
 def _without(savings: list[Saving], one: Saving) -> int:
-    """By how many bytes the best of the savings is less without this one; they are in order, the best first."""
+    """The bytes by which the best saving shrinks without this one; savings are in order, the best first."""
     if savings[0] != one:
         return 0
     return one[1] - (savings[1][1] if len(savings) > 1 else 0)

@@ -132,7 +132,7 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
 
 
 class Line:
-    """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
+    """Places in the order in which they run, with their switches, and the bytes in memory at each."""
 
     def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
         """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
@@ -187,7 +187,7 @@ class Line:
         return stages
 
     def fits(self) -> bool:
-        """No place has more bytes at hand than the budget allows, and no rule is broken."""
+        """True if no place exceeds the budget and no rule is broken."""
         often = any(self.runs_of[k] > most for k, most in self.most_runs.items())
         return bool(self.bytes_at.max() <= self.room) and not often
 
@@ -212,7 +212,7 @@ class Line:
             self._count(v, 1)
 
     def _count(self, v: int, sign: int) -> None:
-        """Add the bytes of v wherever it is at hand; or take them off, with the sign -1."""
+        """Add the bytes of v wherever it is in memory; or take them off, with the sign -1."""
         size = sign * self.size[v]
         if self.tables.result[v]:
             makes = [p for p, made in self.touches[v] if made and self.on[p]]
@@ -240,7 +240,7 @@ class Line:
             self.bytes_at[p] -= more if goes else -more
 
     def intervals(self, v: int) -> list[tuple[int, int]]:
-        """Where v is at hand: from each run of its producer to the last reader before the next."""
+        """The intervals of v in memory: from each run of its producer to the last reader before the next."""
         found: list[tuple[int, int]] = []
         first = last = -1
         on = self.on
@@ -265,7 +265,7 @@ class Line:
         return any(first == p < last for v in outputs for first, last in self.intervals(v))
 
     def offers(self, p: int) -> Iterator[int]:
-        """Places that are off where a value at hand but idle at p could be made again, the cheapest byte first."""
+        """Places that are off where a value idle at p could be made again, the cheapest byte first."""
         if p != self.asked_at:
             self.asked_at, self.barred[:] = p, False
             self.around = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]

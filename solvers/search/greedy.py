@@ -62,7 +62,7 @@ GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5,
 
 @dataclass(frozen=True)
 class Stuck:
-    """Where a pass ended early: op, and the bytes it lacks."""
+    """The early end of a pass: op, and the bytes it lacks."""
 
     op: int
     stage: int
@@ -144,7 +144,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
 
 
 class PassState:
-    """The values at hand, when each is needed next, and the seconds to bring it back."""
+    """The state of a pass: values in memory, their next uses, and the seconds to bring each back."""
 
     def __init__(self, tables: Tables, budget: int, weights: Weights) -> None:
         V = len(tables.producer)
@@ -419,7 +419,7 @@ class _Plan:
 
 
 class Tilts:
-    """A random search over tilts; `search` can be called again and goes on from the plans so far.
+    """A random search over tilts; `search` can be called again and goes on from its plans.
 
     Args:
         task: its seed is that of the changes. The same seed gives the same plans where no clock binds.

@@ -1,4 +1,4 @@
-"""Gradients that keep a step's smallest budget up: large ones are made last, those that wait to be clipped made twice.
+"""Lower a step's smallest budget: make large gradients last, and twice those that wait to be clipped.
 
 A gradient that nothing reads stays from the moment it is made. Where it is larger than its op's inputs, it is better
 made at the end (`late_results`): the gradient of a fully connected layer's weight behind a convolutional network has
@@ -55,7 +55,7 @@ def late_results(graph: Graph) -> list[int] | None:
 
 
 def _with_results_late(graph: Graph) -> list[int]:
-    """All ops; those last whose results nobody reads and are larger than what must wait with them.
+    """Order the ops, last those whose unread results are larger than the inputs that wait with them.
 
     What must run once may write to what others read: ops before the last such one stay where they are.
     """

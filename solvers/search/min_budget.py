@@ -90,7 +90,7 @@ class MinBudget:
 
 @dataclass
 class _Known:
-    """The best plans and bounds of a problem so far."""
+    """The best plans and bounds of a problem yet."""
 
     peak: int
     R: np.ndarray  # (T, T) bool, a schedule of that peak
@@ -159,7 +159,7 @@ def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
 
 
 def _ends_with_host(problem: Problem, time_limit: float) -> MinBudget:
-    """Where all that may be sent is, and comes back for nothing, no budget can be smaller; the plan waits for links."""
+    """Both ends with a second memory: sending everything for free gives the bound; the plan waits for links."""
     plain = _find(problem.with_host(None), SHARE_WITHOUT_HOST * time_limit)
     most, plan = with_most_sent(problem, time_limit=(1 - SHARE_WITHOUT_HOST) * time_limit)
     bound = _find(most.problem, 0.0).least
@@ -212,7 +212,7 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
 
 
 def bottleneck(problem: Problem) -> int:
-    """The op that stands in the way of a smaller budget, as far as it is known."""
+    """The op that stands in the way of a smaller budget, if it is known."""
     return _find(problem, 0.0).op if problem.host is None else int(problem.unavoidable_bytes.argmax())
 
 
@@ -415,7 +415,7 @@ class _Ends:
                 budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
 
     def _make_twice(self, width: int) -> None:
-        """Lower the peak by plans in which it is said beforehand what stays and what is made a second time."""
+        """Lower the peak by plans whose kept and remade values are chosen beforehand."""
         low, clock = self.known.bound, self.clock.share(SHARE_OF_TWICE)
         with contextlib.suppress(OutOfTime):
             while self.homes and self.known.peak - self.small - low > CLOSE * low:
@@ -428,7 +428,7 @@ class _Ends:
                     self._offer(R, budget + self.small)
 
     def _descend(self, width: int) -> None:
-        """Lower the peak: look for a plan at the bound itself, then from there up to what is known.
+        """Lower the peak: look for a plan at the bound itself, then from there up to the best known.
 
         Which states are pursued is a matter of luck, and more room may be bad luck: so all is tried, the least first.
         """

@@ -52,7 +52,7 @@ PATIENCE, MORE = 2.0, 2  # seconds for a neighbourhood at first, and times as ma
 
 
 class Neighbourhoods:
-    """The search so far; `search` can be called again and goes on from there.
+    """The state of the search; `search` can be called again and goes on from there.
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -117,7 +117,7 @@ class Neighbourhoods:
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
-    """(T, T) bool: what R runs, what those ops read in the same stage, and so on for so many levels.
+    """(T, T) bool: the runs of R, the makers of their inputs in the same stage, and so on for this many levels.
 
     >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> places_around(chain, np.eye(4, dtype=bool), 1).sum(), places_around(chain, np.eye(4, dtype=bool), 2).sum()
@@ -135,7 +135,7 @@ def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """The model of some places: those that R runs, and those that are free."""
+    """The model of some places: those fixed as in R, and those that are free."""
 
     model: Model
     stage: np.ndarray  # (P,) int
@@ -201,7 +201,7 @@ def _touches(tables: Tables, op: np.ndarray) -> list[list[tuple[int, bool]]]:
 
 @dataclass
 class _Line:
-    """The places as they run: what is at hand at each, and what binds the columns; R[p] is column p."""
+    """The places as they run: the bytes in memory at each, and the rows of the columns; R[p] is column p."""
 
     tables: Tables
     stage: np.ndarray  # (P,)
@@ -226,14 +226,14 @@ class _Line:
         self.forward_ends = self.begins[self.tables.boundary] - 1 if self.tables.boundary else -1
 
     def hold(self, v: int, touches: list[tuple[int, bool]]) -> None:
-        """A result is at hand from its first run on; when it is made again, a second copy is."""
+        """Hold a result from its first run on, and a second copy when it is made again."""
         first, *again = [p for p, makes in touches if makes]
         self._cover(NONE, self.tables.size[v], first - 1, len(self.ops) - 1)
         for p in again:
             self._count(p, p if self.open[p] else NONE, self.tables.size[v])
 
     def stay(self, v: int, touches: list[tuple[int, bool]]) -> None:
-        """A value that no free place touches is at hand as it was."""
+        """Keep a value that no free place touches in memory as it was."""
         begins = [i for i, (_, makes) in enumerate(touches) if makes]
         for i, end in zip(begins, [*begins[1:], len(touches)], strict=True):
             first, last = touches[i][0], touches[end - 1][0]
@@ -291,7 +291,7 @@ class _Line:
             self.through.append((first, final, column, size))
 
     def add_to(self, model: Model, budget: int, unit: float) -> None:
-        """All columns but R, and all rows."""
+        """Add all columns but R, and all rows."""
         keeps = model.variables((len(self.upper),), upper=np.array(self.upper), name="KEEP")
         assert not len(keeps) or keeps[0] == len(self.ops)
         run, kept = _columns(self.depend, 2)

@@ -1,4 +1,4 @@
-"""Plans for steps of which links carry some ops, such as collectives, while the processor runs others.
+"""Plans for steps with ops on links, such as collectives, while the processor runs others.
 
 A step takes at least the seconds of all that the processor runs, and of all that each link carries. So for any shares
 of one, w of the processor and w_l of each link,
@@ -117,7 +117,7 @@ class _Search:
 
 
 def _usual(sizes: list[int]) -> int:
-    """Half of all bytes are of what is as large or larger.
+    """The size above which half of all bytes lie.
 
     >>> _usual([1, 1, 1, 8, 8, 8, 20])
     8
@@ -132,7 +132,7 @@ def _usual(sizes: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Exposed:
-    """What holds for every plan since ops wait for one another, and first run in PyTorch's order.
+    """A bound for every plan, since ops wait for one another, and first run in PyTorch's order.
 
     What a link carries first begins after the last of the processor's ops that it is made from, and ends before the
     first one that reads it. So all that it carries within a stretch of the step, [from, to), takes that long at least,
@@ -146,7 +146,7 @@ class Exposed:
 
     @classmethod
     def of(cls, problem: Problem) -> Exposed:
-        """Those of a problem whose graph has links.
+        """Find it for a problem whose graph has links.
 
         The processor's last run that takes time is its last op's, or makes something again that is read: else it could
         be left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
@@ -214,7 +214,7 @@ def _waits(
 
 
 def _shares(problem: Problem, busiest: str, share: float) -> dict[str, float]:
-    """By link, "" for the processor, its share; they add up to one."""
+    """The shares of links, "" for the processor; they add up to one."""
     links = problem.graph.links
     of_link = {name: share if name == busiest else LEAST / len(links) for name in links}
     of_link[""] = 1.0 - sum(of_link.values())
@@ -222,5 +222,5 @@ def _shares(problem: Problem, busiest: str, share: float) -> dict[str, float]:
 
 
 def _without_links(problem: Problem) -> Problem:
-    """The same, the processor waits for each op, and no second memory."""
+    """The problem with all ops on the processor, and no second memory."""
     return replace(problem.with_host(None), graph=problem.graph.without_links())

@@ -246,7 +246,7 @@ def _go_back(arena: _Arena, path: list[_Choice], reason: int) -> bool:
 
 
 class _Arena:
-    """How far each section is filled, with what, and because of which decisions."""
+    """The levels of all sections, with their boxes, and the decisions behind them."""
 
     def __init__(self, blocks: Sequence[Block], capacity: int, seed: int | None) -> None:
         moments = sorted({moment for born, died, _ in blocks for moment in (born, died)})
@@ -328,7 +328,7 @@ class _Arena:
         return min(self.fewest.values())[1]  # the lowest section that needs more is in a valley
 
     def choice(self, valley: _Valley) -> _Choice:
-        """All that may cover a section on the bottom of its valley, the likeliest first."""
+        """The boxes that may cover a section on the bottom of its valley, the likeliest first."""
         first, last = valley.section, valley.section + 1
         while first > valley.begin and not self.closed[first - 1]:
             first -= 1
@@ -397,7 +397,7 @@ class _Arena:
         return self.level[section] if 0 <= section < len(self.level) else self.top
 
     def _valleys(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Where levels are lower than on both sides: first section, last exclusive, and the lower side's level."""
+        """The valleys, lower than both sides: first section, last exclusive, and the lower side's level."""
         level, left = self.level, self._rim(begin - 1)
         while begin < end:
             bottom, after = level[begin], begin + 1

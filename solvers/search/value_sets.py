@@ -23,7 +23,7 @@ MOST_PATHS = 100  # that are tried from a pinned value, to find where what it ma
 
 
 class Debt(NamedTuple):
-    """From stage ``begin`` to stage ``end``, one of ``values`` is always at hand: ``least`` bytes or more."""
+    """Mandatory bytes: from stage ``begin`` to ``end`` one of ``values`` is in memory, ``least`` bytes or more."""
 
     begin: int
     end: int
@@ -40,7 +40,7 @@ class Scratch:
 
 
 class ValueSets:
-    """Sets of values, their bytes, and what every schedule holds at a stage whatever else it does.
+    """Sets of values, their bytes, and the bytes that every schedule holds at a stage.
 
     >>> sets = ValueSets(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
     >>> sets.bytes_of(sets.inputs[3]), sets.from_scratch(3, sets.inputs[3]).peak
@@ -132,13 +132,13 @@ class ValueSets:
         return known
 
     def at(self, t: int, k: int, needed: int) -> int:
-        """Bytes at least while op k runs in stage t, if the set ``needed`` is at hand when it is done."""
+        """Bytes at least while op k runs in stage t, if the set ``needed`` is in memory when it is done."""
         held = needed | self.inputs[k] | self.outputs[k]
         saved = self.saved(t, k, needed) if self.savings[k] else 0
         return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held) - saved
 
     def saved(self, t: int, k: int, needed: int) -> int:
-        """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is at hand when it is done.
+        """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is there when it is done.
 
         What has no bit is taken to go in any case.
         """
@@ -148,7 +148,7 @@ class ValueSets:
         return 0
 
     def owed(self, t: int, held: int) -> int:
-        """Bytes that every schedule has at hand in stage t beside the set ``held``."""
+        """Bytes that every schedule has in memory in stage t beside the set ``held``."""
         touched = held & self._owing[t]
         owed = self._owed[t].get(touched)
         if owed is None:
@@ -157,7 +157,7 @@ class ValueSets:
         return owed
 
     def from_scratch(self, t: int, values: int) -> Scratch:
-        """Make free values in stage t from nothing but those that are not free, running every op for them again."""
+        """Make free values in stage t from those that are not free, running every op for them again."""
         free = self.free[t]
         known = self._scratch[free]
         chain: list[tuple[int, int, int]] = []
@@ -174,7 +174,7 @@ class ValueSets:
         return scratch
 
     def before(self, k: int, needed: int) -> int:
-        """The values that must be at hand before op k runs, where ``needed`` must be after it."""
+        """The values that must be in memory before op k runs, if ``needed`` must be after it."""
         return (needed & ~self.outputs[k]) | self.inputs[k]
 
 
