@@ -153,7 +153,7 @@ class _Search:
     smallest: int
     largest: int
     time_limit: float
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=lambda: time.perf_counter())
     above: int = 0  # bytes that were measured above the prediction
     measured: int | None = None  # bytes of the answer as it ran
     kept: Attempt | None = None  # the largest size that keeps all
