@@ -41,7 +41,7 @@ SELECTION = {  # by markers
 QUICK = {
     "not slow and not long": (
         *("tests/torch_internals", "tests/capture/patches", "tests/codegen"),
-        *("tests/training/test_habits.py", "tests/training/test_families.py", "tests/memory/test_arena.py"),
+        *("tests/training/test_families.py", "tests/memory/test_arena.py"),
     ),
 }
 HEADER = ("PyTorch", "Python", "passed", "failed", "skipped", "left out", "minutes")

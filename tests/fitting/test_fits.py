@@ -235,6 +235,7 @@ class Residual(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+@pytest.mark.long
 def test_only_a_second_memory_makes_it_fit() -> None:
     with torch.device("meta"):
         model, batch = Residual(), (torch.ones(512, 32), torch.zeros(512, dtype=torch.long))

@@ -152,7 +152,7 @@ def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:
     assert KnapsackSolver("1 GB").uuid() == KnapsackSolver(10**9).uuid()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, long(2)])
 def test_inductor_stays_within_what_is_simulated(threads: int) -> None:
     """By its own kernels, in the order of the graph, with the bits that it has without a budget.

@@ -177,7 +177,7 @@ def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
         replace(PLAIN, flops={"float16": 1.0})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
     names = (

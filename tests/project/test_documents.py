@@ -250,7 +250,7 @@ def _has_examples(page: Path) -> bool:
     return page.name != "ecosystem.md" and "```python\nimport" in page.read_text()
 
 
-QUICK = ("train", "inductor")  # whose examples run in turn; those of the others take longer, and are long
+QUICK = ("train",)  # whose examples run in turn; those of the others take longer, and are long
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_the_time_limit_holds() -> None:
     assert solution.seconds == pytest.approx(taken, abs=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_answer() -> None:
     problem = STEPS["unet"]
     budget = int(0.8 * problem.keep_all_peak)

@@ -160,6 +160,7 @@ def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(sh
     assert ("above the budget: PYTORCH_ALLOC_CONF" in str(report)) == (report.allocated_peak > budget)
 
 
+@pytest.mark.long
 def test_a_right_step_passes_where_attention_wavers() -> None:
     """Its gradients are summed in no order: on a GPU by atomic additions, on the simulated device by chance."""
     net = Net().cuda()

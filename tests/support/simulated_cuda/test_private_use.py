@@ -84,7 +84,7 @@ assert lib.simulated_late_tasks() > late
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_device_whose_allocator_keeps_no_counts_is_refused() -> None:
     run_python(
         "-c",
