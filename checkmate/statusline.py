@@ -1,4 +1,4 @@
-"""One line that says what goes on: capturing, measuring, planning; gone at the end.
+"""A status line that says what goes on: capturing, measuring, planning; gone at the end.
 
 It is the last line of a terminal, on standard error, or in a notebook an output of the cell that works.
 Whoever works says so with `showing`; work within work shows the innermost. A thread draws, as solvers are silent for

@@ -137,7 +137,7 @@ def workspace_bytes(node: fx.Node, device: Device) -> int:
 
 
 def queued(seconds: np.ndarray, launches: np.ndarray, host: float) -> np.ndarray:
-    """By how much later each op ends than the one before it, while the host launches them one after another.
+    """The seconds from the end of each op to that of the next, while the host launches them one after another.
 
     The device does not begin before the host has launched: where kernels are short, it waits for the host, and where
     they are long, the host is ahead. So the sum is what the step takes, and a short op costs what it delays.

@@ -256,7 +256,7 @@ def _finish(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Collective:
-    """One that a step has."""
+    """A collective of a step."""
 
     name: str  # of `COLLECTIVES`
     whole_bytes: int

@@ -128,12 +128,12 @@ class Portfolio:
 
     @cached_property
     def tilts(self) -> Tilts:
-        """The tilted passes so far."""
+        """The tilted passes."""
         return Tilts(self.task)
 
     @cached_property
     def detours(self) -> Detours:
-        """The beams so far."""
+        """The beams."""
         return Detours(self.task)
 
     @cached_property

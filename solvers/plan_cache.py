@@ -153,7 +153,7 @@ class UnfinishedSearch:
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
 
     def keep(self, solution: Solution, seconds: float) -> None:
-        """Keep a plan on disk that was found in so many seconds of those left."""
+        """Keep a plan on disk that was found in this many seconds of those left."""
         if self.cache:
             store(Record.of(solution, "auto", self.spent + seconds))
 
@@ -351,7 +351,7 @@ class Record:
         return same and question.room <= self.question.room
 
     def schedule(self, problem: Problem) -> Schedule | None:
-        """The schedule, if it is one of this problem, whatever the budget."""
+        """The schedule, if it is valid for this problem at some budget."""
         if len(problem.graph.ops) != self.ops:
             return None
         schedule = Schedule.from_runs(problem.graph, self.runs())

@@ -45,11 +45,11 @@ class Host:
             raise InvalidProblem(f"latency is a finite number of seconds, at least 0, not {self.latency!r}.")
 
     def seconds_to_send(self, size: int) -> float:
-        """The seconds for which the link is busy with a copy of so many bytes to the second memory."""
+        """The seconds for which the link is busy with a copy of this many bytes to the second memory."""
         return self.latency + size / self.send
 
     def seconds_to_fetch(self, size: int) -> float:
-        """The seconds for which the link is busy with a copy of so many bytes from the second memory."""
+        """The seconds for which the link is busy with a copy of this many bytes from the second memory."""
         return self.latency + size / self.fetch
 
     def __str__(self) -> str:

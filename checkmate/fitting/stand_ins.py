@@ -46,7 +46,7 @@ class StandIns:
         return tree_map_only(torch.Tensor, self.of, tree)
 
     def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
-        """One with the same settings and state, of parameters that stand in for its own."""
+        """Copy an optimizer with its settings and state, for stand-ins of its parameters."""
         other = _copy(
             optimizer, [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
         )

@@ -75,7 +75,7 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
 
 
 def _together(groups: list[_Group], most: int) -> list[_Group]:
-    """Neighbours taken together evenly; the lightest ones only, where few are as heavy as most of the others are."""
+    """Group neighbours evenly; only the lightest ones if a few are far heavier."""
     packed = _packed(groups, _least_capacity(groups, most))
     if len(packed) * 2 > most:
         return packed

@@ -296,7 +296,7 @@ def _by_run(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[Moment, ...], list[int], list[int]]:
-    """Each execution; the tick from it to the next at which most bytes are at hand; and the workspace then."""
+    """The executions, with the tick of the most bytes from each to the next, and the workspace then."""
     ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
     positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
     moments, ticks, workspaces, on_links = [], list[int](), list[int](), dict[int, int]()

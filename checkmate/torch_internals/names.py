@@ -32,7 +32,7 @@ class LacksError(Unsupported):
 
 @dataclass(frozen=True)
 class Name:
-    """One name of PyTorch's that is not public.
+    """A private name of PyTorch.
 
     Attributes:
         name: PyTorch's own, as it is imported from a table's module.

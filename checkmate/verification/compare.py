@@ -254,7 +254,7 @@ def _compare(
     *,
     updates: bool = False,
 ) -> _Compared:
-    """Run both from the same state, and compare what they leave behind.
+    """Run both from the same state, and compare the states after them.
 
     Args:
         plain, compiled: run the step, and put its state back.

@@ -345,7 +345,7 @@ class Runtime:
         return int(able[self.score(seconds, self.size[able], self.now - self.last[able]).argmin()])
 
     def _settle(self, values: tuple[int, ...]) -> None:
-        """Let go of the values at hand that the program is done with, where nobody holds them."""
+        """Free the values that the program is done with, if nobody holds them."""
         tables = self.tables
         for v in values:
             if self.at_hand[v] and not (tables.result[v] or self.locks[v] or self.to_read[v]):
@@ -355,7 +355,7 @@ class Runtime:
                     self.held.add(v)
 
     def _let_go(self, v: int, *, evicted: bool) -> None:
-        """Free a value at hand: it is evicted and may come back, or dropped."""
+        """Free a value: it is evicted and may come back, or dropped."""
         self.at_hand[v] = self.evictable[v] = False
         self.held.discard(v)
         self.room += self.tables.size[v]
@@ -367,7 +367,7 @@ class Runtime:
         return self.may_run[k] and all(self.tables.result[v] or not self.claims[v] for v in self.tables.outputs[k])
 
     def _close(self, ops: list[int]) -> None:
-        """These ops never run again: their inputs are not needed for that, and so on upwards."""
+        """Close ops that never run again: free their inputs for that purpose, and so on upwards."""
         tables = self.tables
         while ops:
             k = ops.pop()
@@ -385,7 +385,7 @@ class Runtime:
                     ops.append(tables.producer[v])
 
     def _release(self, *, even_at_a_loss: bool) -> bool:
-        """Let go for good of values that cannot come back, where what is made from them stays instead.
+        """Drop values that cannot come back, if all made from them stays instead.
 
         At a loss, only the one that binds the fewest bytes; whether there was any.
         """

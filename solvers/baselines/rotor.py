@@ -252,14 +252,14 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
 
 
 def at_hand_anyway(graph: Graph) -> frozenset[int]:
-    """The values that are at hand from their first execution on, whatever is kept."""
+    """The values in memory from their first execution on, whatever is kept."""
     given = (v for v, value in enumerate(graph.values) if value.producer is None)
     pinned = (v for op in graph.ops if op.pinned is not None for v in op.outputs)
     return frozenset([*graph.outputs, *given, *pinned])
 
 
 def _cuts(graph: Graph, anyway: frozenset[int], fine: bool) -> list[tuple[int, int | None]]:
-    """Where the forward can be cut: the op that follows, and the one value that flows across, or None."""
+    """The cuts of the forward: the op that follows, and the one value that flows across, or None."""
     last_read = [max((j for j in users if j < graph.forward_length), default=-1) for users in graph.users]
     cuts: list[tuple[int, int | None]] = []
     across: set[int] = set()

@@ -140,7 +140,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 class Policy:
-    """The values that Capuchin swaps and makes again so far, and the candidates for the next."""
+    """The values that Capuchin swaps and makes again, and the candidates for the next."""
 
     def __init__(self, task: Task) -> None:
         self.problem, self.clock = task.problem, task.clock
@@ -208,7 +208,7 @@ class Policy:
         return _ends(gone, there), -_ends(-needed, back)
 
     def _seconds_again(self, candidate: Candidate) -> float:
-        """Seconds of what has to run for the value at its back access; infinite where that must not."""
+        """Seconds of the ops that make the value again at its back access; infinite if they must not run."""
         graph, limits, back = self.problem.graph, self.problem.limits, candidate.back
         seen, todo, seconds = set[int](), [candidate.swap.value], 0.0
         while todo:
@@ -296,7 +296,7 @@ def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> P
 
 
 class _Unrolling(Outward):
-    """The steps so far, with values on their way back and recomputation."""
+    """The steps of a plan in the making, with values on their way back and recomputation."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.problem, task.budget)

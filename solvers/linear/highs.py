@@ -273,7 +273,7 @@ def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
 
 
 def _unfinished(going: _Run, model: Model) -> Result:
-    """The result of a run that did not end in time, as far as it was reported."""
+    """The reports of a run that did not end in time."""
     objective = float(model.cost @ going.x) if going.x is not None else float("inf")
     bound = max(going.bound, least_objective(model))
     return Result(Outcome.STOPPED, going.x, objective, min(bound, objective))

@@ -94,7 +94,7 @@ class Backward(ABC):
     complete: bool  # no state was dropped so far
 
     def back_from(self, last: int) -> Iterator[States]:
-        """Each stage from the last to the first, with what must be at hand when it begins; none: nothing fits.
+        """The stages from the last to the first, with the values needed when each begins; none: nothing fits.
 
         Raises:
             OutOfTime: where the clock runs out first.

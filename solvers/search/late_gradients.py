@@ -127,7 +127,7 @@ def _longest_wait(problem: Problem) -> tuple[int, list[int]]:
 
 
 def _homes(problem: Problem, moment: int, again: set[int], kept: set[int]) -> dict[int, int]:
-    """The ops that make values ``again`` after the moment, with what they need but what is kept, and in which stage."""
+    """The ops that make values ``again`` after the moment, with the unkept values they need, and their stages."""
     graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.until
     wanted = {v: min(k for k in graph.users[v] if k > moment) for v in again}
     homes: dict[int, int] = {}

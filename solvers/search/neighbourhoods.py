@@ -148,7 +148,7 @@ class Near:
         return self.run, R[self.stage, self.op].astype(np.float64)
 
     def runs(self, x: np.ndarray, part: float = 0.5) -> np.ndarray:
-        """(T, T) bool: of which op there is more than this part of a run in an answer."""
+        """(T, T) bool: the ops with more than this part of a run in an answer."""
         R = np.zeros(self.shape, dtype=bool)
         R[self.stage, self.op] = x[self.run] > part
         return R

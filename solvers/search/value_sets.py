@@ -196,7 +196,7 @@ def _sums_of_eights(size: list[int]) -> np.ndarray:
 
 
 def _debts(sets: ValueSets) -> list[Debt]:
-    """Lower bound: values that only run-once ops make stay, or what is made of them, until their last reader.
+    """Lower bound: values made only by run-once ops, or values made of these, stay until their last reader.
 
     Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
     from v_2 and so on, and let op j read the last of these. At any moment from then on and before j first runs, one of

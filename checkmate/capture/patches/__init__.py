@@ -14,7 +14,7 @@ PROCESS = "from the import on, in the process"  # a mistake in a description, me
 
 
 class Patch(NamedTuple):
-    """One thing that is changed."""
+    """A change of PyTorch's tracing."""
 
     module: str  # in this room
     when: str

@@ -73,7 +73,7 @@ def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
 
 
 def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each such leaf, as all graphs know it that it is in, with the node that makes it one.
+    """Yield each such leaf, as all graphs that it is in know it, with the node that makes it one.
 
     A checkpointed part is a graph of its own, and hands leaves out as results.
     """

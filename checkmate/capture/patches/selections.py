@@ -118,7 +118,7 @@ def _set(plain: Callable[..., Any], self: Any, tx: Any, key: Any, value: Any) ->
 
 
 def _select(tx: Any, x: Any, mask: Any) -> Any:
-    """``x.masked_select(mask)``, but where its backward lays out gradients in a way of its own."""
+    """Trace ``x.masked_select(mask)``, unless its backward lays out gradients otherwise."""
     if x.requires_grad or not _is_mask(mask.realize()) or x.size != mask.realize().size:
         return None
     places = _by_place(tx, mask)
