@@ -349,7 +349,7 @@ class PassState:
                 self.worth[v] = max(self.seconds_back(v), 1e-30) ** self.weights.a * self.scale[v]
 
     def seconds_back(self, v: int) -> float:
-        """Seconds to make v again from the values in memory: its op and missing ancestors; infinite if one is pinned."""
+        """Seconds to make v again from values in memory: its op and missing ancestors; infinite if one is pinned."""
         tables, total = self.tables, 0.0
         seen, todo = {tables.producer[v]}, [tables.producer[v]]
         while todo:
