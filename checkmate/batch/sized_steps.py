@@ -44,10 +44,8 @@ def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
     if len(given) > 1:
-        raise TypeError(
-            f"make_step takes no argument or the size, but this one takes {', '.join(p.name for p in given)}. If it is "
-            "the step itself, give a function that gives it: lambda: step."
-        )
+        names = ", ".join(p.name for p in given)
+        raise TypeError(f"make_step takes no argument or the size, but this one takes {names}. {_STEP_ITSELF}")
     made = cache(make_step)
     return make_step if given else lambda size: made()
 
@@ -80,12 +78,10 @@ class SizedSteps:
             name = "make_batch"
             args, kwargs = arguments_of(self.make_batch(size))
         except Exception as error:  # whatever it is, it is the user's, and the size is what they need to know
-            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {_OTHER_SIZES}") from error
+            advice = _OTHER_SIZES if name == "make_batch" else f"{_OTHER_SIZES} {_STEP_ITSELF}"
+            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {advice}") from error
         if not callable(step):
-            raise TypeError(
-                f"make_step gave no step but {type(step).__name__}. If it is the step itself, give a function that "
-                "gives it: lambda: step."
-            )
+            raise TypeError(f"make_step gave no step but {type(step).__name__}. {_STEP_ITSELF}")
         return step, args, kwargs
 
     def problem(self, size: int) -> Problem:
@@ -141,6 +137,7 @@ def real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 _OTHER_SIZES = "smallest= and largest= say between which sizes to look."
+_STEP_ITSELF = "If make_step is the step itself, give a function that gives it: lambda: step."
 
 
 def _said(error: Exception) -> str:

@@ -280,6 +280,7 @@ def test_a_step_that_fails_names_the_size() -> None:
     ("options", "error", "says"),
     [
         ({"make_step": lambda x, y: x}, TypeError, "lambda: step"),
+        ({"make_step": lambda x: x.sum()}, Unsupported, "make_step, for size 1, failed.*lambda: step"),
         ({"make_step": lambda: torch.ones(1)}, TypeError, "gave no step"),
         ({"make_step": 3}, TypeError, "not int"),
         ({"budget": "many"}, checkmate.BudgetError, "many"),

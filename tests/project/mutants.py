@@ -1,0 +1,209 @@
+"""Plant small mistakes in the product, one at a time, and name a test that finds each.
+
+    pip install pytest-cov
+    make test ARGS="--cov --cov-context=test"
+    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0] [--out tests/project/mutants.jsonl]
+
+A mutant is one operator, comparison, constant or call of a function changed within the files that are named. The tests
+that run its line, by the coverage that was recorded, run in a fork of this process in which the function has the
+mutant's code: those of the same room first, short ones before long ones, for so many seconds at most, until one fails
+that passes without it. One row for each mutant is written; where tests become fewer or other ones, the same mutants
+have to be found. A mutant that nothing finds changes nothing that matters, or a test is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPINE = ("checkmate/core", "checkmate/codegen/emit.py", "solvers/common/incumbent.py", "solvers/plan_cache.py")
+SPINE += ("profiling/measure.py", "solvers/linear/equations.py", "checkmate/memory/meter.py", "checkmate/verification")
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Break: ast.Continue, ast.Continue: ast.Break,
+}  # fmt: skip
+Mutant = tuple[str, int, str, str]  # file, line, what it was, what it becomes
+
+
+class _Mutate(ast.NodeTransformer):
+    """Change the ``wanted``-th place of a file that can be changed, and note which it was; with None, note all."""
+
+    def __init__(self, wanted: int | None = None) -> None:
+        self.wanted, self.places, self.within = wanted, list[tuple[int, str, str]](), 0
+
+    def _place(self, node: Any, changed: ast.AST) -> Any:
+        self.places.append((node.lineno, ast.unparse(node), ast.unparse(changed)))
+        return ast.copy_location(changed, node) if len(self.places) - 1 == self.wanted else node
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            self.within += 1
+            body = node.body if isinstance(node.body, list) else [node.body]
+            new = [self.visit(one) for one in body]  # neither decorators nor defaults, which have run
+            node.body = new if isinstance(node.body, list) else new[0]  # type: ignore[assignment]
+            self.within -= 1
+            return node
+        # Texts of errors and of logs are no mistakes.
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or (self.within and isinstance(node, ast.ClassDef)):
+            return node
+        if isinstance(node, ast.Expr):
+            if not self.within or not isinstance(node.value, ast.Call) or "log." in ast.unparse(node.value.func):
+                return node
+            node = self._place(node, ast.Pass())
+        node = self.generic_visit(node)
+        return self._changed(node) if self.within else node
+
+    def _changed(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+            return self._place(node, ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators))
+        if isinstance(node, ast.BoolOp):
+            return self._place(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))
+        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+            return self._place(node, ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))
+        if isinstance(node, ast.AugAssign) and type(node.op) in SWAPS:
+            return self._place(node, ast.AugAssign(node.target, SWAPS[type(node.op)](), node.value))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self._place(node, node.operand)
+        if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+            return self._place(node, ast.Constant(not node.value if node.value in (True, False) and isinstance(node.value, bool) else node.value + 1))
+        if type(node) in (ast.Break, ast.Continue):
+            return self._place(node, SWAPS[type(node)]())
+        return node
+
+
+def _plant(file: Path, wanted: int) -> None:
+    """Give all functions of a file that this process has loaded the code of its mutant."""
+    tree = ast.fix_missing_locations(_Mutate(wanted).visit(ast.parse(file.read_text())))
+    codes: dict[tuple[str, int], types.CodeType] = {}
+    todo = [compile(tree, str(file), "exec", dont_inherit=True)]
+    while todo:
+        code = todo.pop()
+        codes[code.co_qualname, code.co_firstlineno] = code
+        todo += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    for function in gc.get_objects():
+        if isinstance(function, types.FunctionType) and os.path.realpath(function.__code__.co_filename) == str(file):
+            old = function.__code__
+            new = codes.get((old.co_qualname, old.co_firstlineno))
+            if new is not None and new.co_freevars == old.co_freevars:
+                function.__code__ = new
+
+
+def _fails(tests: list[str], seconds: float, mutant: tuple[Path, int] | None) -> str | None:
+    """Run tests in a fork until one fails: its name, or "time" where the fork does not end."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+
+        class Tell:
+            def pytest_runtest_logreport(self, report: Any) -> None:
+                if report.failed:
+                    os.write(write, report.nodeid.encode())
+                    os._exit(1)
+
+        if mutant is not None:
+            _plant(*mutant)
+        # No name: it failed before a test did, as where a mutant breaks what a conftest calls.
+        code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[Tell()])
+        os.write(write, b"" if code in (0, 5) else tests[0].encode())
+        os._exit(0)
+    os.close(write)
+    ended = time.monotonic() + seconds
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > ended:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(read)
+            return "time"
+        time.sleep(0.02)
+    with os.fdopen(read) as said:
+        return said.read() or None
+
+
+def _places(paths: list[str]) -> Iterator[tuple[Path, int, Mutant]]:
+    """All mutants of the files, in order."""
+    for path in paths:
+        whole = (ROOT / path).resolve()
+        for file in sorted(whole.rglob("*.py")) if whole.is_dir() else [whole]:
+            mutate = _Mutate()
+            mutate.visit(ast.parse(file.read_text()))
+            for number, (line, old, new) in enumerate(mutate.places):
+                yield file, number, (str(file.relative_to(ROOT)), line, old, new)
+
+
+def main() -> None:
+    """Plant the mutants, and write a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", default=SPINE)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--coverage", default=".coverage")
+    parser.add_argument("--times", help="rows [test, seconds]; without, a test counts as one second")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "project" / "mutants.jsonl")
+    asked = parser.parse_args()
+
+    import coverage
+
+    data = coverage.CoverageData(asked.coverage)
+    data.read()
+    takes: dict[str, float] = defaultdict(lambda: 1.0)
+    for line in open(asked.times) if asked.times else ():
+        row = json.loads(line)
+        takes[row[0]] = row[1]
+    places = list(_places(asked.paths))
+    chosen = random.Random(asked.seed).sample(places, min(asked.count, len(places)))
+    lines = {os.path.realpath(file): file for file in data.measured_files()}
+
+    # Load all that the tests import before the first fork.
+    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", str(ROOT / "tests")])
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
+    sound = set[str]()  # tests that pass in a fork without a mutant
+    found = 0
+    for count, (file, number, (name, line, old, new)) in enumerate(chosen, start=1):
+        contexts = data.contexts_by_lineno(lines.get(str(file), str(file))).get(line, [])
+        tests = sorted({context.split("|")[0] for context in contexts} - {""})
+        room = set(Path(name).parent.parts)
+        tests.sort(key=lambda test: (-len(room & set(Path(test.split("::")[0]).parts)), takes[test]))
+        row = {"file": name, "line": line, "from": old, "to": new, "tests": len(tests), "by": None}
+        spent, began = 0.0, time.monotonic()
+        while tests and spent < asked.seconds and row["by"] is None:
+            block = [tests.pop(0)]
+            while tests and len(block) < 40 and sum(takes[test] for test in block) < 10:
+                block.append(tests.pop(0))
+            spent += sum(takes[test] for test in block)
+            killer = _fails(block, 30 + 4 * sum(takes[test] for test in block), (file, number))
+            if killer is None or killer in sound or killer == "time":
+                row["by"] = killer
+            elif _fails([killer], 60, None) is None:
+                sound.add(killer)
+                row["by"] = killer
+        found += row["by"] is not None
+        print(f"{count:4}/{len(chosen)} {found:4} found, {time.monotonic() - began:5.1f} s: {name}:{line}: {old} -> {new}: {row['by']}", flush=True)
+        with asked.out.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
