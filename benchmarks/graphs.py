@@ -39,7 +39,7 @@ from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
 from checkmate.backends import step_problem
 from checkmate.capture import rewrite
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_bytes, format_seconds
 

@@ -30,7 +30,7 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import distance, median_ratio, nothing_on_disk, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Batch, Step, classifier, images
 from checkmate.backends.tensor_state import differing
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.demo.training import train
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes, format_seconds

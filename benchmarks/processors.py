@@ -28,7 +28,7 @@ SETTINGS = tuple(f"{name}={value}" for name, values in VALUES.items() for value 
 TESTS = {  # by markers
     "not slow": (
         *("tests/training/test_habits.py", "tests/training/test_families.py", "tests/memory/test_arena.py"),
-        *("tests/capture/loss", "tests/capture/ways"),
+        *("tests/capture/loss", "tests/capture/inplace"),
         *("tests/profiling/test_trial.py", "tests/codegen/test_writing_over.py"),
     ),
     "not long": (

@@ -3,7 +3,7 @@
     python -m benchmarks.splits [NETWORK ...] [--time-limit 10]
 
 Networks are traced on the meta device as in `benchmarks.graphs`: nothing runs, so that no split has been tried. T5
-needs ``--time-limit 75``. `benchmarks.loss` trains a loss in parts, and compares bits and peak with plain PyTorch.
+needs ``--time-limit 75``.
 Rows with "numerics" are of version 0.3.0, which ran other ops in parts too.
 """
 
@@ -45,7 +45,7 @@ def smallest(name: str, time_limit: float) -> Iterator[Row]:
     with torch.device("meta"):
         step, batch = NETWORKS[name]()
     whole = checkmate.trace(step, *batch, profile=f"roofline:{graphs.DEVICE}")
-    ends = [(problem, ends_of(problem, time_limit=time_limit)) for problem in whole.and_smaller()]
+    ends = [(problem, ends_of(problem, time_limit=time_limit)) for problem in whole.splits_in_turn()]
     split, after = min(ends, key=lambda end: end[1].peak)
     yield {
         "network": name,

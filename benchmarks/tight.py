@@ -18,8 +18,8 @@ from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, shown
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, LEAST_SECONDS, figures, load
+from checkmate.core.answer import Table
 from checkmate.core.problem import Problem
-from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 

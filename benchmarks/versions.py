@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.common.rows import Row, append, documented, latest, origin, read
 from benchmarks.common.suite import ROOT, counted
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
 OTHERS = RESULTS.with_name("environments.jsonl")
@@ -32,10 +32,10 @@ SELECTION = {  # by markers
     "not slow and not long": tuple(f"tests/{room}" for room in ROOMS),
     "slow and not long": (
         *("tests/training/test_random_programs.py", "tests/updates/test_random_updates.py"),
-        *("tests/training/test_distributed.py", "tests/updates/test_exchange.py"),
+        *("tests/training/test_distributed.py", "tests/updates/test_all_reduce.py"),
         "tests/training/test_training_step.py",
         *("tests/torch_internals", "tests/capture/patches/results", "tests/capture/loss"),
-        *("tests/codegen/test_contributions.py", "tests/backends/test_captures.py", "tests/memory/test_arena.py"),
+        *("tests/codegen/test_contributions.py", "tests/backends/test_capture_cache.py", "tests/memory/test_arena.py"),
     ),
 }
 QUICK = {

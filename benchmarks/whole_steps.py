@@ -37,7 +37,7 @@ from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.backends.tensor_state import differing, tensors_within
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
 from checkmate.updates.updates import Updates

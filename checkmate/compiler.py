@@ -1,4 +1,7 @@
-"""A step that stays within a budget: `compile`, and `verify`, which compares one with plain PyTorch."""
+"""A step that stays within a budget: `compile`, and `verify`, which compares one with plain PyTorch.
+
+On the main path, 1 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from torch import nn
 from typing_extensions import ParamSpec, Unpack
 
 from checkmate.backends import ranks
-from checkmate.backends.captures import Captures, capture
+from checkmate.backends.capture_cache import CaptureCache, capture
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
+from checkmate.backends.plan_swap import Planning
 from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
-from checkmate.backends.taking_over import Planning
 from checkmate.codegen.refused_backwards import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.solution import Solution
@@ -262,7 +265,7 @@ class CompiledStep(Planned, Generic[P, R]):
         self._fn, self._options = fn, options
         self._backend = new_backend(options) if backend is None else backend
         self._backends, self._verify = [self._backend], options.verify
-        self._run = Captures(fn, self._backend, options.max_plans)
+        self._run = CaptureCache(fn, self._backend, options.max_plans)
         if self._verify is None and not is_tried():
             self._run.before = self._compare_if_it_fits
         self._ready = False

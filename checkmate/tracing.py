@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.backends.captures import capture
+from checkmate.backends.capture_cache import capture
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options

@@ -29,7 +29,7 @@ from checkmate.errors import Unsupported
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging
-from checkmate.updates.exchange import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
+from checkmate.updates.all_reduce import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
 from checkmate.updates.optimizers import checked, parameters_of, refuse_hooks

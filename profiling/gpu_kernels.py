@@ -17,9 +17,9 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture import cudnn
+from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.nodes import tensors
-from checkmate.capture.ways.rounding_probes import packet_of
-from checkmate.capture.ways.shape_only import convolution_backward_input
+from checkmate.capture.rounding_probes import packet_of
 from checkmate.profiling.data_sheets import Device
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured; an op that does
 not fit even so is estimated, and measured once there is room. What was measured before, by this process or another, is
-not measured again (`checkmate.profiling.cost_table`). Collectives take more than one process: what all ranks have
+not measured again (`checkmate.profiling.cost_cache`). Collectives take more than one process: what all ranks have
 measured together is taken (`checkmate.profiling.mesh`), or an estimate.
 
 On the CPU bytes are counted by the allocator's events, and seconds are the median of repeated runs. A long op is timed
@@ -15,6 +15,8 @@ Within a step an op seldom finds its inputs in the nearest caches: other ops ran
 repeats a buffer is overwritten, of twice the second-level cache of the CPU or the last cache of an accelerator. Without
 this pointwise ops took half the time that they take within a step, or less. On an accelerator it gives the host a head
 start too: launching a small kernel takes the host longer than running it takes the device.
+
+On the main path, 5 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, in_autograds_thread, same_random_state
+from checkmate.capture.inplace.aliasing import candidates
+from checkmate.capture.inplace.rules import positions_to_try, written_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_collective, is_convolution, target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
 from checkmate.capture.provenance import named
-from checkmate.capture.ways.legal import candidates
-from checkmate.capture.ways.table import positions_to_try, written_of
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
-from checkmate.core.ways import Way
 from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, record_allocations
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_table import OpCost, OpKey, OpTable, conditions_on, drop, keep, ran_here, recall, write
+from checkmate.profiling.cost_cache import OpCost, OpKey, OpTable, conditions_on, drop, keep, ran_here, recall, write
 from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
@@ -252,7 +254,7 @@ def fill(
         cost, written = costs[k], written_of(nodes[k].target)
         allocated = None if cost is None else cost.over.get(position)
         if written is not None and allocated is not None:
-            ways.append(Way(k, makes, over, max(0, allocated - made(k, without=makes)), written.slower))
+            ways.append(InPlace(k, makes, over, max(0, allocated - made(k, without=makes)), written.slower))
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(ways))

@@ -8,7 +8,7 @@ what each rank sends and receives in a ring, and the least that any algorithm mo
 
 A collective that one rank runs alone waits for ever. So it is not measured where a step is, by each rank when it comes
 to that, but by a call that all ranks of the group make together, `measure_collectives`: once for a machine. What it
-finds is kept in the file of measured ops (`checkmate.profiling.cost_table`), under a key for each collective, group and
+finds is kept in the file of measured ops (`checkmate.profiling.cost_cache`), under a key for each collective, group and
 size, and is read from there by each rank alone. A group is known by its backend, its ranks and how many of them share a
 host: the ranks of one mesh dimension cost what those of the same dimension elsewhere do. How many share a host is what
 ``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one.
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from checkmate.capture.nodes import target_name, tensors
-from checkmate.profiling.cost_table import Costs, OpCost, conditions_on, load, store
+from checkmate.profiling.cost_cache import Costs, OpCost, conditions_on, load, store
 from checkmate.profiling.data_sheets import Device
 from checkmate.torch_internals.steps import _resolve_process_group
 

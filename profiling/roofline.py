@@ -13,7 +13,7 @@ no longer than it took.
 Workspaces are estimated as zero for every op that PyTorch has, but for softmax's backward on GPUs: what cuDNN and
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
 when you compile. That an op which can write over an argument leaves the same bits is taken from the table of such ops
-(`checkmate.capture.ways.table`): nothing is tried. An op that runs graphs takes what their ops take, as often as it
+(`checkmate.capture.inplace.rules`): nothing is tried. An op that runs graphs takes what their ops take, as often as it
 runs them; of several it counts the one that takes longest. A kernel of Triton's is taken to be bound by memory.
 """
 
@@ -32,16 +32,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from checkmate.capture.device import as_allocated
 from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
 from checkmate.capture.higher_order.fused_attention import dense_ops
+from checkmate.capture.inplace.aliasing import candidates
+from checkmate.capture.inplace.rules import block_bytes, written_of
+from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.kernels import estimate
 from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
-from checkmate.capture.ways.legal import candidates
-from checkmate.capture.ways.rounding_probes import packet_of
-from checkmate.capture.ways.shape_only import convolution_backward_input
-from checkmate.capture.ways.table import block_bytes, written_of
+from checkmate.capture.rounding_probes import packet_of
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
-from checkmate.core.ways import Way
 from checkmate.profiling.data_sheets import DEVICES as DEVICES  # where users find them
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.gpu_kernels import kernel_seconds, queued, workspace_bytes
@@ -103,7 +103,7 @@ def roofline(joint: Joint, device: Device) -> Profile:
         assert node is not None
         written = written_of(node.target)
         assert written is not None
-        ways.append(Way(k, makes, over, as_allocated(block_bytes(node) or 0, device.block_bytes), written.slower))
+        ways.append(InPlace(k, makes, over, as_allocated(block_bytes(node) or 0, device.block_bytes), written.slower))
     source = f"roofline estimate for {device.name}" + (f", {STATED}" if device.processors else "")
     ops = tuple(range(len(joint.nodes)))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=tuple(ways))

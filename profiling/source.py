@@ -14,7 +14,7 @@ from pathlib import Path
 from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
-from checkmate.profiling.cost_table import OpTable, read
+from checkmate.profiling.cost_cache import OpTable, read
 from checkmate.profiling.data_sheets import DEVICES, Device
 from checkmate.profiling.measure import Measure, fill, measured
 from checkmate.profiling.mesh import measured_collectives
@@ -31,7 +31,7 @@ def source_of(profile: Choice, *, cache: bool = True) -> Source:
 
     Args:
         profile: ``"measure"``, ``"roofline:NAME"``, a file of measured ops whose name ends in ``.json``, such a file as
-            `checkmate.profiling.cost_table.read` gives it, or a `Profile` of this very step.
+            `checkmate.profiling.cost_cache.read` gives it, or a `Profile` of this very step.
         cache: for ``"measure"``.
 
     Raises:

@@ -1,13 +1,13 @@
 """Try whether an op that writes over an argument leaves the bits that it leaves otherwise, before a plan uses it.
 
-An op of the table of candidates (`checkmate.capture.ways.table`) runs plainly and over each of its arguments, in the
+An op of the table of candidates (`checkmate.capture.inplace.rules`) runs plainly and over each of its arguments, in the
 shapes, strides and types of the trace, on sets of numbers:
 
     finite     of both signs and many sizes, with zeros of both signs and denormal numbers among them
     special    the same, and in the first elements of each tensor infinities, NaNs and the largest numbers
     usual      between 0.1 and 0.9, as for its seconds
     cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
-               precision too (`checkmate.capture.ways.rounding_probes`)
+               precision too (`checkmate.capture.rounding_probes`)
 
 What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
 special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
@@ -40,15 +40,15 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import in_autograds_thread, same_random_state
+from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
 from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
-from checkmate.capture.ways.rounding_probes import cancel, flat, repeat, same_bytes
-from checkmate.capture.ways.table import call_over, positions_to_try, written_of
+from checkmate.capture.rounding_probes import cancel, flat, repeat, same_bytes
 from checkmate.core.problem import Profile
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_table import OpKey, conditions_on
+from checkmate.profiling.cost_cache import OpKey, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.torch_internals.dispatcher import outside_tracing
 

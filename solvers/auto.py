@@ -8,6 +8,8 @@
     -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
+
+On the main path, 10 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import obeys_limits
+from checkmate.solvers.common.schedules import obeys_limits
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
@@ -32,8 +34,8 @@ from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.exchange import exchange, exchange_runs
 from checkmate.solvers.search.greedy import Tilts, next_use
+from checkmate.solvers.search.local_search import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
@@ -78,7 +80,7 @@ def auto(
         known_plan = start.plan if isinstance(start, Solution) else None
         alone = partial(auto, settle=settle, patience=patience, enough=enough, without=without)
         return offload(task, incumbent, alone, start=known_plan, settle=settle)
-    if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
+    if task.budget >= task.problem.keep_all_peak and not task.problem.limits.recomputed:
         return checkpoint_all(task, incumbent)
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkmate.core.answer import Table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.core.table import Table
 from checkmate.solvers.auto import auto
 from checkmate.solvers.baselines.checkpointing import checkpoint_all, greedy, last_node, sqrt
 from checkmate.solvers.baselines.dtr import dtr

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from checkmate.core.answer import Printed, Table
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Solution, Status, check_problem
-from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import again, contradicts

@@ -67,7 +67,9 @@ class KeptOps:
         for k in reversed(range(last + 1)):
             if k >= tables.boundary or k in needed:
                 needed.update(self._reads[k])
-        self.free = tuple(k for k in self.forward if k in needed and not tables.pinned[k] and tables.until[k] == last)
+        self.free = tuple(
+            k for k in self.forward if k in needed and not tables.pinned[k] and tables.last_stage[k] == last
+        )
         self.bytes_of = [sum(tables.size[v] for v in made) for made in tables.outputs]  # of what each op makes
 
     def of(self, ops: Iterable[int]) -> Choice:

@@ -15,6 +15,8 @@ was proven for, and how long was allowed to look for it. Nothing in it is believ
 simulator for today's problem before it is used, and the bound counts only for the very costs, sizes and bytes that it
 was proven for. A file that is damaged, or not the one it claims to be, is refused with a warning. The folder holds so
 many plans at most; those go first that were not used for longest.
+
+On the main path, 8 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def begin(
         patience: seconds after which "auto" gives up without a plan.
     """
     clock = Clock()
-    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
+    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.recomputed:
         return attempt(problem, budget, time_limit=time_limit), None
     request = _request(problem, budget, method, time_limit, earlier)
     wait = max(wait, patience) if patience < inf else wait

@@ -1,4 +1,7 @@
-"""The front door: choose a method, let it offer plans and bounds, certify the best of them, and say what happened."""
+"""The front door: choose a method, let it offer plans and bounds, certify the best of them, and say what happened.
+
+On the main path, 9 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,7 @@ def cheapest_split(
         return best
 
     moment = FIRST_SECONDS + PER_OP * len(problem.graph.ops)
-    best = look(problem.and_smaller(), moment if moment < time_limit else inf)
+    best = look(problem.splits_in_turn(), moment if moment < time_limit else inf)
     if best is None and moment < time_limit and not any(answer.interrupted for _, answer in answers.values()):
         best = look([one for one, answer in answers.values() if _gave_up(answer)], inf)
     return best or [*answers.values()][-1][1]
@@ -220,7 +223,7 @@ def with_halved(solution: Solution) -> Solution:
     """
     problem, clock = solution.problem, Clock(HALVING)
     low, high = solution.budget, problem.keep_all_peak
-    if problem.host is not None or problem.limits.gone or solution.cost <= 2 * problem.keep_all_cost:
+    if problem.host is not None or problem.limits.recomputed or solution.cost <= 2 * problem.keep_all_cost:
         return solution
     halved = high, problem.keep_all_cost
     while high - low > NEAR * high and not clock.is_over:

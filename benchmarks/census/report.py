@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common.rows import Row, latest, read
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 
 Rows = Mapping[str, Row]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "supported.md"

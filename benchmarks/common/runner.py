@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row, add_names, append, documented, origin, read
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
 

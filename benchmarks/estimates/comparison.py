@@ -22,7 +22,7 @@ from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.estimates.ops import TABLES, cases
 from benchmarks.estimates.steps import STEPS
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.profiling.data_sheets import DEVICES, Device
 
 UPDATE = 5 * 4  # bytes read and written for each parameter by its update

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.hunt.write import load
-from checkmate.backends import taking_over
+from checkmate.backends import plan_swap
 from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -290,7 +290,7 @@ def taking_turns() -> Iterator[Callable[[], None]]:
         for turns in made:
             turns.offer()
 
-    with patch.object(plan_cache, "begin", begin), patch.object(taking_over, "Search", search):
+    with patch.object(plan_cache, "begin", begin), patch.object(plan_swap, "Search", search):
         yield offer
 
 

@@ -34,7 +34,7 @@ from benchmarks.networks import Case, classifier, images, language_model, tokens
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vit import ViT
 from checkmate.backends.tensor_state import same_bits
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.inductor import SMALLEST_SHARE, KnapsackSolver
 from checkmate.memory import measure_peak

@@ -17,7 +17,7 @@ from scipy.stats import wilcoxon
 from benchmarks.common.rows import Row, read, shown
 from benchmarks.common.runner import document, where_from
 from benchmarks.peers.settings import EAGER, OURS
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 
 SIGNIFICANT = 0.05
 HEADER = (

@@ -22,7 +22,7 @@ from benchmarks.common.rows import Row, latest, shown
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import seconds_in_turn, step_and_back
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.core.timing import timing
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes

@@ -19,8 +19,8 @@ from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, renewed, shown
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, HERE, figures, load
+from checkmate.core.answer import Table
 from checkmate.core.host import Host
-from checkmate.core.table import Table
 from checkmate.core.timing import timing
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes

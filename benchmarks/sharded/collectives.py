@@ -25,7 +25,7 @@ from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.estimates.ops import FOLDER
 from benchmarks.sharded.graph import fitted, table
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.mesh import ALL_REDUCE, Link, Point, interpolated, link_of
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from checkmate import sweep_meshes
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.units import format_bytes, format_seconds
 from examples.ranks import shard
 

@@ -24,12 +24,12 @@ from benchmarks.sharded.planned import AUTO, BUDGETS, GB, PAGE, cells_with, with
 from benchmarks.sharded.policies import POLICIES, runs_of
 from benchmarks.solve.comparison import ONE_THREAD, figures
 from checkmate.core import simulator
+from checkmate.core.answer import Table
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.table import Table
 from checkmate.core.timing import timing
 from checkmate.solvers.common.place_starts import place_starts
-from checkmate.solvers.common.runs import lowered
+from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.solve import solve
 
 RANKS = "ranks"

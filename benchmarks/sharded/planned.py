@@ -24,8 +24,8 @@ from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.sharded import graph
 from benchmarks.sharded.policies import POLICIES, runs_of
 from benchmarks.solve.comparison import HERE, ONE_THREAD, figures
+from checkmate.core.answer import Table
 from checkmate.core.problem import Problem
-from checkmate.core.table import Table
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.sharded.graph import ALL_GATHER, PRODUCTS, layers
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.schedules import kept_by_the_forward
 
 GATHERINGS = ("once", "twice")
 CHECKPOINTS = ("no", "selective", "full")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.rows import Row, latest, read, shown
 from benchmarks.common.runner import document, where_from
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 
 HEADER = (
     "graph", "ops", "budget", "method", "cost", "bound", "gap", "to best", "first plan", "seconds", "memory", "status",

@@ -17,7 +17,7 @@ from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import ONE_THREAD, figures, load
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.solvers.auto import STAGES
 from checkmate.solvers.solve import solve
 

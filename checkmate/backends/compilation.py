@@ -1,4 +1,7 @@
-"""The `torch.compile` backend: each captured graph becomes a problem, a solution, and two modules that follow it."""
+"""The `torch.compile` backend: each captured graph becomes a problem, a solution, and two modules that follow it.
+
+On the main path, 3 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,21 @@ import torch.fx as fx
 
 from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
+from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Budget
 from checkmate.backends.static_memory import FirstStep, serving, within
 from checkmate.backends.step_problem import (
-    asked_bytes,
+    guard_bytes,
     joint_of,
     problem_of,
     unread_bytes,
-    with_asked,
+    with_guards,
     with_second_memory,
     with_what_is_held,
 )
-from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import allocated_on, device_of
+from checkmate.capture.guards import checking_guards, take_guards
 from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_of_second_writes
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.higher_order.regions import put_regions_in_place
@@ -39,17 +43,15 @@ from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refu
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
+from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.only_our_captures import Answer
-from checkmate.capture.patches.refused_leaves import refuse_lost_leaves
 from checkmate.capture.patches.results import averages_by_count
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
-from checkmate.capture.questions import asking_first, taken_out
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
-from checkmate.codegen.replaceable_code import ReplaceableCode, may_change
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
 from checkmate.codegen.undefined_gradients import (
@@ -119,7 +121,7 @@ class Backend:
     overlap: bool = False  # collectives may go on beside ops
     budget: Budget | None = None  # finds the bytes when the first graph is planned; None: those of its plan
 
-    running: list[Running] = field(default_factory=list)  # the training graphs, in the order of capture
+    running: list[SwappablePlan] = field(default_factory=list)  # the training graphs, in the order of capture
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
     call: Call = field(default_factory=Call)  # for which is captured now
@@ -143,7 +145,7 @@ class Backend:
         return isinstance(self.profile, Measure)
 
     def limit(self, plan: Solution) -> int:
-        """The bytes that a running step may take; its plan may leave some of them free for asking questions."""
+        """The bytes that a running step may take; its plan may leave some of them free for its guards."""
         return plan.budget if self.budget is None else self.budget.limit
 
     @contextmanager
@@ -155,7 +157,7 @@ class Backend:
         finally:
             self.call = before
 
-    def forget(self, running: list[Running]) -> None:
+    def forget(self, running: list[SwappablePlan]) -> None:
         """Let go of some graphs, and end the searches for their plans."""
         for one in running:
             one.end()
@@ -168,7 +170,7 @@ class Backend:
 
 
 class _Compilation:
-    """One captured graph on its way to the function that runs it: checked, traced, planned, written, wrapped.
+    """A captured graph on its way to the function that runs it: checked, traced, planned, written, wrapped.
 
     AOTAutograd calls `_partition` with the traced graph of forward and backward, and `_lower` with each of the two
     modules that this gives it.
@@ -177,8 +179,8 @@ class _Compilation:
     def __init__(self, backend: Backend, module: fx.GraphModule, inputs: list[Any]) -> None:
         self.backend, self.call, self.module, self.inputs = backend, backend.call, module, inputs
         put_regions_in_place(module)
-        self.questions, self.names = taken_out(module), input_names(module)
-        self.call.answers = self.questions.answers
+        self.guards, self.names = take_guards(module), input_names(module)
+        self.call.answers = self.guards.answers
         self._check()
         self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
@@ -195,9 +197,9 @@ class _Compilation:
             Callable[..., None]
         ] = []  # refuse in a call's backward what plain PyTorch would do otherwise
         self.sharing = Sharing()
-        self.running: Running | None = None  # by which plan; None: nothing was planned
+        self.running: SwappablePlan | None = None  # by which plan; None: nothing was planned
         self.first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours
-        self.code: ReplaceableCode | None = None  # that another plan may take over
+        self.code: SwappableCode | None = None  # that another plan may take over
         self.search_on: Callable[..., None] | None = None  # begins to look for that plan
 
     def _check(self) -> None:
@@ -214,25 +216,25 @@ class _Compilation:
 
     def function(self) -> Callable[..., Any]:
         """Trace and plan the graph, and give what `torch.compile` calls in its place."""
-        backend, questions = self.backend, self.questions
+        backend, guards = self.backend, self.guards
         run = self._traced()
         running, search_on = self.running, self.search_on
         self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
-        asked = 0
-        if questions.answers and backend.measures and running is not None:
+        taken = 0
+        if guards.answers and backend.measures and running is not None:
             given = 0 if self.call.joint is None else self.call.joint.number_bytes
-            asked = asked_bytes(running.plan, questions, self.inputs, given, backend.limit(running.plan))
-            running.plan = with_asked(running.plan, asked)
+            taken = guard_bytes(running.plan, guards, self.inputs, given, backend.limit(running.plan))
+            running.plan = with_guards(running.plan, taken)
         # Around each call, from the inside out.
         run = fan_out(leave_unreached(run, self.unreached), self.sharing)
         nones = [partial(keep_undefined, set[type]())] if backend.lower is run_generated_code else []
         run = watched(run, *nones, *self.watches)
         if running is not None and search_on is not None:
-            search_on(asked=asked)
+            search_on(taken=taken)
             run = running.around(run)
         if running is not None:
             run = ranks.keeping_step(run, running.plan)
-        return asking_first(sharing_copies(run, self.copies), questions)
+        return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _traced(self) -> Callable[..., Any]:
         """Trace, partition and compile the graph by AOTAutograd, with the ops and bits of eager PyTorch."""
@@ -336,7 +338,7 @@ class _Compilation:
 
         # Its plan.
         replays = Replays.now(device, limit) if limit and not fakes else None
-        at_once = backend.begin is None or not may_change(joint)
+        at_once = backend.begin is None or not is_swappable(joint)
         find: Find = (lambda *asked: (backend.planner(*asked), None)) if at_once else backend.begin  # type: ignore[assignment]
         try:
             plan, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
@@ -348,7 +350,7 @@ class _Compilation:
         names, layouts, lower = self.names, self.shards.layouts, backend.lower
         modules, self.call.joint = plan.modules, joint_of(plan.problem)
         arena = self.memory = serving(self.memory, plan, device)
-        running = self.running = Running(plan)
+        running = self.running = SwappablePlan(plan)
         backend.running.append(running)
 
         def share(modules: Any) -> Sharing:
@@ -369,7 +371,7 @@ class _Compilation:
             if arena is not None:
                 arena.took = self.first.took
         if unfinished is not None:
-            self.code = ReplaceableCode(results)
+            self.code = SwappableCode(results)
             self.search_on = partial(running.go_on, unfinished, self.code, write)
         return modules.forward, modules.backward
 

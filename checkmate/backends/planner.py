@@ -1,4 +1,7 @@
-"""The options of `checkmate.compile` and its like, checked once, and the `Planner` that plans each captured step."""
+"""The options of `checkmate.compile` and its like, checked once, and the `Planner` that plans each captured step.
+
+On the main path, 7 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from checkmate.solvers.plan_cache import Record
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
 from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store, _resolve_process_group
-from checkmate.updates.exchange import AsItsModule, Exchange
+from checkmate.updates.all_reduce import AsItsModule, Exchange
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.backends.ranks")

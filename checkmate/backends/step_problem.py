@@ -11,9 +11,9 @@ import torch
 
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.capture.device import as_allocated, main_device
+from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
-from checkmate.capture.questions import Questions
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.second_memory import SecondMemory
@@ -87,16 +87,16 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     return sum(as_allocated(size, block_bytes) for size in sizes)
 
 
-def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> int:
-    """Measure the bytes of the questions before the step, beside resident ones; refuse what is above the limit.
+def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], given: int, limit: int) -> int:
+    """Measure the bytes of the guards before the step, beside resident ones; refuse what is above the limit.
 
     ``given``: bytes of the inputs that are made anew at each call.
     """
     device = main_device(inputs)
-    taken = given + aside(partial(measure_peak, partial(questions.ask, inputs), device)).peak
+    taken = given + aside(partial(measure_peak, partial(guards.check, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
-        places = ", ".join(dict.fromkeys(questions.places))
+        places = ", ".join(dict.fromkeys(guards.places))
         raise Unsupported(
             f"{places}: the step asks for the value of a tensor, which is found out before the step runs. "
             f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
@@ -105,9 +105,9 @@ def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: 
     return taken
 
 
-def with_asked(plan: Solution, asked: int) -> Solution:
-    """The plan with the higher of two peaks: its own, and that of the questions before the step."""
-    peak = plan.problem.resident + asked
+def with_guards(plan: Solution, taken: int) -> Solution:
+    """The plan with the higher of two peaks: its own, and that of its guards before the step."""
+    peak = plan.problem.resident + taken
     if plan.peak is None or peak <= plan.peak:
         return plan
-    return replace(plan, peak=peak, details={**plan.details, "asked_bytes": asked})
+    return replace(plan, peak=peak, details={**plan.details, "guard_bytes": taken})

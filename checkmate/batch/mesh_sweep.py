@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from checkmate.backends.planner import Bytes
+from checkmate.core.answer import Printed, Table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.core.table import Printed, Table
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.source import Choice, source_of
 from checkmate.solvers.frontier import solve_all

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from checkmate.core.answer import Printed, Table
 from checkmate.core.solution import Solution
-from checkmate.core.table import Printed, Table
 from checkmate.units import format_bytes, format_seconds
 
 

@@ -89,7 +89,7 @@ def plan_within(
     inf
     """
     first: Solution | None = None
-    for one in problem.and_smaller():
+    for one in problem.splits_in_turn():
         found = _plan_one(one, budget, cap, time_limit=time_limit, start=start if one is problem else None)
         if found.plan is not None or found.interrupted:
             return found
@@ -109,9 +109,9 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         # that is closed, no more is to be known.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
         found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
-        decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
+        guard_on = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
-        if decided or left <= TINY * time_limit or found.interrupted:
+        if guard_on or left <= TINY * time_limit or found.interrupted:
             return found
         start, bound = found, max(bound, found.bound)
 

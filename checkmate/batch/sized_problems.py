@@ -19,8 +19,8 @@ import numpy as np
 
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.graph import Graph
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.ways import Way
 
 
 class SizedProblems:
@@ -131,10 +131,10 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
     return replace(problems[0], graph=replace(graph, values=values), profile=profile, emit=None, smaller=further)
 
 
-def _mixed_ways(problems: list[Problem], whole: Callable[[Iterable[int]], np.ndarray]) -> Iterator[Way]:
+def _mixed_ways(problems: list[Problem], whole: Callable[[Iterable[int]], np.ndarray]) -> Iterator[InPlace]:
     """The ways that all problems have, their workspaces mixed."""
 
-    def key(problem: Problem, way: Way) -> tuple[str, ...]:
+    def key(problem: Problem, way: InPlace) -> tuple[str, ...]:
         values = [problem.graph.values[v].name for v in (way.over, way.makes) if v is not None]
         return problem.graph.ops[way.op].name, *values
 

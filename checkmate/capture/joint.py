@@ -3,6 +3,8 @@
 AOTAutograd hands over the *joint* graph: functional but for a last block of ``copy_`` into the inputs that the step
 overwrites. `read_joint` finds the storages in it (by the identity of the fake tensors' storages: schemas do not always
 tell what aliases what), tells views from ops, forward from backward, and which ops must run exactly once and why.
+
+On the main path, 4 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from checkmate.capture.nodes import (
     updated,
 )
 from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
+from checkmate.capture.op_order import TracedStep, let_overwrite, split_forward_backward
 from checkmate.capture.patches.results.strides import obeys_layout
-from checkmate.capture.phases import Traced, let_overwrite, phases
 from checkmate.capture.provenance import where
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
@@ -48,7 +50,9 @@ class Joint:
     graph: Graph
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
-    faces: tuple[tuple[fx.Node, ...], ...]  # for each value, the nodes that name its producer's output directly
+    nodes_of_value: tuple[
+        tuple[fx.Node, ...], ...
+    ]  # for each value, the nodes that name its producer's output directly
     numbers: Mapping[fx.Node, str]  # placeholders of numbers, with what Dynamo calls them
     placeholders: tuple[fx.Node, ...]
     forward_outputs: tuple[Any, ...]  # nodes or constants
@@ -100,10 +104,10 @@ def read_joint(
             only in part, and backward ops that read what the forward has overwritten.
     """
     let_go_of_unread(module)
-    step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
+    step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
     let_overwrite(step)
-    forward, backward = phases(step)
+    forward, backward = split_forward_backward(step)
     refuse_read(step.draws)
     found = _Contents(step, block_bytes)
     found.add_inputs()
@@ -123,7 +127,7 @@ def read_joint(
         graph=Graph(tuple(found.ops), tuple(found.values), results),
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
-        faces=tuple(map(tuple, found.faces)),
+        nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
         numbers=step.numbers,
         placeholders=step.placeholders,
         forward_outputs=step.forward_outputs,
@@ -136,13 +140,13 @@ def read_joint(
 class _Contents:
     """The ops and values of a step, added in the order in which they are made."""
 
-    def __init__(self, step: Traced, block_bytes: int) -> None:
+    def __init__(self, step: TracedStep, block_bytes: int) -> None:
         self.step = step
         self.block_bytes = block_bytes
         self.ops: list[Op] = []
         self.nodes: list[fx.Node | None] = []  # of each op
         self.values: list[Value] = []
-        self.faces: list[list[fx.Node]] = []  # of each value
+        self.nodes_of_value: list[list[fx.Node]] = []  # of each value
         self.by_storage: dict[int, int] = {}  # its value
 
     def values_of(self, node: fx.Node) -> tuple[int, ...]:
@@ -179,12 +183,12 @@ class _Contents:
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
                 if producer is None or v in made:
-                    self.faces[v].append(face)
+                    self.nodes_of_value[v].append(face)
         return tuple(made)
 
     def _add_value(self, value: Value) -> int:
         self.values.append(value)
-        self.faces.append([])
+        self.nodes_of_value.append([])
         return len(self.values) - 1
 
     def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:

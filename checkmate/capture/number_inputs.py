@@ -86,7 +86,7 @@ def draws_of_python(module: fx.GraphModule) -> list[int]:
 def refuse_read(draws: Iterable[fx.Node]) -> None:
     """Refuse ops on such draws: Dynamo makes tensors of them, which take part in other kernels, and other types.
 
-    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been answered before: see `questions`.
+    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been evaluated before: see `guards`.
     """
     for user in (user for draw in draws for user in draw.users):
         raise Unsupported(
@@ -164,7 +164,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
     """Refuse a step that is to be planned and computes with tensors whose sizes depend on data, before it is traced.
 
     `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many. The
-    questions of the step were taken out: what was only asked for a size is needed no more.
+    guards of the step were taken out: what was only asked for a size is needed no more.
     """
     described = {node: tensors(node.meta.get("example_value")) for node in module.graph.nodes}
     sized = [n for n, found in described.items() if any(free_unbacked_symbols(size) for t in found for size in t.shape)]

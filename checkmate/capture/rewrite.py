@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from checkmate.capture.cudnn import expose_cudnn
 from checkmate.capture.device import WAVERS
 from checkmate.capture.higher_order.triton_kernels import make_what_they_write
+from checkmate.capture.inplace.shape_only import forget_inputs
 from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_convolution, is_random, tensors
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
@@ -32,7 +33,6 @@ from checkmate.capture.random_draws import (
     save_device_state,
     save_state,
 )
-from checkmate.capture.ways.shape_only import forget_inputs
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import OpOverload
 

@@ -72,7 +72,7 @@ def _devices() -> dict[str, Any]:
     """Report PyTorch's build and devices, whether steps can have an arena, and the changes that are left out."""
     import torch
 
-    from checkmate.backends import captures as _all_patches  # noqa: F401  # which puts them in place
+    from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals.names import LEFT_OUT
     from checkmate.torch_internals.versions import TRIED

@@ -71,7 +71,7 @@ class Fan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, counts: tuple[int, ...], *inputs: torch.Tensor) -> Any:
-        """One alias of each input."""
+        """Make an alias of each input."""
         ctx.counts = counts
         ctx.terms = {}  # by slot: the contributions in their order, from the step's backward to this one
         ctx.set_materialize_grads(False)

@@ -5,6 +5,8 @@ cleared after its last use, which is where the plan frees its value. Views cost 
 of the value they show. What an op writes over is gone at once; the op is marked, and becomes a call that writes when
 the module becomes a function (`checkmate.codegen.writing_over`). What waits in a second memory is sent and fetched by
 calls that stand where the plan has them (`checkmate.codegen.transfers`).
+
+On the main path, 15 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -141,11 +143,11 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
     for step in steps:
         if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
             read(node.all_input_nodes)
-            made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.faces[v])
+            made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.nodes_of_value[v])
         elif isinstance(step, (Send, Wait)):
-            read(joint.faces[step.value])
+            read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
-            made.update(joint.faces[step.value])
+            made.update(joint.nodes_of_value[step.value])
     read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
     saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
@@ -153,7 +155,11 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
     """The roots of a view: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
-    if is_sym_node(node) or node.op == "placeholder" or any(node in joint.faces[v] for v in joint.value_of[node]):
+    if (
+        is_sym_node(node)
+        or node.op == "placeholder"
+        or any(node in joint.nodes_of_value[v] for v in joint.value_of[node])
+    ):
         return [] if node.op == "get_attr" else [node]
     return [root for a in node.all_input_nodes for root in _roots(joint, a)]
 
@@ -245,12 +251,12 @@ class _Writer:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")
             copy.meta[OVER] = self.over[op, step.over]
-        faces = [face for v in outputs for face in self.joint.faces[v]]
-        if node in faces:
+        nodes_of_value = [face for v in outputs for face in self.joint.nodes_of_value[v]]
+        if node in nodes_of_value:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
         else:
             self.env[node] = copy
-            for face in faces:
+            for face in nodes_of_value:
                 self._at_hand(face)
             del self.env[node]
         if step.over is not None:
@@ -265,28 +271,28 @@ class _Writer:
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, call = step.value, self.call
         assert call is not None
-        faces = self.joint.faces[v]
+        nodes_of_value = self.joint.nodes_of_value[v]
         # not the call itself: where a part of the backward runs, what is not sent stays
         at = call if isinstance(step, Send) else self.sent.get(v, call)
         if not isinstance(step, Land):
-            read = map(self._at_hand, faces) if isinstance(step, (Send, Wait)) else ()
+            read = map(self._at_hand, nodes_of_value) if isinstance(step, (Send, Wait)) else ()
             node = self.graph.call_function(_CALLED[type(step)], (at, v, *read))
             node.meta["val"] = call.meta["val"]
             if isinstance(step, Send):
                 self.sent[v] = node
             return
         landed = self.graph.call_function(transfers.land, (at, v))  # in place of what the value's op made
-        if len(faces) == 1:
-            landed.meta = dict(faces[0].meta)
-            self.env[faces[0]] = landed
+        if len(nodes_of_value) == 1:
+            landed.meta = dict(nodes_of_value[0].meta)
+            self.env[nodes_of_value[0]] = landed
             return
-        landed.meta["val"] = tuple(face.meta["val"] for face in faces)
-        for i, face in enumerate(faces):
+        landed.meta["val"] = tuple(face.meta["val"] for face in nodes_of_value)
+        for i, face in enumerate(nodes_of_value):
             self.env[face] = self.graph.call_function(operator.getitem, (landed, i))
             self.env[face].meta = dict(face.meta)
 
     def _forget(self, value: int) -> None:
-        for node in (*self.joint.faces[value], *self.views.pop(value, ())):
+        for node in (*self.joint.nodes_of_value[value], *self.views.pop(value, ())):
             if node.op != "placeholder":  # numbers may be read from it for the backward; Python lets go of it itself
                 self.env.pop(node, None)
 

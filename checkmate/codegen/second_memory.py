@@ -61,17 +61,17 @@ class TensorLayout(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """One call of a step, and its values in the second memory."""
+    """A call of a step, and its values in the second memory."""
 
     store: Store  # for this call alone
     home: SecondMemory
     is_over: str = ""  # why nothing can be had from it any more
     there: int = 0  # bytes
-    peak_there: int = 0
+    host_peak: int = 0
     sent: int = 0
     fetched: int = 0
     waited: float = 0.0  # seconds
-    faces: dict[int, list[TensorLayout]] = field(default_factory=dict)  # of each value that is there or on its way
+    layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)  # of each value that is there or on its way
     bytes: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # what has no storage of its own: it stays
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class SecondMemory:
                 call.store.reset()
         except HostError:
             broken = True
-        for held in (call.kept, call.landing, call.bytes, call.faces):
+        for held in (call.kept, call.landing, call.bytes, call.layouts):
             held.clear()
         if broken:
             call.store.close()
@@ -197,7 +197,7 @@ class SecondMemory:
                 self._free.append(call.store)
             if why == HAS_RUN:
                 self._calls += 1
-                self._last = (call.peak_there, call.sent, call.fetched, call.waited)
+                self._last = (call.host_peak, call.sent, call.fetched, call.waited)
 
     def _taken(self, capacity: int) -> Store:
         with self._books:

@@ -49,29 +49,29 @@ def _at_work(token: torch.Tensor) -> Call:
 
 
 @has_side_effect
-def send(token: torch.Tensor, v: int, *faces: torch.Tensor) -> torch.Tensor:
+def send(token: torch.Tensor, v: int, *layouts: torch.Tensor) -> torch.Tensor:
     """Begin to copy a value into the second memory; its tensors stay until it has arrived.
 
     What stands for several tensors, or for none with data, stays here.
     """
     call = _at_work(token)
-    if not all(map(_is_plain, faces)):
-        call.kept[v] = faces
+    if not all(map(_is_plain, layouts)):
+        call.kept[v] = layouts
         return token
-    storage = faces[0].untyped_storage()
+    storage = layouts[0].untyped_storage()
     call.store.send(v, storage)
-    call.faces[v] = [
-        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in faces
+    call.layouts[v] = [
+        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in layouts
     ]
     call.bytes[v] = storage.nbytes()
     call.sent += storage.nbytes()
     call.there += storage.nbytes()
-    call.peak_there = max(call.peak_there, call.there)
+    call.host_peak = max(call.host_peak, call.there)
     return token
 
 
 @has_side_effect
-def arrive(token: torch.Tensor, v: int, *faces: torch.Tensor) -> torch.Tensor:
+def arrive(token: torch.Tensor, v: int, *layouts: torch.Tensor) -> torch.Tensor:
     """Go on when a value is in the second memory. Its tensors are read so that they stay until then."""
     call = _at_work(token)
     if v not in call.kept:
@@ -84,7 +84,7 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
     """Begin to copy a value back, into memory that is allocated now."""
     call = _at_work(token)
     if v not in call.kept:
-        landing = torch.empty(call.bytes[v], dtype=torch.uint8, device=call.faces[v][0].device).untyped_storage()
+        landing = torch.empty(call.bytes[v], dtype=torch.uint8, device=call.layouts[v][0].device).untyped_storage()
         call.store.fetch(v, landing)
         call.landing[v] = landing
         call.fetched += call.bytes[v]
@@ -95,12 +95,12 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
 def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The tensors of a value when it is back; the tensor itself where it is one."""
     call = _at_work(token)
-    faces = call.kept.get(v)
-    if faces is None:
+    layouts = call.kept.get(v)
+    if layouts is None:
         call.wait(v)
         landing = call.landing.pop(v)
-        faces = tuple(face.within(landing) for face in call.faces[v])
-    return faces[0] if len(faces) == 1 else faces
+        layouts = tuple(face.within(landing) for face in call.layouts[v])
+    return layouts[0] if len(layouts) == 1 else layouts
 
 
 @has_side_effect
@@ -110,7 +110,7 @@ def drop(token: torch.Tensor, v: int) -> torch.Tensor:
     if call.kept.pop(v, None) is None:
         call.store.drop(v)
         call.there -= call.bytes.pop(v)
-        del call.faces[v]
+        del call.layouts[v]
     return token
 
 

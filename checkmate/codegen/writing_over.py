@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.inplace.aliasing import candidates
+from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
-from checkmate.capture.ways.legal import candidates
-from checkmate.capture.ways.table import call_over, positions
 from checkmate.codegen.boxed import boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError

@@ -35,7 +35,7 @@ def fingerprints(problem: Problem) -> Fingerprints:
         ops = [(op.target, op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
         structure = ops, [value.producer for value in graph.values], graph.outputs
         if limits := problem.limits:
-            structure = *structure, [*limits.most_runs.items()], sorted(limits.gone)  # type: ignore[assignment]
+            structure = *structure, [*limits.max_runs.items()], sorted(limits.recomputed)  # type: ignore[assignment]
         if graph.overwritten_by:
             structure = *structure, [*graph.overwritten_by.items()]  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()

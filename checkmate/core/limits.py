@@ -54,37 +54,37 @@ class Rule:
 class Limits:
     """The runs and values that plans must not have, beside runs of pinned ops."""
 
-    most_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
-    gone: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
-    until: Mapping[int, int] = field(default_factory=dict)  # op -> the last stage in which it may run
+    max_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
+    recomputed: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
+    last_stage: Mapping[int, int] = field(default_factory=dict)  # op -> the last stage in which it may run
     closing: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # such a stage -> what later ones may miss
 
     def __bool__(self) -> bool:
-        return bool(self.most_runs or self.gone or self.until)
+        return bool(self.max_runs or self.recomputed or self.last_stage)
 
     @classmethod
     def of(cls, graph: Graph, rules: Iterable[Rule]) -> Limits:
         """Collect the limits that rules and the graph set."""
-        most_runs: dict[int, int] = {}
-        gone: set[int] = set()
+        max_runs: dict[int, int] = {}
+        recomputed: set[int] = set()
         for rule in rules:
             if rule.asks == "recompute":
-                gone.update(v for k in rule.ops for v in graph.ops[k].outputs)
+                recomputed.update(v for k in rule.ops for v in graph.ops[k].outputs)
             elif isinstance(rule.asks, int) and rule.pin is None:
-                most_runs.update(dict.fromkeys(rule.ops, rule.asks))
+                max_runs.update(dict.fromkeys(rule.ops, rule.asks))
         has_backward = 0 < graph.forward_length < len(graph.ops)
-        last = until(graph)
-        gone = gone if has_backward else set()
-        return cls(dict(sorted(most_runs.items())), frozenset(gone), last, _closing(graph, last))
+        last = last_stages(graph)
+        recomputed = recomputed if has_backward else set()
+        return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, _closing(graph, last))
 
 
-def until(graph: Graph) -> dict[int, int]:
+def last_stages(graph: Graph) -> dict[int, int]:
     """For each op that reads what a later one overwrites, that one: the last stage in which it may run, before it.
 
     Pinned ops are left out: they run in their own stage only.
 
     >>> from checkmate.core.problem import Problem
-    >>> until(Problem.from_dag([[], [0], [1], [0]], [1] * 4, [1] * 4, overwrites={2: [0, 1]}).graph)
+    >>> last_stages(Problem.from_dag([[], [0], [1], [0]], [1] * 4, [1] * 4, overwrites={2: [0, 1]}).graph)
     {0: 2, 1: 2}
     """
     found: dict[int, int] = {}
@@ -102,7 +102,7 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
 
     Args:
         graph: of T ops and V values.
-        last: for some ops the last stage in which they may run, as `until` gives it.
+        last: for some ops the last stage in which they may run, as `last_stages` gives it.
     """
     results = set(graph.outputs)
     useful, read = list(range(len(graph.ops))), [-1] * len(graph.values)

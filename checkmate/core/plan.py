@@ -14,7 +14,7 @@ from functools import cached_property
 class Run:
     """Execute an op: make its outputs; if one is still in memory, the new copy is freed when the op is done.
 
-    ``over``: a value that is gone then, since the op has written over it (`checkmate.core.ways`).
+    ``over``: a value that is gone then, since the op has written over it (`checkmate.core.inplace`).
     """
 
     op: int

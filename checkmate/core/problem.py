@@ -1,4 +1,7 @@
-"""The whole input of any solver as plain data: a graph, what its ops cost, and JSON to carry both anywhere."""
+"""The whole input of any solver as plain data: a graph, what its ops cost, and JSON to carry both anywhere.
+
+On the main path, 6 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import numpy as np
 from checkmate.core.files import check_header, read_bytes
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.core.host import Host
+from checkmate.core.inplace import InPlace, Saving, savings
 from checkmate.core.limits import Limits, Rule
 from checkmate.core.plan import Plan
-from checkmate.core.ways import Saving, Way, savings
 from checkmate.errors import InvalidProblem
 
 FORMAT = "checkmate-problem"
@@ -47,7 +50,7 @@ class Profile:
     resident_bytes: int = 0  # there before the step begins and until its end: parameters, buffers, inputs
     source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads; 3 ops estimated"
     estimated: tuple[int, ...] = ()  # the ops whose costs are no measurements
-    ways: tuple[Way, ...] = ()  # to run ops other than plainly; the same seconds, the same bits
+    ways: tuple[InPlace, ...] = ()  # to run ops other than plainly; the same seconds, the same bits
 
     def __post_init__(self) -> None:
         try:
@@ -162,7 +165,7 @@ class Problem:
             ops[by] = replace(ops[by], overwrites=(len(values),), pinned=f"overwrites p{by}")
             values.append(Value(f"p{by}", 0, None, "parameter"))
         graph = Graph(tuple(ops), tuple(values), tuple(_index(k, n, "outputs") for k in outputs))
-        ways = tuple(Way(k, k, v, int(workspace[k])) for k, vs in (over or {}).items() for v in vs)
+        ways = tuple(InPlace(k, k, v, int(workspace[k])) for k, vs in (over or {}).items() for v in vs)
         profile = Profile(seconds, workspace, resident_bytes, ways=ways)  # type: ignore[arg-type]  # it makes arrays
         return cls(graph, profile)
 
@@ -262,8 +265,8 @@ class Problem:
         results, bytes_at = set(graph.outputs), []
         held: set[int] = set()  # made earlier, and here in every schedule
         closed: dict[int, list[int]] = {}  # with each op: what cannot be made again after it
-        for k, until in self.limits.until.items() if self.host is None else ():
-            closed.setdefault(until, []).extend(graph.ops[k].outputs)
+        for k, last in self.limits.last_stage.items() if self.host is None else ():
+            closed.setdefault(last, []).extend(graph.ops[k].outputs)
         for k, op in enumerate(graph.ops):
             held.update(v for v in closed.get(k, ()) if v in results or graph.users[v])
             held = {v for v in held if v in results or graph.users[v][-1] >= k}
@@ -290,7 +293,7 @@ class Problem:
 
         return replace(self, host=host, smaller=None if smaller is None else split_further)
 
-    def and_smaller(self) -> Iterator[Problem]:
+    def splits_in_turn(self) -> Iterator[Problem]:
         """The problem, then the same step split further and further, as long as that is asked for and helps."""
         problem: Problem | None = self
         while problem is not None:
@@ -348,7 +351,7 @@ class Problem:
             ops = tuple(map(_read_op, document["ops"]))
             graph = Graph(ops, tuple(Value(**value) for value in document["values"]), tuple(document["outputs"]))
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
-            ways = tuple(Way(**way) for way in document.get("ways", ()))  # older files lack these, and what follows
+            ways = tuple(InPlace(**way) for way in document.get("ways", ()))  # older files lack these, and what follows
             rules = tuple(map(_read_rule, document.get("rules", ())))
             profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways)
             host = Host(**document["host"]) if "host" in document else None
@@ -359,7 +362,7 @@ class Problem:
             raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
 
 
-def _without_defaults(part: Op | Way) -> dict[str, Any]:
+def _without_defaults(part: Op | InPlace) -> dict[str, Any]:
     """An op or a way as JSON holds it: without what older files lack, where it has none."""
     return {name: what for name, what in asdict(part).items() if name not in NOT_IN_OLDER or what}
 

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from checkmate.core.graph import Graph, Op
-from checkmate.core.limits import WORDS, Ask, Rule, until
+from checkmate.core.limits import WORDS, Ask, Rule, last_stages
 from checkmate.core.problem import Problem
 from checkmate.errors import RuleError
 
@@ -38,7 +38,7 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
         RuleError: if a rule is none, names nothing, or cannot be obeyed by any op that it names; it says what is near.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4, forward=3)
-    >>> with_rules(chain, {"op": 2}).limits.most_runs
+    >>> with_rules(chain, {"op": 2}).limits.max_runs
     {0: 2, 1: 2, 2: 2, 3: 2}
     >>> with_rules(chain, {"opp": 2})
     Traceback (most recent call last):
@@ -162,7 +162,7 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
         return "is in the backward"
     if op.pinned:
         return op.pinned
-    if (by := until(graph).get(k, len(graph.ops))) < graph.forward_length:
+    if (by := last_stages(graph).get(k, len(graph.ops))) < graph.forward_length:
         return f"reads what {graph.ops[by].name} overwrites in the forward"
     return "makes a result of the step" if set(op.outputs) & set(graph.outputs) else None
 

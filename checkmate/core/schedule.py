@@ -117,7 +117,7 @@ class Schedule:
 
         U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
         last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs, less the most
-        that a way of it saves which writes over a v with FREE[t, v, k] = 1 (`checkmate.core.ways`).
+        that a way of it saves which writes over a v with FREE[t, v, k] = 1 (`checkmate.core.inplace`).
 
         Raises:
             ValueError: if values are sent to a second memory. Their bytes go by the order of the plan's steps, which no
@@ -171,7 +171,7 @@ class Schedule:
         for k, op in enumerate(graph.ops):
             if op.pinned and R[:, k].sum() > 1:
                 found.append(f"pinned: {op.name} runs {R[:, k].sum()} times though it {op.pinned}")
-        for k, by in problem.limits.until.items():
+        for k, by in problem.limits.last_stage.items():
             for t in np.flatnonzero(R[by + 1 :, k]) + by + 1:
                 found.append(f"overwritten: R[{t}, {k}] = 1 though {graph.ops[by].name} has overwritten what it reads")
         for t, k in np.argwhere(np.tril(R)):

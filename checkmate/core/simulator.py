@@ -1,6 +1,8 @@
 """From a schedule to a plan, and what a plan costs and takes: a checker and a simulator that know no solver.
 
 Both are short, slow and obvious on purpose: they are what a solver's answer is measured by.
+
+On the main path, 13 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Usage:
 
     ops: tuple[int, ...]
     bytes_at: tuple[int, ...]
-    peak_there: int = 0  # the most bytes of copies in the second memory
+    host_peak: int = 0  # the most bytes of copies in the second memory
 
     @property
     def peak(self) -> int:
@@ -128,7 +130,7 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
         step = event.step
         part: tuple[Step, ...] = (step,)
         if isinstance(step, Run) and step.over is not None and (step.op, step.over) in problem.slower:
-            fits = event.here + dict(problem.savings[step.op])[step.over] <= budget
+            fits = event.device_bytes + dict(problem.savings[step.op])[step.over] <= budget
             part = (Run(step.op), Free(step.over)) if fits else part
         parts.append(part)
     return Plan(tuple(chain.from_iterable(parts)), sum(map(len, parts[: plan.boundary])))
@@ -171,15 +173,15 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
 
 def simulate(plan: Plan, problem: Problem) -> Usage:
     """The bytes that a plan takes, here and in the second memory, as `checkmate.core.timing.walk` counts them."""
-    ops, bytes_at, peak_there = list[int](), list[int](), 0
+    ops, bytes_at, host_peak = list[int](), list[int](), 0
     for event in walk(plan, problem):
-        peak_there = max(peak_there, event.there)
+        host_peak = max(host_peak, event.host_bytes)
         if isinstance(event.step, Run):
             ops.append(event.step.op)
-            bytes_at.append(event.here)
+            bytes_at.append(event.device_bytes)
         elif isinstance(event.step, (Fetch, Start)) and bytes_at:
-            bytes_at[-1] = max(bytes_at[-1], event.here)
-    return Usage(tuple(ops), tuple(bytes_at), peak_there)
+            bytes_at[-1] = max(bytes_at[-1], event.device_bytes)
+    return Usage(tuple(ops), tuple(bytes_at), host_peak)
 
 
 def cost(plan: Plan, problem: Problem) -> float:
@@ -216,7 +218,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         if i == plan.boundary:
             for k in sorted(started):
                 yield f"{graph.ops[k].name} is under way when the backward begins"
-            for v in sorted(limits.gone & at_hand):
+            for v in sorted(limits.recomputed & at_hand):
                 yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
@@ -268,8 +270,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
             yield f"{op.name} never runs"
         if times[k] > 1 and op.pinned:
             yield f"{op.name} runs {times[k]} times though it {op.pinned}"
-        if k in limits.most_runs and times[k] > limits.most_runs[k]:
-            yield f"{op.name} runs {times[k]} times though a rule allows {limits.most_runs[k]}"
+        if k in limits.max_runs and times[k] > limits.max_runs[k]:
+            yield f"{op.name} runs {times[k]} times though a rule allows {limits.max_runs[k]}"
     for k in sorted(started):
         yield f"{graph.ops[k].name} is under way when the step ends"
     for v in graph.outputs:
@@ -279,8 +281,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     if not plan.runs or (budget is None and problem.host is None):
         return
     usage = simulate(plan, problem)
-    if problem.host is not None and usage.peak_there > problem.host.budget:
-        most, room = exact_bytes(usage.peak_there), exact_bytes(problem.host.budget)
+    if problem.host is not None and usage.host_peak > problem.host.budget:
+        most, room = exact_bytes(usage.host_peak), exact_bytes(problem.host.budget)
         yield f"copies in the second memory take {most}, more than its budget of {room}"
     if budget is not None and usage.peak > budget:
         where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
@@ -334,7 +336,7 @@ class _Links:
                 yield f"sends {value.name}, of which a copy is there"
             if v in self.problem.graph.only_here:
                 yield f"sends {value.name}, which others hold"
-            if v in self.problem.limits.gone:
+            if v in self.problem.limits.recomputed:
                 yield f"sends {value.name}, which a rule has made again in the backward"
             self.going[v] = step
             self.there.add(v)

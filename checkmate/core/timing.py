@@ -36,8 +36,8 @@ class Event(NamedTuple):
     step: Step
     at: float  # seconds when it is reached
     until: float  # and when the next one is: later after a run, and after a `Wait` that is waited at
-    here: int  # bytes at hand: while an op runs or is on a link, with its workspace; after any other step
-    there: int  # bytes of copies in the second memory, after it
+    device_bytes: int  # at hand: while an op runs or is on a link, with its workspace; after any other step
+    host_bytes: int  # of copies in the second memory, after it
     run: int  # how many executions have begun, less one: the index of the last of them
     tick: int  # of a clock that ticks with each execution, start and fetch
     begin: float = 0.0  # of a transfer, a start or a run: when its link, or the processor, turns to it

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from checkmate.backends.tensor_state import differing
 from checkmate.compiler import compile as compiled_within
-from checkmate.core.table import Table
+from checkmate.core.answer import Table
 from checkmate.demo.tasks import Batch, Step, Task
 from checkmate.memory import measure_peak
 from checkmate.solvers.search.min_budget import min_budget

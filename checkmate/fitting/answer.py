@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from checkmate.core.answer import Printed, Table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.core.table import Printed, Table
 from checkmate.fitting.memory_parts import Parts
 from checkmate.units import format_bytes, format_seconds
 
@@ -17,8 +17,8 @@ NOT_ASKED = "not looked at: everything=True does"  # why there is no way, or no 
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to have the step take less, and what it costs."""
+class MemoryOption:
+    """A way to have the step take less, and its price."""
 
     name: str
     options: dict[str, str]  # of `checkmate.training_step`, beside the budget
@@ -85,7 +85,7 @@ class Fits(Printed):
     kept: Parts  # bytes at the peak of the whole step that runs each op once
     plain_seconds: float  # of its step, estimated
     plain_reserved: int | None  # bytes that PyTorch's allocator would hold for it, by its rules; None: no GPU
-    ways: tuple[Way, ...]  # to have the step take less
+    ways: tuple[MemoryOption, ...]  # to have the step take less
     largest: LargestSizes | None
     why_no_largest: str  # in words, where there is none
     notes: tuple[str, ...]  # what was assumed
@@ -104,12 +104,12 @@ class Fits(Printed):
         return self.fits_plainly or self.best is not None
 
     @property
-    def best(self) -> Way | None:
+    def best(self) -> MemoryOption | None:
         """The way that the code is for; None: plain PyTorch fits, or nothing does."""
         return None if self.fits_plainly else next((way for way in self.ways if way.fits), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Each way as a dict."""
+        """List the ways as dicts."""
         return [way.record() for way in self.ways]
 
     def summary(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _said(*, fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def _cells(way: Way) -> tuple[str, ...]:
+def _cells(way: MemoryOption) -> tuple[str, ...]:
     if way.smallest is None:
         return way.name, "-", way.why_not, "", "", "", ""
     first = way.name, format_bytes(way.smallest), _said(fits=way.fits)

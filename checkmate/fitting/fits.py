@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from checkmate.backends.captures import collecting_seldom
+from checkmate.backends.capture_cache import collecting_seldom
 from checkmate.backends.planner import Bytes
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.sized_problems import SizedProblems
@@ -31,11 +31,11 @@ from checkmate.errors import CheckmateError
 from checkmate.fitting import TIME_LIMIT
 from checkmate.fitting.answer import NOT_ASKED, Fits
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
+from checkmate.fitting.memory_options import ways_of
 from checkmate.fitting.memory_parts import Resident, as_plain, lives_of_plain, parts_of
-from checkmate.fitting.place import Place
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
-from checkmate.fitting.ways import ways_of
-from checkmate.fitting.words import line_of_code, notes, verdict
+from checkmate.fitting.target_device import TargetDevice
+from checkmate.fitting.verdict import line_of_code, notes, verdict
 from checkmate.statusline import showing
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep, training_step
@@ -103,7 +103,7 @@ def fits(
     check_positive("time_limit", time_limit, " of seconds")
     if isinstance(fn, TrainingStep):
         raise TypeError("checkmate.fits takes what gives the loss, and the optimizer, not a training step of both.")
-    place = Place.of(device, budget, (fn, batch, named))
+    place = TargetDevice.of(device, budget, (fn, batch, named))
     with ExitStack() as stack, showing("looking whether it fits"), collecting_seldom():
         stand_ins = StandIns()
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, optim.Optimizer) else [*optimizer]

@@ -48,7 +48,7 @@ class Parts:
         return sum(bytes_ for _, bytes_ in self)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Each part's name, in words, and its bytes."""
+        """Give the parts' names, in words, and their bytes."""
         for one in fields(self)[:-1]:
             yield one.name.replace("_", " "), getattr(self, one.name)
 

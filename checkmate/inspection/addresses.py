@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from checkmate.core.answer import Printed, Table
 from checkmate.core.solution import Solution, check_solution
-from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
@@ -55,7 +55,7 @@ class Addresses(Printed):
         return (self.height - self.bound) / self.height if self.height else 0.0
 
     def records(self) -> list[dict[str, Any]]:
-        """Each box as a dict."""
+        """List the boxes as dicts."""
         return [asdict(box) for box in self.boxes]
 
     def _title(self) -> str:

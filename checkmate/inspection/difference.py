@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from checkmate.core.answer import Printed, Table, first_rows
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
-from checkmate.core.table import Printed, Table, first_rows
 from checkmate.inspection.modules import fold
 from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
@@ -70,7 +70,7 @@ class Difference(Printed):
         return bool(self.ops or self.values or self.sent)
 
     def records(self) -> list[dict[str, Any]]:
-        """Each op that runs more often in one of the plans as a dict."""
+        """List the ops that run more often in one of the plans, as dicts."""
         return [asdict(row) for row in self.ops]
 
     def _title(self) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from checkmate.core.answer import Notes, Printed, Table, first_rows
 from checkmate.core.problem import Problem
-from checkmate.core.table import Notes, Printed, Table, first_rows
 from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.units import format_bytes
 
@@ -74,7 +74,7 @@ class Explanation(Printed):
         return "This step can be planned." if self.can_be_planned else f"This step cannot be planned. {self.reason}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Each op that runs once as a dict."""
+        """List the ops that run once, as dicts."""
         return [asdict(row) for row in self.pinned]
 
     def _tables(self) -> Iterator[Table]:

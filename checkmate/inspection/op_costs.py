@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from checkmate.core.answer import Printed, Table
 from checkmate.core.problem import Problem
-from checkmate.core.table import Printed, Table
 from checkmate.units import format_bytes, format_seconds
 
 
@@ -64,7 +64,7 @@ class Costs(Printed):
         return sorted(self.rows, key=lambda row: -row.byte_seconds)
 
     def records(self) -> list[dict[str, Any]]:
-        """Each row as a dict."""
+        """List the rows as dicts."""
         return [asdict(row) for row in self.rows]
 
     def _title(self) -> str:

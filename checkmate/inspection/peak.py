@@ -9,11 +9,11 @@ from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
 
+from checkmate.core.answer import Printed, Table, first_rows
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
-from checkmate.core.table import Printed, Table, first_rows
 from checkmate.core.timing import timing
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.incumbent import again
@@ -84,7 +84,7 @@ class PeakExplanation(Printed):
         return self.held[i]
 
     def records(self) -> list[dict[str, Any]]:
-        """Each value that is held as a dict."""
+        """List the values that are held, as dicts."""
         return [asdict(row) for row in self.held]
 
     def _title(self) -> str:
@@ -307,7 +307,7 @@ def _held(
 
 def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
     """Say why op k cannot run again just before this execution; empty if it can."""
-    op, by = problem.graph.ops[k], problem.limits.until.get(k)
+    op, by = problem.graph.ops[k], problem.limits.last_stage.get(k)
     if op.pinned:
         return f"{op.name} {op.pinned}"
     if by is None or all(moment.op != by for moment in line.moments[:index]):
@@ -359,7 +359,7 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     assert plan is not None
     rests = span.first < index and index not in span.uses and span.ready <= index
     graph = problem.graph
-    barred = v in plan.sent or v in graph.outputs or v in problem.limits.gone or v in graph.overwritten_by
+    barred = v in plan.sent or v in graph.outputs or v in problem.limits.recomputed or v in graph.overwritten_by
     if problem.host is None or use is None or not rests or barred:
         return None
     made, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))
@@ -368,7 +368,7 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
         added.setdefault(position, []).append(step)
     added[read].append(Drop(v))
     longer = _with(plan, added)
-    if simulate(longer, problem).peak_there > problem.host.budget:
+    if simulate(longer, problem).host_peak > problem.host.budget:
         return None
     return timing(longer, problem).seconds - line.seconds
 

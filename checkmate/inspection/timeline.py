@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from checkmate.core.graph import CodePlace, Op
+from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
-from checkmate.core.ways import Way
 from checkmate.inspection.modules import fold
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
@@ -37,7 +37,7 @@ GROUPS = 8  # of modules, where nobody says how many
 
 @dataclass(frozen=True)
 class Moment:
-    """One execution of an op."""
+    """An execution of an op."""
 
     index: int  # which execution of the plan this is, from 0
     op: int  # index in the graph
@@ -60,7 +60,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """One copy of a value, in memory while the executions from ``first`` to ``last`` run, both included.
+    """A copy of a value, in memory while the executions from ``first`` to ``last`` run, both included.
 
     A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
     fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
@@ -273,8 +273,8 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
     moments, ticks, workspaces = _moments(plan, problem, events)
-    there = tuple(max(event.there for event in group) for group in _by_run(events))
-    levels = ((event.at, event.there) for event in events if isinstance(event.step, (Send, Drop)))
+    there = tuple(max(event.host_bytes for event in group) for group in _by_run(events))
+    levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
         moments=moments,
         spans=_spans(problem, events),
@@ -311,13 +311,13 @@ def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[M
         event, run = group[0], plan.steps[position]
         assert isinstance(run, Run)
         op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
-        fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.here)
+        fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.device_bytes)
         waited = sum((e.until - e.at for e in group if isinstance(e.step, Wait)), 0.0)
         phase = "forward" if position < plan.boundary else "backward"
         workspace = int(problem.workspace[run.op]) if way is None else way.workspace
         over = "" if run.over is None else problem.graph.values[run.over].name
         seconds = event.until - event.at if op.link else float(problem.seconds[run.op])
-        figures = times[run.op], event.at, seconds, fullest.here, workspace, over
+        figures = times[run.op], event.at, seconds, fullest.device_bytes, workspace, over
         where = op.where or "", op.place, waited, position, event.tick
         moments.append(Moment(event.run, run.op, op.name, op.target, op.phase, phase, *figures, *where))
         ticks.append(fullest.tick)
@@ -327,7 +327,7 @@ def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[M
 
 
 def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
-    """Each copy of a value."""
+    """List the copies of all values."""
     graph, sizes, ways = problem.graph, problem.sizes.tolist(), _best_ways(problem)
     made: list[dict[str, Any]] = []  # of each, what is known of its `Span`
     open_: dict[int, int] = {}  # by value, which copy is at hand
@@ -390,7 +390,7 @@ def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
 
 
 def _crossings(problem: Problem, events: list[Event]) -> tuple[Crossing, ...]:
-    """Each transfer, in the order in which they are asked for."""
+    """List the transfers, in the order in which they are asked for."""
     found: list[Crossing] = []
     last: dict[int, int] = {}  # by value, the number of its last transfer
     for event in events:
@@ -408,7 +408,7 @@ def _crossings(problem: Problem, events: list[Event]) -> tuple[Crossing, ...]:
 
 
 def _carried(problem: Problem, events: list[Event]) -> tuple[Carried, ...]:
-    """Each execution of an op on a link, whether it was started before or is waited for at once."""
+    """List the executions of ops on links, started before or waited for at once."""
     found, asked = list[Carried](), dict[int, Event]()
     for event in events:
         if isinstance(event.step, Start):
@@ -421,7 +421,7 @@ def _carried(problem: Problem, events: list[Event]) -> tuple[Carried, ...]:
     return tuple(found)
 
 
-def _best_ways(problem: Problem) -> dict[tuple[int, int | None], Way]:
+def _best_ways(problem: Problem) -> dict[tuple[int, int | None], InPlace]:
     """For an op and a value that it may write over, the way that saves the most."""
     return {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
 

@@ -93,7 +93,7 @@ class Counts:
 
 
 class Arena:
-    """One mapping of memory that serves the allocations of a captured step.
+    """A mapping of memory that serves the allocations of a captured step.
 
     Args:
         place_soon: finds an offset for each allocation, at once.

@@ -1,4 +1,4 @@
-"""One meter of memory: the bytes that a call allocates above the level at entry, on the CPU or an accelerator.
+"""Measure memory: the bytes that a call allocates above the level at entry, on the CPU or an accelerator.
 
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.

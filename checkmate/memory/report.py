@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from checkmate.core.table import Printed, Table
+from checkmate.core.answer import Printed, Table
 from checkmate.memory.arena import Arena, Counts
 from checkmate.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
 class ArenaUse(Counts):
-    """One captured graph's arena, in the step that ran last; all but counts in bytes."""
+    """The arena of a captured graph, in the step that ran last; all but counts in bytes."""
 
     planned: int = 0  # what the plan takes beyond what is resident
     counted: int = 0  # alive at once in the step for which addresses were found; 0 before there is one
@@ -44,7 +44,7 @@ class ArenaReport(Printed):
     elsewhere: tuple[HostUse, ...] = ()
 
     def records(self) -> list[dict[str, Any]]:
-        """Each arena as a dict."""
+        """List the arenas as dicts."""
         return [asdict(row) for row in self.rows]
 
     def _title(self) -> str:

@@ -23,7 +23,7 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.capture import random_draws
 from checkmate.capture.device import is_unordered, may_waver, same_random_state
 from checkmate.capture.nodes import target_name, tensors
-from checkmate.capture.ways.rounding_probes import same_bytes
+from checkmate.capture.rounding_probes import same_bytes
 from checkmate.compiler import compile as compiled_within
 from checkmate.compiler import verify
 from checkmate.demo.tasks import Bottlenecks, Step, Transformer, step_of

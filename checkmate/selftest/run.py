@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the list of checks."""
+    """A line of the list of checks."""
 
     name: str
     checked: str

@@ -19,15 +19,15 @@ import torch.fx as fx
 from torch import optim
 
 from checkmate.capture.nodes import is_collective, storage
+from checkmate.capture.op_order import after_tangent
 from checkmate.capture.patches.results.strides import lay_out, obeys_layout
-from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
 from checkmate.capture.sharded.shards import local
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.updates import operations
-from checkmate.updates.exchange import INSTEAD
+from checkmate.updates.all_reduce import INSTEAD
 from checkmate.updates.gradients import largest_of, norm_of, order_of
 from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates

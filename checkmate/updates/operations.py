@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.inplace.rules import Written
 from checkmate.capture.sharded.shards import local
-from checkmate.capture.ways.table import Written
-from checkmate.updates.exchange import AGREEING_BYTES, Exchange
+from checkmate.updates.all_reduce import AGREEING_BYTES, Exchange
 from checkmate.updates.gradients import Clipping, Scaling, are_not_finite, total
 from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates

@@ -41,7 +41,7 @@ from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.updates.alone import is_named, known, refuse_unknown, refuse_wrappers, update_alone
+from checkmate.updates.per_parameter import is_named, known, refuse_unknown, refuse_wrappers, step_one
 
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
@@ -205,7 +205,7 @@ class Update:
         """
         group = {**(self.settings if settings is None else settings), "params": [parameter]}
         gradient = gradient.clone() if self._writes_over_gradients(group) else gradient  # others may read it
-        update_alone(self.optimizer, group, parameter, gradient, states)
+        step_one(self.optimizer, group, parameter, gradient, states)
         if settings is not None:
             settings.update({name: what for name, what in group.items() if name != "params"})
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn, optim
 
-from checkmate.updates.alone import update_once
+from checkmate.updates.all_reduce import Exchange
 from checkmate.updates.averaging import Average
-from checkmate.updates.exchange import Exchange
 from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums
 from checkmate.updates.optimizers import Update, about, parameters_of
+from checkmate.updates.per_parameter import update_once
 
 NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
 

@@ -29,7 +29,7 @@ from checkmate.errors import VerificationError
 from checkmate.memory.cuda_allocator import EXPANDABLE, Used
 from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 from checkmate.units import exact_bytes, format_bytes
-from checkmate.updates.alone import known
+from checkmate.updates.per_parameter import known
 from checkmate.verification.first_difference import first_difference
 from checkmate.verification.state import NUMPY, PYTHON, TORCH, Reach, StepState
 
@@ -144,7 +144,7 @@ def compare_with_plain(
     if followed is not None:
         check_peak(resident + found.use.peak, followed, device, backend.limit(followed))
         if followed.plan is not None and followed.plan.sent and backend.elsewhere is not None:
-            there, said = backend.elsewhere.on(device).use.there, simulate(followed.plan, followed.problem).peak_there
+            there, said = backend.elsewhere.on(device).use.there, simulate(followed.plan, followed.problem).host_peak
             if there > said:
                 raise VerificationError(
                     f"{exact_bytes(there)} waited in the second memory at once, and not {exact_bytes(said)} as "

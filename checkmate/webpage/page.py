@@ -1,6 +1,6 @@
-"""A plan as one HTML page: the summary in words, pictures to point at, tables to sort. It needs no network.
+"""A plan as one HTML page: the summary in captions, pictures to point at, tables to sort. It needs no network.
 
-The page is the Jinja2 template ``page.html``; its words are made in ``words.py``, what its script draws in
+The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
 ``page_data.py``, and this file joins them. What comes from the user's model (names of ops, module paths) is in the page
 as escaped text, or as JSON in a script element that does not run; the page's own script writes it as text only, and a
 content security policy lets no other script run, whatever a name says.
@@ -29,7 +29,7 @@ from checkmate.inspection.peak import PeakExplanation, explain_peak
 from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.units import format_bytes
 from checkmate.version import __version__
-from checkmate.webpage import words
+from checkmate.webpage import captions
 from checkmate.webpage.page_data import page_data
 
 if TYPE_CHECKING:
@@ -107,15 +107,15 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
-        "summary": words.summary(solution),
-        "answer": list(words.answer(solution)),
-        "figures": list(words.figures(solution)),
-        "memory_text": words.memory_text(solution, line),
-        "links_text": words.links_text(solution, line),
-        "schedule_text": words.schedule_text(solution),
-        "addresses_text": words.addresses_text(placed),
-        "frontier_text": "" if rows is None else words.frontier_text(rows),
-        "facts": list(words.facts(solution)),
+        "summary": captions.summary(solution),
+        "answer": list(captions.answer(solution)),
+        "figures": list(captions.figures(solution)),
+        "memory_text": captions.memory_text(solution, line),
+        "links_text": captions.links_text(solution, line),
+        "schedule_text": captions.schedule_text(solution),
+        "addresses_text": captions.addresses_text(placed),
+        "frontier_text": "" if rows is None else captions.frontier_text(rows),
+        "facts": list(captions.facts(solution)),
         "data": page_data(solution, line, peak, placed, rows),
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -15,8 +15,8 @@ from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
 from checkmate.plot.style import ROLE_STYLES, lane_styles
 from checkmate.units import format_bytes, format_seconds
+from checkmate.webpage.captions import ABOUT_ROLES
 from checkmate.webpage.page_tables import Cell, page_tables, stages_of
-from checkmate.webpage.words import ABOUT_ROLES
 
 if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row

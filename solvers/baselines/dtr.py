@@ -23,7 +23,7 @@ We differ from the paper:
    freed by liveness. So the plan takes less memory than the runtime saw, or more, and the budget that the runtime is
    told is searched for, until the simulated peak of the plan fits ours.
 2. h_full and MSPS count an op with several evicted outputs once; h_eq counts each output.
-3. An op that may write over a value (`checkmate.core.ways`) does so where that goes right after it.
+3. An op that may write over a value (`checkmate.core.inplace`) does so where that goes right after it.
 4. A re-run drops the old copies of its outputs first; a result of the step is held, so that a second copy counts.
 
 Paper: https://arxiv.org/abs/2006.09616
@@ -40,9 +40,9 @@ import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import as_matrix, cost_of, without_forbidden, without_useless
+from checkmate.solvers.common.schedules import as_matrix, cost_of, without_forbidden, without_useless
 from checkmate.solvers.common.task import Clock, OutOfTime, Task
-from checkmate.solvers.search.greedy import Stuck
+from checkmate.solvers.search.greedy import DeadEnd
 from checkmate.units import format_bytes
 
 METHOD = "dtr"
@@ -92,7 +92,7 @@ def dtr(
                 out_of_time = True
                 break
             fits = True
-            if isinstance(stages, Stuck):
+            if isinstance(stages, DeadEnd):
                 stuck = stages
             else:
                 R = without_useless(problem.graph, without_forbidden(problem, as_matrix(stages)))
@@ -253,7 +253,7 @@ class Runtime:
         self.may_run = [True] * T  # the first time, or again
         self.held: set[int] = set()  # cannot come back, not read by the program any more, but others are made of them
 
-    def run(self) -> list[list[int]] | Stuck:
+    def run(self) -> list[list[int]] | DeadEnd:
         """For each stage the ops that run, in their order, repeats included; or where nothing was left to evict.
 
         Raises:
@@ -262,12 +262,12 @@ class Runtime:
         stages = []
         for t in range(len(self.tables.inputs)):
             ran = self.stage(t)
-            if isinstance(ran, Stuck):
+            if isinstance(ran, DeadEnd):
                 return ran
             stages.append(ran)
         return stages
 
-    def stage(self, t: int) -> list[int] | Stuck:
+    def stage(self, t: int) -> list[int] | DeadEnd:
         """Run op t for the first time, and before it the ops that bring back its missing inputs."""
         tables, ran, waiting, self.turn = self.tables, [], [t], t
         self.locks[list(tables.inputs[t])] += 1
@@ -282,7 +282,7 @@ class Runtime:
                 continue
             lacking = self._make_room(k)
             if lacking > 0:
-                return Stuck(k, t, lacking)
+                return DeadEnd(k, t, lacking)
             # run it
             self.now += tables.seconds[k]
             for v in outputs:

@@ -23,7 +23,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import kept_by_the_forward, ops_for
+from checkmate.solvers.common.schedules import kept_by_the_forward, ops_for
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 

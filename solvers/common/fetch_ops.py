@@ -94,7 +94,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
 
 def sendable(problem: Problem) -> list[int]:
     """The values that may be sent: those of some bytes. Not results, what others hold, what a rule has made again."""
-    graph, out = problem.graph, {*problem.graph.outputs, *problem.graph.only_here, *problem.limits.gone}
+    graph, out = problem.graph, {*problem.graph.outputs, *problem.graph.only_here, *problem.limits.recomputed}
     return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
-from checkmate.core.ways import Saving
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Tables:
     savings: tuple[tuple[Saving, ...], ...]  # per op, the most first: what goes with its run, and the bytes less then
     pinned: list[bool]  # per op: it must run exactly once
     resident: int  # bytes
-    most_runs: Mapping[int, int]  # per op under such a rule, how often it may run
-    gone: frozenset[int]  # values that are not at hand when the backward begins, by a rule
-    until: list[int]  # per op, the last stage in which it may run
+    max_runs: Mapping[int, int]  # per op under such a rule, how often it may run
+    recomputed: frozenset[int]  # values that are not at hand when the backward begins, by a rule
+    last_stage: list[int]  # per op, the last stage in which it may run
     closing: Mapping[int, tuple[int, ...]]  # per stage, what cannot be made again after it and may be missed then
     boundary: int  # the stage in which the backward begins
 
@@ -51,9 +51,9 @@ class Tables:
             savings=problem.savings,
             pinned=[op.pinned is not None for op in graph.ops],
             resident=problem.resident,
-            most_runs=limits.most_runs,
-            gone=limits.gone,
-            until=[limits.until.get(k, last) if op.pinned is None else k for k, op in enumerate(graph.ops)],
+            max_runs=limits.max_runs,
+            recomputed=limits.recomputed,
+            last_stage=[limits.last_stage.get(k, last) if op.pinned is None else k for k, op in enumerate(graph.ops)],
             closing=limits.closing,
             boundary=graph.forward_length,
         )

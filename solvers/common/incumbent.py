@@ -3,6 +3,8 @@
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
 solvers fails, still has its best plan, and a person at a terminal sees the gap close. Every Solution is made by
 `certify`, which lowers the schedule to a plan, verifies and simulates it.
+
+On the main path, 12 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.runs import as_matrix, cost_of, lowered, peak_of
+from checkmate.solvers.common.schedules import as_matrix, cost_of, lowered, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
@@ -120,7 +122,7 @@ class Incumbent:
             plan = trimmed
         cost, usage = simulator.cost(plan, problem), simulator.simulate(plan, problem)
         there = 0 if problem.host is None else problem.host.budget
-        if cost >= self.cost or not self._is_within(usage.peak) or usage.peak_there > there:
+        if cost >= self.cost or not self._is_within(usage.peak) or usage.host_peak > there:
             return False
         if wrong := simulator.verify(plan, problem, budget):
             raise SolverError(f"The plan of {by} is wrong: {wrong[0]}.")
@@ -189,7 +191,7 @@ class Incumbent:
         return self.R if self.plan is None else self.plan
 
     def line(self) -> str:
-        """One line for the terminal: the overhead, the gap and the time."""
+        """Describe the overhead, the gap and the time in a line for the terminal."""
         return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
 
     def _is_within(self, peak: int) -> bool:

@@ -39,7 +39,7 @@ from checkmate.solvers.common.fetch_ops import Event, plain_events, sendable, wi
 from checkmate.solvers.common.flat_problem import Touches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.runs import lowered, obeys_limits, without_useless
+from checkmate.solvers.common.schedules import lowered, obeys_limits, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs
@@ -160,7 +160,7 @@ class Program:
         graph, T = problem.graph, len(problem.graph.ops)
         _, plain = equations.build(problem, budget)  # which runs can be of use, and fit
         v, made_by = self.touch.values()
-        read = np.array(lives(graph, problem.limits.until)[1])
+        read = np.array(lives(graph, problem.limits.last_stage)[1])
         stage = np.arange(T)[:, None]
         S = np.zeros((T, len(graph.values)), dtype=bool)
         S[:, v] = (stage > made_by) & (stage <= read[v])
@@ -233,7 +233,7 @@ class Program:
         pairs(self.model, "stay", self.S, self.sources)
         pairs(self.model, "send what is here", self.E, self.sources)
         gone = np.full(self.S.shape, NONE)
-        if values := [*self.problem.limits.gone]:
+        if values := [*self.problem.limits.recomputed]:
             t = self.problem.graph.forward_length
             gone[t, values] = self.S[t, values]
         pairs(self.model, "made again", gone, [(self.made, -1.0)])

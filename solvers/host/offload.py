@@ -26,7 +26,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.runs import lowered
+from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
@@ -143,7 +143,7 @@ class SentSets:
     def offer(self, plan: Plan, room: int) -> float:
         """The seconds of a plan, which is kept if it is the best."""
         problem = self.task.problem
-        seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).peak_there
+        seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
         self.incumbent.offer_plan(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.sent and (self.best is None or seconds < self.best.seconds):

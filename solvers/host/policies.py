@@ -88,7 +88,7 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
     if incumbent.offer_plan(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
-    there = f" and {exact_bytes(usage.peak_there)} there" if usage.peak_there > host.budget else ""
+    there = f" and {exact_bytes(usage.host_peak)} there" if usage.host_peak > host.budget else ""
     return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{there}", {"sent": len(plan.sent)})
 
 
@@ -215,7 +215,7 @@ class Policy:
             k = graph.values[todo.pop()].producer
             if k is None or k in seen:
                 continue
-            if graph.ops[k].pinned is not None or limits.until.get(k, back) < back:
+            if graph.ops[k].pinned is not None or limits.last_stage.get(k, back) < back:
                 return float("inf")
             seen.add(k)
             seconds += float(self.problem.seconds[k])

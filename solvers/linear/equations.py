@@ -20,9 +20,9 @@ We differ from the paper in that values, not ops, are kept and freed, in that a 
 first execution to the end, and in that an op has a workspace. A value that is a result or that nobody reads has no
 variables: its (second) copy counts while its op runs, as workspace does.
 
-An op may have ways that write over an input v and save so many bytes (`checkmate.core.ways`): OVER[t, v, k] is 1 where
-op k writes over v in stage t. It need not be integer, since where R and FREE are, the best is to write over the one
-value that goes and saves the most. Where no op has a way, there are none of its columns and rows.
+An op may have ways that write over an input v and save so many bytes (`checkmate.core.inplace`): OVER[t, v, k] is 1
+where op k writes over v in stage t. It need not be integer, since where R and FREE are, the best is to write over the
+one value that goes and saves the most. Where no op has a way, there are none of its columns and rows.
 
 Paper: https://arxiv.org/abs/1910.02653
 """
@@ -304,8 +304,8 @@ def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
 
     Σ_t R[t, k] <= most_k      every op k under such a rule
     """
-    if most_runs := problem.limits.most_runs:
-        model.constrain("run at most", [(R[:, [*most_runs]].T, 1.0)], upper=np.array([*most_runs.values()], float))
+    if max_runs := problem.limits.max_runs:
+        model.constrain("run at most", [(R[:, [*max_runs]].T, 1.0)], upper=np.array([*max_runs.values()], float))
 
 
 def size_unit(problem: Problem) -> float:
@@ -328,7 +328,7 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     reads what k makes, or k does not fit beside the results so far. S[t, v] = 0 where v is not yet made (8b) or no op
     that may still run reads it, and where t is the first of the backward and a rule has v made again there.
     """
-    graph, until = problem.graph, problem.limits.until
+    graph, until = problem.graph, problem.limits.last_stage
     T, V = len(graph.ops), len(graph.values)
     stage = np.arange(T)[:, None]
     useful = np.arange(T)  # the last stage in which an op may be of use
@@ -345,8 +345,8 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     v, made_by = touch.values()
     S = np.zeros((T, V), dtype=bool)
     S[:, v] = (stage > made_by) & (stage <= read[v])
-    if problem.limits.gone:
-        S[graph.forward_length, [*problem.limits.gone]] = False
+    if problem.limits.recomputed:
+        S[graph.forward_length, [*problem.limits.recomputed]] = False
     FREE = R[:, touch.op] & (problem.sizes[touch.value] > 0) & (S[:, touch.value] | R[:, touch.made_by])
     return R, S, FREE
 

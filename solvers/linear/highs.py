@@ -28,7 +28,7 @@ COMPLETION = 0.2  # of the time left: to complete a start
 OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
 
 
-class Outcome(Enum):
+class SolveStatus(Enum):
     """How a run ended."""
 
     OPTIMAL = "solved to the asked gap"
@@ -40,7 +40,7 @@ class Outcome(Enum):
 class Result:
     """The result of HiGHS. ``x`` is None if it has no feasible point; ``bound`` is proven in any case."""
 
-    outcome: Outcome
+    outcome: SolveStatus
     x: np.ndarray | None  # (columns,)
     objective: float  # of x, infinite without one
     bound: float  # no solution has a smaller objective
@@ -58,15 +58,15 @@ class _Silent(highspy.Highs):
 
 
 _MODEL_STATUS = {
-    highspy.HighsModelStatus.kOptimal: Outcome.OPTIMAL,
-    highspy.HighsModelStatus.kModelEmpty: Outcome.OPTIMAL,
-    highspy.HighsModelStatus.kInfeasible: Outcome.INFEASIBLE,
-    highspy.HighsModelStatus.kTimeLimit: Outcome.STOPPED,
-    highspy.HighsModelStatus.kIterationLimit: Outcome.STOPPED,
-    highspy.HighsModelStatus.kSolutionLimit: Outcome.STOPPED,
-    highspy.HighsModelStatus.kInterrupt: Outcome.STOPPED,
-    highspy.HighsModelStatus.kObjectiveTarget: Outcome.STOPPED,
-    highspy.HighsModelStatus.kObjectiveBound: Outcome.STOPPED,
+    highspy.HighsModelStatus.kOptimal: SolveStatus.OPTIMAL,
+    highspy.HighsModelStatus.kModelEmpty: SolveStatus.OPTIMAL,
+    highspy.HighsModelStatus.kInfeasible: SolveStatus.INFEASIBLE,
+    highspy.HighsModelStatus.kTimeLimit: SolveStatus.STOPPED,
+    highspy.HighsModelStatus.kIterationLimit: SolveStatus.STOPPED,
+    highspy.HighsModelStatus.kSolutionLimit: SolveStatus.STOPPED,
+    highspy.HighsModelStatus.kInterrupt: SolveStatus.STOPPED,
+    highspy.HighsModelStatus.kObjectiveTarget: SolveStatus.STOPPED,
+    highspy.HighsModelStatus.kObjectiveBound: SolveStatus.STOPPED,
 }
 
 
@@ -129,7 +129,7 @@ def run(
     # HiGHS 1.16 has found a better one than the start, by its presolve, and gives the start all the same
     calls: dict[str, Any] = {"target": target, "on_incumbent": on_incumbent, "on_bound": on_bound}
     again = run(model, time_limit=clock.left, gap=gap, threads=threads, **calls)
-    return replace(result, outcome=Outcome.STOPPED) if again.x is None else again
+    return replace(result, outcome=SolveStatus.STOPPED) if again.x is None else again
 
 
 def _completed(
@@ -261,12 +261,12 @@ def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
     outcome = _MODEL_STATUS[status]
     info = solver.getInfo()
     has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    x = np.array(solver.getSolution().col_value) if has_point and outcome is not Outcome.INFEASIBLE else None
+    x = np.array(solver.getSolution().col_value) if has_point and outcome is not SolveStatus.INFEASIBLE else None
     objective = float(model.cost @ x) if x is not None else float("inf")
-    if outcome is Outcome.INFEASIBLE:
+    if outcome is SolveStatus.INFEASIBLE:
         bound = float("inf")
     elif relax or not model.integer.any():
-        bound = objective if outcome is Outcome.OPTIMAL else least_objective(model)
+        bound = objective if outcome is SolveStatus.OPTIMAL else least_objective(model)
     else:
         bound = max(float(info.mip_dual_bound), least_objective(model))
     return Result(outcome, x, objective, min(bound, objective))
@@ -276,7 +276,7 @@ def _unfinished(going: _Run, model: Model) -> Result:
     """The reports of a run that did not end in time."""
     objective = float(model.cost @ going.x) if going.x is not None else float("inf")
     bound = max(going.bound, least_objective(model))
-    return Result(Outcome.STOPPED, going.x, objective, min(bound, objective))
+    return Result(SolveStatus.STOPPED, going.x, objective, min(bound, objective))
 
 
 def least_objective(model: Model) -> float:

@@ -67,7 +67,7 @@ def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndar
         fixed: (V,) bool: what is at hand all the time.
     """
     may = ~fixed & (problem.sizes > 0)
-    may[[*problem.limits.gone]] = False
+    may[[*problem.limits.recomputed]] = False
     sent = may & (made_by <= ends[:, None])
     later = np.zeros_like(sent)
     later[1:] = may & (made_by <= ends[:-1, None])  # a complete copy is there when the segment begins

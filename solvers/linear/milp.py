@@ -1,4 +1,7 @@
-"""Solve the exact model of `checkmate.solvers.linear.equations`: with HiGHS, or any solver that PuLP knows."""
+"""Solve the exact model of `checkmate.solvers.linear.equations`: with HiGHS, or any solver that PuLP knows.
+
+On the main path, 11 of 16: see docs/idea.md.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import obeys_limits, peak_of
+from checkmate.solvers.common.schedules import obeys_limits, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
-from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
 
@@ -28,7 +31,7 @@ ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's t
 class Relaxation:
     """The model without integrality: how much of each op runs and of each value stays, and what that proves."""
 
-    outcome: Outcome
+    outcome: SolveStatus
     R: np.ndarray | None  # (T, T) in [0, 1]; None where nothing was found
     S: np.ndarray | None  # (T, V) in [0, 1], results included
     bound: float  # seconds that every schedule within the budget takes; infinite if proven that none is
@@ -102,7 +105,7 @@ def relax(
     4.0
     """
     if problem.unavoidable_bytes.max() > budget:
-        return Relaxation(Outcome.INFEASIBLE, None, None, float("inf"))
+        return Relaxation(SolveStatus.INFEASIBLE, None, None, float("inf"))
     model, x = build(*without_spare(problem, budget), formulation=formulation)
     result = highs.run(model, relax=True, time_limit=time_limit, threads=threads)
     bound = result.bound * cost_unit(problem)

@@ -11,8 +11,8 @@ runs between moments i-1 and i, the last included. Of the rules of a schedule we
     X[i, v] = 1 for what o_i reads and makes
     Σ_i R[i, k] <= most_k; 0 for X[i-1, v] in (1b, 1c) where o_{i-1} ends the forward     by rules
 
-Where o_i may write over some of its inputs (`checkmate.core.ways`), X[i, v] of these says that v is at hand after the
-moment, all of them count as at hand at it, and OVER[i, v] takes off what writing over v saves:
+Where o_i may write over some of its inputs (`checkmate.core.inplace`), X[i, v] of these says that v is at hand after
+the moment, all of them count as at hand at it, and OVER[i, v] takes off what writing over v saves:
 
     OVER[i, v] + X[i, v] <= 1,   Σ_v OVER[i, v] <= 1
 
@@ -55,11 +55,11 @@ from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import bytes_in_stages, fits, on_demand
+from checkmate.solvers.common.schedules import bytes_in_stages, fits, on_demand
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
-from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
 
@@ -165,7 +165,7 @@ def _is_loose(task: Task, at: list[int], best: Bound) -> bool:
     model = build(task.problem, task.budget, at).model
     relaxed = highs.run(model, relax=True, time_limit=TRIAL * task.clock.left, threads=task.threads)
     loose = relaxed.bound * cost_unit(task.problem) < best.value * (1 - LOOSE)
-    return relaxed.outcome is Outcome.OPTIMAL and loose
+    return relaxed.outcome is SolveStatus.OPTIMAL and loose
 
 
 def _round(
@@ -198,13 +198,13 @@ def _round(
     )
     value = max(best.value, result.bound * unit)
     log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
-    if result.outcome is Outcome.INFEASIBLE:
+    if result.outcome is SolveStatus.INFEASIBLE:
         return replace(best, value=float("inf"), infeasible=True)
     if result.x is None:
         return replace(best, value=value)
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
-    found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
+    found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
     schedule = lift(problem, found)
     proven = fits(problem, budget, schedule.R) and schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
@@ -229,7 +229,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     host = problem.host
     if host is not None:
         held |= negligible(problem)
-    useful, read = map(np.array, lives(graph, problem.limits.until))
+    useful, read = map(np.array, lives(graph, problem.limits.last_stage))
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
     ends = np.array([*moments, T - 1])[:, None]
     k = np.arange(T)
@@ -240,7 +240,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
-    if not problem.limits.until and host is None:  # not tried beside ops that overwrite something
+    if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
     over = np.zeros((m, V), dtype=bool)
     for i, o in enumerate(moments):
@@ -249,7 +249,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     R = model.variables(R_there, lower=first, cost=price, integer=True)
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
     carried = X.copy()
-    carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
+    carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.recomputed])] = NONE
     links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held)
     x = Relaxed(model, R, X, carried, model.variables(over), links)
     _depend(x, problem, begins[:, 0], made_by, held)
@@ -279,7 +279,7 @@ def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int
         (j,) = users
         made = {w for w in graph.ops[j].outputs if not held[w]}
         alone = [u for u in graph.ops[j].inputs if not held[u]] == [v]
-        if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.gone & {v, *made}:
+        if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.recomputed & {v, *made}:
             better[:, v] = (at >= j) & [not made & over for over in written]
     return better
 
@@ -399,7 +399,7 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
 
 def default_moments(problem: Problem) -> list[int]:
     """The moments where keeping everything peaks, where most is unavoidable, and before the backward for some rules."""
-    begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
+    begin = [problem.graph.forward_length - 1] if problem.limits.recomputed else []
     return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
 
 

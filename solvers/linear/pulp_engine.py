@@ -11,7 +11,7 @@ import pulp
 
 from checkmate.errors import SolverError
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 
 _UNSOLVED = {"varValue": None, "dj": None}
@@ -47,16 +47,16 @@ def run(
         raise SolverError(f"{name} failed: {error}") from error
     proven = time.monotonic() - asked < time_limit  # its own clock shows no more: it began later and ended earlier
     if problem.status == pulp.LpStatusInfeasible and proven:
-        return Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"))
+        return Result(SolveStatus.INFEASIBLE, None, float("inf"), float("inf"))
     x = np.array([variables[column].varValue or 0.0 for column in model.column_names()])
     x[model.integer] = x[model.integer].round()
     solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     if not solved or model.broken(x, tolerance=1e-5):  # some leave the relaxation's values when time is up
-        return Result(Outcome.STOPPED, None, float("inf"), highs.least_objective(model))
+        return Result(SolveStatus.STOPPED, None, float("inf"), highs.least_objective(model))
     objective = float(model.cost @ x)
     if problem.sol_status == pulp.LpSolutionIntegerFeasible or not proven:
-        return Result(Outcome.STOPPED, x, objective, highs.least_objective(model))
-    return Result(Outcome.OPTIMAL, x, objective, objective - gap * abs(objective))
+        return Result(SolveStatus.STOPPED, x, objective, highs.least_objective(model))
+    return Result(SolveStatus.OPTIMAL, x, objective, objective - gap * abs(objective))
 
 
 def _to_pulp(model: Model) -> tuple[pulp.LpProblem, dict[str, pulp.LpVariable]]:

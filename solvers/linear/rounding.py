@@ -19,7 +19,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import cost_of, fits, obeys_limits, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits, obeys_limits, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear.milp import relax
 
@@ -119,7 +119,7 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
         S[k + 1 :, results] = True
     while True:
         R, fits = _runs(graph, S), True
-        for k, last in problem.limits.until.items():
+        for k, last in problem.limits.last_stage.items():
             late = np.flatnonzero(R[last + 1 :, k])
             if late.size:  # what would be made then stays from the last stage in which it can be made
                 S[last + 1 : last + 2 + late[-1], list(graph.ops[k].outputs)] = True

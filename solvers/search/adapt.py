@@ -18,11 +18,11 @@ from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix, cost_of, fits
+from checkmate.solvers.common.schedules import as_matrix, cost_of, fits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
+from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
+from checkmate.solvers.search.local_search import exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -74,7 +74,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     tables, found = Tables.of(task.problem), []
     for weights in GRID[:PASSES]:
         stages = run_pass(tables, task.budget, replace(weights, outside=outside))
-        if not isinstance(stages, Stuck):
+        if not isinstance(stages, DeadEnd):
             found.append(as_matrix(stages))
         if task.clock.is_over:
             break

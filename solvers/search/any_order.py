@@ -25,7 +25,7 @@ from checkmate.solvers.search.value_sets import ValueSets
 
 @dataclass
 class AnyOrder:
-    """One search within a budget.
+    """A search within a budget.
 
     Attributes:
         far: ops of the backward run again no more than so many stages later; a proof has their values for nothing.
@@ -111,7 +111,7 @@ class AnyOrder:
         while missing:  # as much of it as can be made from nothing
             scratch, rest = sets.from_scratch(t, missing), needed & ~missing
             held = rest | scratch.pinned
-            if sets.base[t] + sets.bytes_of(held) + scratch.peak + sets.owed(t, held) <= self.budget:
+            if sets.base[t] + sets.bytes_of(held) + scratch.peak + sets.mandatory_bytes(t, held) <= self.budget:
                 yield t, rest if self.loose else held, SCRATCH - missing
                 break
             missing &= sets.below[sets.producer[missing.bit_length() - 1]]

@@ -25,7 +25,7 @@ import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import as_matrix, bytes_in_stages, obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, obeys_limits
 from checkmate.solvers.common.task import Clock, OutOfTime, Task
 from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, States, Waiting, stages_of
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
@@ -41,7 +41,7 @@ NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 @dataclass
 class Beam(Backward):
-    """One search within a budget.
+    """A search within a budget.
 
     Attributes:
         width: states that go on at most.
@@ -276,7 +276,7 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
     price = np.zeros((len(sets.values), T + 1), dtype=np.float32)
     for k in range(T):
         again = np.full(T, tables.seconds[k])
-        again[tables.until[k] + 1 :] = never
+        again[tables.last_stage[k] + 1 :] = never
         for u in tables.inputs[k]:
             if u in sets.bit:
                 again += np.minimum(price[sets.index(u), :T], of_op[tables.producer[u]])

@@ -24,7 +24,7 @@ from itertools import chain
 
 import numpy as np
 
-from checkmate.solvers.common.runs import as_matrix
+from checkmate.solvers.common.schedules import as_matrix
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import ValueSets
 
@@ -85,7 +85,7 @@ class Waiting:
 
 
 class Backward(ABC):
-    """One search under a budget, from the last stage to the first."""
+    """A search under a budget, from the last stage to the first."""
 
     sets: ValueSets
     budget: int
@@ -211,7 +211,7 @@ class BackwardSearch(Backward):
                 scratch = sets.from_scratch(t, missing)
                 others = needed ^ missing
                 with_pinned = others | scratch.pinned
-                peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.owed(t, with_pinned)
+                peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.mandatory_bytes(t, with_pinned)
                 if peak <= self.budget:
                     done.setdefault(others if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
                     if with_pinned == others or self.loose or not self.exact:
@@ -319,4 +319,4 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
 
 def far_enough(sets: ValueSets) -> int:
     """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
-    return ANY if sets.problem.limits.until else FAR
+    return ANY if sets.problem.limits.last_stage else FAR

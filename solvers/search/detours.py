@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkmate.solvers.common.runs import bytes_in_stages, cost_of, obeys_limits
+from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, obeys_limits
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets
 
 FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
-from checkmate.core.ways import Saving
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix, obeys_limits, useful_runs
+from checkmate.solvers.common.schedules import as_matrix, obeys_limits, useful_runs
 from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
@@ -180,7 +180,7 @@ class _Stages:
         slack = self.room[t] - level
         least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
         kept = set(self.needed[t + 1])
-        going = self.tables.gone if t + 1 == self.tables.boundary else ()
+        going = self.tables.recomputed if t + 1 == self.tables.boundary else ()
         useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
         for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
             begin, size = idle[v], self.tables.size[v]

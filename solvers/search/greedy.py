@@ -5,8 +5,8 @@ next use takes the place of staleness, as in Belady's rule for caches. A pass go
 missing ancestors of op t run in ascending order, then op t. What it runs is a schedule in the sense of
 `checkmate.core.schedule`, and the memory it counts is never below that schedule's.
 
-Where room lacks for an op that may write over one of its inputs (`checkmate.core.ways`), that input goes with the run
-if nothing needs it any more. If something does, letting it go with the run competes with the evictions of others.
+Where room lacks for an op that may write over one of its inputs (`checkmate.core.inplace`), that input goes with the
+run if nothing needs it any more. If something does, letting it go with the run competes with the evictions of others.
 
 One pass takes milliseconds, so a step of a thousand ops has its first plan in a fraction of a second. `next_use` makes
 a pass for each of a grid of weights, and improves the best by local search. Close to the smallest budget the order of
@@ -28,9 +28,9 @@ import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import as_matrix, cost_of
+from checkmate.solvers.common.schedules import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.local_search import exchange
 from checkmate.units import format_bytes
 
 NEVER = 2**31 - 1  # a stage after all others
@@ -61,7 +61,7 @@ GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5,
 
 
 @dataclass(frozen=True)
-class Stuck:
+class DeadEnd:
     """The early end of a pass: op, and the bytes it lacks."""
 
     op: int
@@ -69,7 +69,7 @@ class Stuck:
     missing_bytes: int
 
 
-def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | Stuck:
+def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
     """For each stage the ops that run, ascending; or where the budget was too small for this order of evictions.
 
     Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
@@ -79,7 +79,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
     stages: list[list[int]] = []
     for t, reads in enumerate(inputs):
         if clock is not None and clock.is_over:
-            return Stuck(t, t, 0)
+            return DeadEnd(t, t, 0)
         state.now = t
         # The missing ancestors of op t run, and of what cannot be made again after this stage and is needed then.
         closing = tables.closing.get(t, ())
@@ -96,7 +96,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
         # Other results of these ancestors that are still at hand are made anew.
         for k in again:
             if state.spent[k]:
-                return Stuck(k, t, 0)
+                return DeadEnd(k, t, 0)
             for v in outputs[k]:
                 if at_hand[v] and not tables.result[v]:
                     state.drop(v)
@@ -113,7 +113,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
                         lacking -= saved
                         break
             if lacking > 0 and not state.make_room(k, lacking):
-                return Stuck(k, t, lacking)
+                return DeadEnd(k, t, lacking)
             # Run op k; the inputs of op t are needed next by their next user, and what op k wrote over is gone.
             for v in inputs[k]:
                 state.claims[v] -= 1
@@ -162,7 +162,7 @@ class PassState:
         self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
         self.changed: set[int] = set()  # values that came or went since worth was right
         self.spent = [*tables.pinned]  # per op: it must not run again
-        self.runs_left = dict(tables.most_runs)
+        self.runs_left = dict(tables.max_runs)
         self.overwritten = -1  # the value that the op to run writes over
         tilt = np.ones(V) if weights.tilt is None else weights.tilt
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
@@ -171,10 +171,10 @@ class PassState:
         self.going: dict[int, Iterable[int]] = {}
         going: dict[int, list[int]] = {}
         spans: dict[int, tuple[int, int]] = {}
-        for v in tables.gone:
+        for v in tables.recomputed:
             in_forward = [k for k in tables.users[v] if k < tables.boundary]
             going.setdefault(max(in_forward, default=tables.producer[v]), []).append(v)
-        for v in sorted(tables.gone, key=lambda v: -tables.producer[v]):
+        for v in sorted(tables.recomputed, key=lambda v: -tables.producer[v]):
             needed = [k for k in tables.users[v] if k >= tables.boundary]
             others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
             needed += [stage for w in others for stage in spans[w]]
@@ -183,9 +183,9 @@ class PassState:
                 for u in tables.inputs[tables.producer[v]]:
                     self.shadow_first[u] = min(first, int(self.shadow_first[u]))
                     self.shadow_last[u] = max(last, int(self.shadow_last[u]))
-        if tables.gone:
+        if tables.recomputed:
             self.going = {t: vs for t, vs in going.items() if t < tables.boundary}
-            self.going[tables.boundary - 1] = tables.gone
+            self.going[tables.boundary - 1] = tables.recomputed
 
     def missing_ancestors(self, values: Iterable[int]) -> set[int]:
         """The ops that must run to have these values."""
@@ -382,7 +382,7 @@ def next_use(task: Task, incumbent: Incumbent) -> Remarks:
     for weights in GRID:
         pass_clock = clock if passes else Clock(max(FIRST_TAKES, clock.left))
         stages, passes = run_pass(tables, task.budget, weights, pass_clock), passes + 1
-        if isinstance(stages, Stuck):
+        if isinstance(stages, DeadEnd):
             stuck = stages
         else:
             cost = tables.seconds_of(stages)
@@ -479,4 +479,4 @@ class Tilts:
     def _pass(self, weights: Weights, tilt: np.ndarray) -> list[_Plan]:
         """The plan of one pass, if it fits."""
         stages = run_pass(self.tables, self.budget, replace(weights, tilt=np.exp(tilt)))
-        return [] if isinstance(stages, Stuck) else [_Plan(self.tables.seconds_of(stages), weights, tilt, stages)]
+        return [] if isinstance(stages, DeadEnd) else [_Plan(self.tables.seconds_of(stages), weights, tilt, stages)]

@@ -20,7 +20,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem, Profile
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
+from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 
 WORTH = 0.01  # of the smallest budget: what another order must save, and what must wait for a second run to matter
 SHARES = (1.0, 63 / 64, 31 / 32, 15 / 16, 7 / 8, 0.75, 0.5, 0.0)  # of the bytes that wait, to make a second time
@@ -51,7 +51,7 @@ def late_results(graph: Graph) -> list[int] | None:
     if _lowest(later) > (1 - WORTH) * least:
         return None
     stages = run_pass(Tables.of(_bare(later)), int((1 - WORTH) * least), GRID[0])
-    return None if isinstance(stages, Stuck) else order
+    return None if isinstance(stages, DeadEnd) else order
 
 
 def _with_results_late(graph: Graph) -> list[int]:
@@ -128,7 +128,7 @@ def _longest_wait(problem: Problem) -> tuple[int, list[int]]:
 
 def _homes(problem: Problem, moment: int, again: set[int], kept: set[int]) -> dict[int, int]:
     """The ops that make values ``again`` after the moment, with the unkept values they need, and their stages."""
-    graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.until
+    graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.last_stage
     wanted = {v: min(k for k in graph.users[v] if k > moment) for v in again}
     homes: dict[int, int] = {}
     for k in reversed(range(graph.forward_length, moment)):

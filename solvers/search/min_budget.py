@@ -28,12 +28,12 @@ from checkmate.core.solution import check_problem
 from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.runs import as_matrix, lowered, obeys_limits, on_demand, peak_of
+from checkmate.solvers.common.schedules import as_matrix, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.backward_search import ANY, far_enough, find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
-from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
+from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
@@ -136,7 +136,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     MinBudget(peak=3, bound=3)
     """
     check_problem(problem)
-    *others, last = (problem if rules is None else with_rules(problem, rules)).and_smaller()
+    *others, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
     clock = Clock(time_limit)
     ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
     peak, splits, bound = ends.peak, last.splits, ends.bound
@@ -179,7 +179,7 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     while sent:
         peak, R = least_runs(fetching.problem, time_limit=time_limit)
         plan = place_transfers(problem, peak, *plain_events(fetching, lowered(fetching.problem, R)))
-        if plan is not None and simulator.simulate(plan, problem).peak_there <= problem.host.budget:
+        if plan is not None and simulator.simulate(plan, problem).host_peak <= problem.host.budget:
             return every, plan
         sent, time_limit = sent[: len(sent) // 2], time_limit / 2
         fetching = with_fetches(problem, sent)
@@ -246,7 +246,7 @@ def _find(problem: Problem, time_limit: float) -> _Known:
 
 def _first_plan(problem: Problem) -> tuple[int, np.ndarray]:
     """The peak of a plan, and its runs: each op once, where no rule has it run again."""
-    if not problem.limits.gone:
+    if not problem.limits.recomputed:
         return problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
     R = on_demand(problem, {})
     return peak_of(problem, R), R
@@ -266,7 +266,7 @@ class _Ends:
         grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
         self.grain = max(0, grain)
         self.sets = ValueSets(problem, grain=self.grain)
-        self.once = self._sets_with_limited_ops_once() if problem.limits.most_runs else self.sets
+        self.once = self._sets_with_limited_ops_once() if problem.limits.max_runs else self.sets
         self.small = int(problem.sizes[problem.sizes <= grain].sum()) + (self.grain if problem.profile.ways else 0)
         self.homes = () if exact else second_runs(problem)  # of what waits long, as clipped gradients do
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
@@ -286,7 +286,7 @@ class _Ends:
             self._make_twice(WIDTH_TWICE)
         if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
             self._evict(GRID[:1])
-            if self.problem.limits.most_runs:  # searches know not how often an op has run; passes do
+            if self.problem.limits.max_runs:  # searches know not how often an op has run; passes do
                 self._evict(GRID)
         for width in WIDTHS:
             if self._is_open:
@@ -316,7 +316,7 @@ class _Ends:
         return False
 
     def _sets_with_limited_ops_once(self) -> ValueSets:
-        graph, limited = self.problem.graph, self.problem.limits.most_runs
+        graph, limited = self.problem.graph, self.problem.limits.max_runs
         ops = [replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in enumerate(graph.ops)]
         return ValueSets(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
 
@@ -370,9 +370,9 @@ class _Ends:
     def _take(self, runs: list[list[int]], budget: int) -> bool:
         """Take a plan that fits a budget, if no rule is broken; its peak is simulated once runs are dropped."""
         limits = self.problem.limits
-        if limits.most_runs:
+        if limits.max_runs:
             times = Counter(chain.from_iterable(runs))
-            if any(times[k] > most for k, most in limits.most_runs.items()):
+            if any(times[k] > most for k, most in limits.max_runs.items()):
                 return False
         self.known.runs, self.known.peak_of_runs = runs, max(budget, self.known.least)
         return True
@@ -383,7 +383,7 @@ class _Ends:
         while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
             tried = (run_pass(tables, middle, weights) for weights in kinds)
-            stages = next((found for found in tried if not isinstance(found, Stuck)), None)
+            stages = next((found for found in tried if not isinstance(found, DeadEnd)), None)
             if stages is None:
                 low = middle
             else:

@@ -17,7 +17,7 @@ whose op makes or reads it. KEEP[v, p] is 1 where v stays from the touch p to th
                                                   at each place q, of all v with p < q <= the next touch of v
 
 What stays all through stage t is in a column THROUGH[t], told from THROUGH[t-1] by the KEEP that begin and end between:
-so rows are short. An op that may write over v (`checkmate.core.ways`) has OVER[v, q] <= 1 - KEEP[v, q], of all v
+so rows are short. An op that may write over v (`checkmate.core.inplace`) has OVER[v, q] <= 1 - KEEP[v, q], of all v
 together at most R[q], which take off what that saves.
 
 So a value has variables for its touches, and not for all stages as in the exact model:
@@ -35,11 +35,11 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import cost_of, fits, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits, without_useless
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, size_unit
-from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 
 ROOMS = (1.0, 0.96)  # of the way from what is unavoidable to the budget: what relaxations are solved within
@@ -108,7 +108,7 @@ class Neighbourhoods:
             return R, False
         near, limit = build(problem, budget, R, free), min(self.patience, clock.left)
         answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=near.start(R))
-        solved = answer.outcome is not Outcome.STOPPED
+        solved = answer.outcome is not SolveStatus.STOPPED
         if answer.x is None:
             return R, solved
         found = without_useless(problem.graph, near.runs(answer.x))
@@ -124,7 +124,7 @@ def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
     (np.int64(7), np.int64(9))
     """
     graph, T = problem.graph, len(R)
-    last = [problem.limits.until.get(k, T) if op.pinned is None else -1 for k, op in enumerate(graph.ops)]
+    last = [problem.limits.last_stage.get(k, T) if op.pinned is None else -1 for k, op in enumerate(graph.ops)]
     around, border = R.copy(), {(t, k) for t, k in np.argwhere(R).tolist()}
     for _ in range(levels):
         border = {(t, d) for t, k in border for d in graph.deps[k] if t <= last[d] and not around[t, d]}
@@ -179,12 +179,12 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
         else:
             line.stay(v, touches)
     line.add_to(model, budget, size_unit(problem))
-    runs_of = [(np.flatnonzero(op == k), most) for k, most in tables.most_runs.items()]
+    runs_of = [(np.flatnonzero(op == k), most) for k, most in tables.max_runs.items()]
     rows = np.concatenate([np.full(len(ps), i) for i, (ps, _) in enumerate(runs_of)]) if runs_of else np.zeros(0, int)
     if runs_of:
         columns = np.concatenate([run[ps] for ps, _ in runs_of])
-        most_runs = np.array([float(most) for _, most in runs_of])
-        model.constrain_sparse("run at most", len(runs_of), [(rows, columns, 1.0)], upper=most_runs)
+        max_runs = np.array([float(most) for _, most in runs_of])
+        model.constrain_sparse("run at most", len(runs_of), [(rows, columns, 1.0)], upper=max_runs)
     return Near(model, stage, op, run, R.shape)
 
 
@@ -248,7 +248,7 @@ class _Line:
         for (p, makes), after in zip(touches, following, strict=True):
             kept = NONE if after is None else len(self.ops) + len(self.upper)
             if after is not None:
-                gone = v in self.tables.gone and p <= self.forward_ends < after[0]
+                gone = v in self.tables.recomputed and p <= self.forward_ends < after[0]
                 made_anyway = after[1] and not self.open[after[0]]
                 self.upper.append(0.0 if gone or made_anyway else 1.0)
                 self.kept.append((kept, before, p if makes else NONE))

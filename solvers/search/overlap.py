@@ -28,7 +28,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_starts import place_starts
-from checkmate.solvers.common.runs import lowered
+from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Task
 
 Solver = Callable[[Task, Incumbent], Remarks]

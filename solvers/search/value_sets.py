@@ -22,7 +22,7 @@ MOST_SUMS = 300_000  # sums of bytes that are remembered
 MOST_PATHS = 100  # that are tried from a pinned value, to find where what it made goes
 
 
-class Debt(NamedTuple):
+class MandatoryBytes(NamedTuple):
     """Mandatory bytes: from stage ``begin`` to ``end`` one of ``values`` is in memory, ``least`` bytes or more."""
 
     begin: int
@@ -32,7 +32,7 @@ class Debt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scratch:
+class RebuildCost:
     """Making a set of values from nothing: bytes at the peak, pinned values aside, and the pinned values it reads."""
 
     peak: int
@@ -51,7 +51,7 @@ class ValueSets:
         tables = Tables.of(problem)
         self.problem, self.tables, self.T = problem, tables, len(tables.inputs)
         self.forward_length = problem.graph.forward_length
-        large = {v for savings in tables.savings for v, saved in savings if saved > grain} | tables.gone
+        large = {v for savings in tables.savings for v, saved in savings if saved > grain} | tables.recomputed
         moving = [
             v
             for v, k in enumerate(tables.producer)
@@ -71,14 +71,14 @@ class ValueSets:
         self.below = [0] * (self.T + 1)  # per op, the values made before it
         for k, made in enumerate(self.outputs):
             self.below[k + 1] = self.below[k] | made
-        self.gone = self._set(sorted(tables.gone))  # not at hand when the backward begins
+        self.gone = self._set(sorted(tables.recomputed))  # not at hand when the backward begins
         self.free = self._free()  # per stage, values whose ops may run again in it
         self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # and in no later one
         self.base = self._base()  # per stage: bytes that are resident or results made before it
         self._eights = _sums_of_eights(self.size)
         self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
-        self._scratch: dict[int, dict[int, Scratch]] = {free: {0: Scratch(0, 0)} for free in self.free}
+        self._scratch: dict[int, dict[int, RebuildCost]] = {free: {0: RebuildCost(0, 0)} for free in self.free}
         self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
         self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
 
@@ -86,7 +86,7 @@ class ValueSets:
         return sum(self.bit.get(v, 0) for v in values)
 
     def _free(self) -> list[int]:
-        free, until = 0, self.tables.until
+        free, until = 0, self.tables.last_stage
         closed: dict[int, int] = {}  # per stage, the values whose ops may run in no later one
         for v in self.values:
             k = self.tables.producer[v]
@@ -135,7 +135,7 @@ class ValueSets:
         """Bytes at least while op k runs in stage t, if the set ``needed`` is in memory when it is done."""
         held = needed | self.inputs[k] | self.outputs[k]
         saved = self.saved(t, k, needed) if self.savings[k] else 0
-        return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held) - saved
+        return self.base[t] + self.bytes_of(held) + self.working[k] + self.mandatory_bytes(t, held) - saved
 
     def saved(self, t: int, k: int, needed: int) -> int:
         """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is there when it is done.
@@ -147,16 +147,16 @@ class ValueSets:
                 return saved
         return 0
 
-    def owed(self, t: int, held: int) -> int:
+    def mandatory_bytes(self, t: int, held: int) -> int:
         """Bytes that every schedule has in memory in stage t beside the set ``held``."""
         touched = held & self._owing[t]
-        owed = self._owed[t].get(touched)
-        if owed is None:
-            owed = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
-            self._owed[t][touched] = owed
-        return owed
+        mandatory_bytes = self._owed[t].get(touched)
+        if mandatory_bytes is None:
+            mandatory_bytes = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
+            self._owed[t][touched] = mandatory_bytes
+        return mandatory_bytes
 
-    def from_scratch(self, t: int, values: int) -> Scratch:
+    def from_scratch(self, t: int, values: int) -> RebuildCost:
         """Make free values in stage t from those that are not free, running every op for them again."""
         free = self.free[t]
         known = self._scratch[free]
@@ -169,7 +169,7 @@ class ValueSets:
             values = self.before(k, values) & free
         scratch = known[values]
         for values, peak, pinned in reversed(chain):
-            scratch = Scratch(max(scratch.peak, peak), scratch.pinned | pinned)
+            scratch = RebuildCost(max(scratch.peak, peak), scratch.pinned | pinned)
             known[values] = scratch
         return scratch
 
@@ -195,7 +195,7 @@ def _sums_of_eights(size: list[int]) -> np.ndarray:
     return sizes @ members.T
 
 
-def _debts(sets: ValueSets) -> list[Debt]:
+def _debts(sets: ValueSets) -> list[MandatoryBytes]:
     """Lower bound: values made only by run-once ops, or values made of these, stay until their last reader.
 
     Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
@@ -208,25 +208,25 @@ def _debts(sets: ValueSets) -> list[Debt]:
     """
     tables = sets.tables
     left = list(tables.size)  # per value: bytes that no path owes
-    found: list[Debt] = []
+    found: list[MandatoryBytes] = []
     ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(sets.T)]  # source, path, bytes
     sources: list[int] = []  # to find paths for in this stage
     closed: dict[int, list[int]] = {}  # per stage, the values that are not made again after it
-    for k, until in enumerate(tables.until):
+    for k, until in enumerate(tables.last_stage):
         closed.setdefault(until, []).extend(tables.outputs[k])
     for t in range(1, sets.T):
-        for source, path, owed in ending[t - 1]:
+        for source, path, mandatory_bytes in ending[t - 1]:
             sources.append(source)
             for v in path:
-                left[v] += owed
+                left[v] += mandatory_bytes
         sources += [v for v in closed.get(t - 1, ()) if v in sets.bit]
         for source in dict.fromkeys(sources):
             while path := _widest(sets, source, t, left):
-                owed, end = min(left[v] for v in path), tables.users[path[-1]][-1]
+                mandatory_bytes, end = min(left[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
-                    left[v] -= owed
-                ending[end].append((source, path, owed))
-                found.append(Debt(t, end, sum(sets.bit[v] for v in path), owed))
+                    left[v] -= mandatory_bytes
+                ending[end].append((source, path, mandatory_bytes))
+                found.append(MandatoryBytes(t, end, sum(sets.bit[v] for v in path), mandatory_bytes))
         sources = []
     return found
 
@@ -252,9 +252,9 @@ def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int,
     return ()
 
 
-def _by_stage(debts: list[Debt], T: int) -> tuple[list[list[Debt]], list[int]]:
+def _by_stage(debts: list[MandatoryBytes], T: int) -> tuple[list[list[MandatoryBytes]], list[int]]:
     """For each stage the debts that hold in it, and the values that they speak of."""
-    at: list[list[Debt]] = [[] for _ in range(T)]
+    at: list[list[MandatoryBytes]] = [[] for _ in range(T)]
     owing = [0] * T
     for debt in debts:
         for t in range(debt.begin, debt.end + 1):

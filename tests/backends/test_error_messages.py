@@ -39,7 +39,7 @@ def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor
         checkmate.compile(step, budget="100 kB")(*batch)
     error = caught.value
     assert error.budget == 100_000
-    assert error.op in {op.name for split in problem.and_smaller() for op in split.graph.ops}
+    assert error.op in {op.name for split in problem.splits_in_turn() for op in split.graph.ops}
     assert error.op in str(error)
     assert "test_error_messages.py" in str(error)  # the line of the user's code
     assert error.__suppress_context__  # no traceback of the machinery below

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
-from checkmate.backends.captures import capture
+from checkmate.backends.capture_cache import capture
 from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.provenance import module_path

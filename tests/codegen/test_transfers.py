@@ -128,7 +128,7 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     assert plan.plan.sent
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
     assert memory.use.calls == 3
-    assert memory.use.there == simulate(plan.plan, plan.problem).peak_there
+    assert memory.use.there == simulate(plan.plan, plan.problem).host_peak
     assert memory.use.pending == 0
 
 

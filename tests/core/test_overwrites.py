@@ -52,7 +52,7 @@ def test_an_order_keeps_readers_on_their_side() -> None:
 
 
 def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
-    assert CHAIN.limits.until == {0: 2, 1: 2}
+    assert CHAIN.limits.last_stage == {0: 2, 1: 2}
     again = Plan((Run(0), Run(1), Free(0), Run(2), Free(1), Free(2), Run(0), Run(3), Free(0)), 3)
     says = "step 6 runs op0 after op2 has overwritten p2"
     assert simulator.verify(again, CHAIN) == [says]
@@ -109,7 +109,7 @@ def test_a_rule_does_not_ask_for_what_is_overwritten_in_the_forward() -> None:
         (1, "overwrites p1"),
     )
     late = Problem.from_dag(deps, seconds, sizes, forward=2, overwrites={2: [0, 1]})
-    assert with_rules(late, {"op": "recompute"}).limits.gone == {0, 1}
+    assert with_rules(late, {"op": "recompute"}).limits.recomputed == {0, 1}
     with pytest.raises(RuleError, match="op0 reads what op1 overwrites in the forward"):
         with_rules(
             Problem.from_dag([[], [0], [1]], [1] * 3, [4] * 3, forward=2, overwrites={1: [0]}), {"op": "recompute"}

@@ -61,7 +61,7 @@ def test_a_pattern_names_modules_ops_and_tags(pattern: str, ops: tuple[int, ...]
 def test_the_last_pattern_that_names_an_op_holds() -> None:
     problem = with_rules(network(), {"blocks.1": "recompute", "scores": "keep"})
     assert [rule.ops for rule in problem.rules] == [(2,), (1,)]
-    assert problem.limits.gone == {2}
+    assert problem.limits.recomputed == {2}
     assert problem.graph.ops[1].pinned == "is under the rule 'scores': 'keep'"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import checkmate
-from checkmate.core import simulator, table
+from checkmate.core import answer, simulator
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -91,7 +91,7 @@ def _drawn_bytes(picture: str, top: int) -> list[tuple[float, float]]:
     """(share of the step until which, bytes) of each stretch that the picture draws."""
     path = picture.partition('<path d="')[2].partition('"')[0]
     steps = re.findall(r"V([\d.]+)H([\d.]+)", path)
-    return [(float(end) / table.WIDE, (1 - (float(y) - table.ROOM) / table.TALL) * top) for y, end in steps]
+    return [(float(end) / answer.WIDE, (1 - (float(y) - answer.ROOM) / answer.TALL) * top) for y, end in steps]
 
 
 def test_the_picture_in_a_notebook_is_that_of_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +101,11 @@ def test_the_picture_in_a_notebook_is_that_of_the_simulator(monkeypatch: pytest.
         assert solution.plan is not None
         assert solution.peak
         line = timeline(solution.plan, problem)
-        monkeypatch.setattr(table, "COLUMNS", 10**6)
+        monkeypatch.setattr(answer, "COLUMNS", 10**6)
         drawn = _drawn_bytes(solution._repr_html_(), solution.peak)
         assert [end for end, _ in drawn] == pytest.approx([end / line.seconds for end in line.begins[1:]], abs=1e-3)
         assert [held for _, held in drawn] == pytest.approx(line.bytes.tolist(), abs=2e-3 * solution.peak)
-        monkeypatch.setattr(table, "COLUMNS", 3)  # fewer than moments: each as high as its highest
+        monkeypatch.setattr(answer, "COLUMNS", 3)  # fewer than moments: each as high as its highest
         coarse = _drawn_bytes(solution._repr_html_(), solution.peak)
         assert [end for end, _ in coarse] == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-3)
         assert max(held for _, held in coarse) == pytest.approx(solution.peak, abs=2e-3 * solution.peak)

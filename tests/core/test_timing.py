@@ -53,7 +53,7 @@ def test_a_value_waits_elsewhere_while_ops_run() -> None:
     assert verify(AWAY, problem, budget=6) == []
     usage = simulate(AWAY, problem)
     assert usage.bytes_at == (4, 5, 5, 6, 6)
-    assert usage.peak_there == 4
+    assert usage.host_peak == 4
     seen = timing(AWAY, problem)
     assert [(t.begin, t.end) for t in seen.transfers] == [(1.0, 2.0), (3.0, 5.0)]
     assert cost(AWAY, problem) == seen.seconds == 6.0
@@ -72,7 +72,7 @@ def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float) -> No
     plan = Plan(steps, boundary=8)
     assert verify(plan, problem) == []
     assert cost(plan, problem) == seconds
-    assert simulate(plan, problem).peak_there == 8
+    assert simulate(plan, problem).host_peak == 8
 
 
 def test_latency_keeps_the_link_busy() -> None:

@@ -20,8 +20,8 @@ from checkmate.cli.app import main
 from checkmate.core import simulator
 from checkmate.fitting.answer import NOT_ASKED
 from checkmate.fitting.batch_sizes import scaled
+from checkmate.fitting.memory_options import NAMES, planned
 from checkmate.fitting.memory_parts import without_parts
-from checkmate.fitting.ways import NAMES, planned
 from checkmate.profiling.data_sheets import DEVICES
 from tests.support import sampling
 from tests.support.bits import assert_same_bits

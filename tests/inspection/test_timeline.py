@@ -13,10 +13,10 @@ from benchmarks.networks import dags
 from checkmate import Problem
 from checkmate.core import simulator
 from checkmate.core.graph import CodePlace, Graph, Op, Value, code_place_of
+from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.core.schedule import Schedule
-from checkmate.core.ways import Way
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs
@@ -110,7 +110,7 @@ def test_alive_lists_the_most_bytes_first() -> None:
 
 def test_what_writes_over_a_value_takes_its_storage() -> None:
     """Op 2 writes over op 1's value with 3 bytes more of workspace; op 3 over that of op 2."""
-    ways = (Way(2, 2, 1, 6), Way(2, 2, 1, 4), Way(3, 3, 2, 0))
+    ways = (InPlace(2, 2, 1, 6), InPlace(2, 2, 1, 4), InPlace(3, 3, 2, 0))
     problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [10] * 4, workspace=[0, 0, 1, 2])
     problem = replace(problem, profile=replace(problem.profile, ways=ways))
     plan = Plan((Run(0), Run(1), Run(2, over=1), Run(3, over=2), Free(0)), 4)

@@ -95,7 +95,7 @@ def test_random_plans_add_up_to_the_simulator() -> None:
         assert line.bytes.tolist() == list(usage.bytes_at)
         for what in ("role", "module"):
             assert np.array_equal(sum(line.by(what).values()), line.bytes)
-        assert max(line.there) == usage.peak_there == max(level for _, level in line.levels)
+        assert max(line.there) == usage.host_peak == max(level for _, level in line.levels)
         assert line.seconds == seen.seconds == solution.cost
         waited = sorted(c.waited for c in line.crossings if c.waited)
         assert waited == pytest.approx(sorted(s for _, s in seen.stalls))

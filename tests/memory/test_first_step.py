@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.memory import build
-from checkmate.profiling import cost_table
+from checkmate.profiling import cost_cache
 from checkmate.units import format_bytes
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -34,10 +34,10 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build.start()
     assert build.wait() is None  # an arena from the first step on
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
 
 
-def _pooling(costs: cost_table.Costs) -> dict[str, cost_table.OpCost]:
+def _pooling(costs: cost_cache.Costs) -> dict[str, cost_cache.OpCost]:
     return {key: cost for key, cost in costs.items() if "aten.logsumexp" in key and cost is not None}
 
 
@@ -53,12 +53,12 @@ def test_a_step_that_takes_more_than_its_plan_says_so_and_its_ops_are_measured_a
 ) -> None:
     net, x = Pooled().to(device), torch.randn(64, 1024, 64, device=device)
     right = _taken(net, x)
-    conditions = cost_table.conditions_on(torch.device(device))
-    known = _pooling(cost_table.load(conditions))
+    conditions = cost_cache.conditions_on(torch.device(device))
+    known = _pooling(cost_cache.load(conditions))
     assert known
     if stale:
-        cost_table.store(conditions, {key: replace(cost, allocated_bytes=1) for key, cost in known.items()})
-    monkeypatch.setattr(cost_table, "_known", {})  # as in another process
+        cost_cache.store(conditions, {key: replace(cost, allocated_bytes=1) for key, cost in known.items()})
+    monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
     compiled = checkmate.compile(net, budget="1 GB", wait="best")
     for _ in range(3):
         compiled(x).backward()
@@ -71,5 +71,5 @@ def test_a_step_that_takes_more_than_its_plan_says_so_and_its_ops_are_measured_a
     assert plan.peak - plan.problem.resident < right
     (words,) = said
     assert f"where its plan takes {format_bytes(plan.peak)}: " in words
-    assert not _pooling(cost_table.load(conditions))
+    assert not _pooling(cost_cache.load(conditions))
     assert _taken(net, x) == right

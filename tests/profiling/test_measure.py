@@ -30,10 +30,10 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.core.files import folder
 from checkmate.devices import KERNELS
 from checkmate.memory import measure_peak
-from checkmate.profiling import cost_table
+from checkmate.profiling import cost_cache
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
-from checkmate.profiling.cost_table import OpCost, path_of
+from checkmate.profiling.cost_cache import OpCost, path_of
 from checkmate.profiling.measure import fill, measure_ops
 from checkmate.profiling.roofline import DEVICES, roofline_seconds
 from checkmate.profiling.source import profile_of
@@ -42,7 +42,7 @@ from tests.support.bits import assert_same_bits
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -176,7 +176,7 @@ def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
 def test_what_one_process_measured_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     first = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
-    monkeypatch.setattr(cost_table, "_known", {})  # as in another process
+    monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "call_of", lambda node: pytest.fail(f"{node} is measured again"))
         again = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
@@ -233,17 +233,17 @@ def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPat
     """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
     for name in KERNELS:
         monkeypatch.delenv(name, raising=False)
-    conditions = cost_table.conditions_on(torch.device("cpu"))
+    conditions = cost_cache.conditions_on(torch.device("cpu"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    lesser = cost_table.conditions_on(torch.device("cpu"))
+    lesser = cost_cache.conditions_on(torch.device("cpu"))
     assert lesser == replace(
         conditions, settings=", ".join(filter(None, [conditions.settings, "ONEDNN_MAX_CPU_ISA=AVX2"]))
     )
     assert path_of(lesser) != path_of(conditions)
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2\n")
-    one = cost_table.conditions_on(torch.device("cpu"))
+    one = cost_cache.conditions_on(torch.device("cpu"))
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2 amx_tile\n")
-    other = cost_table.conditions_on(torch.device("cpu"))
+    other = cost_cache.conditions_on(torch.device("cpu"))
     assert one.device.split()[:2] == other.device.split()[:2] == ["cpu", "one"]
     assert one.device != other.device
 

@@ -17,7 +17,7 @@ from checkmate.capture.sharded.collectives import exchange
 from checkmate.core import files
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.profiling import measure, mesh
-from checkmate.profiling.cost_table import Conditions, OpCost, conditions_on, load, store
+from checkmate.profiling.cost_cache import Conditions, OpCost, conditions_on, load, store
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.mesh import (
     ALL_GATHER,

@@ -16,14 +16,14 @@ from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.core.files import folder
 from checkmate.devices import CUDA
 from checkmate.profiling import measure
-from checkmate.profiling.cost_table import OpTable, conditions_on, read, write
+from checkmate.profiling.cost_cache import OpTable, conditions_on, read, write
 from checkmate.profiling.measure import export
 from tests.support.processes import run_python
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("checkmate.profiling.cost_table._known", {})
+    monkeypatch.setattr("checkmate.profiling.cost_cache._known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
-from checkmate.capture.ways import table
-from checkmate.capture.ways.table import TABLE, Written
+from checkmate.capture.inplace import rules
+from checkmate.capture.inplace.rules import TABLE, Written
 from checkmate.memory import room
 from checkmate.memory.room import within_memory
-from checkmate.profiling import cost_table, trial
+from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.trial import same_in_two
 from tests.profiling.test_trial_in_two import backward_of
@@ -33,7 +33,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module, name in ((cost_table, "_known"), (trial, "_known")):
+    for module, name in ((cost_cache, "_known"), (trial, "_known")):
         monkeypatch.setattr(module, name, {})
     room._warn.cache_clear()
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
@@ -168,14 +168,14 @@ def test_without_memory_for_a_trial_an_op_is_measured_and_writes_over_nothing(mo
     x = torch.randn(64, 64, requires_grad=True)
     without = {**TABLE, aten.tanh.default: Written(no_memory, (0,))}
     with monkeypatch.context() as patch:
-        patch.setattr(table, "TABLE", without)
+        patch.setattr(rules, "TABLE", without)
         problem = checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
         assert problem.profile.estimated == ()
         assert problem.profile.source.endswith("; 1 too large to be tried over an input")
         with patch.context() as again:
             again.setattr(measuring, "measure_ops", lambda *_: pytest.fail("it is tried again in the same process"))
             checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     later = checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
     assert "too large" not in later.profile.source
     assert later.seconds.tolist() == problem.seconds.tolist()
@@ -200,7 +200,7 @@ def test_a_convolution_that_is_known_and_has_no_room_now_is_estimated(monkeypatc
     """By what its library chooses with so little memory it may take other bytes than the file of costs says."""
     net, x = nn.Conv2d(3, 8, 3).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     assert checkmate.trace(net, x).profile.estimated == ()
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     monkeypatch.setattr(measuring, "call_of", no_memory)
     problem = checkmate.trace(net, x)
     targets = {problem.graph.ops[k].target for k in problem.profile.estimated}

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.capture.ways import table
-from checkmate.capture.ways.table import TABLE, Written
+from checkmate.capture.inplace import rules
+from checkmate.capture.inplace.rules import TABLE, Written
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
-from checkmate.profiling import cost_table, trial
+from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
-from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.cost_cache import OpCost
 from checkmate.profiling.measure import export, measure_ops
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ N = 3 * trial.LENGTH + 5
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -80,7 +80,7 @@ def test_what_differs_in_any_way_is_not_offered(
     def over(x: Tensor, *, out: Tensor) -> Any:
         return wrong(out)
 
-    monkeypatch.setattr(table, "TABLE", {**TABLE, aten.abs.default: Written(over, (0,))})
+    monkeypatch.setattr(rules, "TABLE", {**TABLE, aten.abs.default: Written(over, (0,))})
     assert _measure(_node(aten.abs.default, torch.ones(N))).over == {0: None}
 
 
@@ -91,7 +91,7 @@ def test_what_differs_on_usual_numbers_only_is_not_offered_where_elements_mix(mo
         aten._softmax.out(x, dim, half, out=out)
         return out if out.isnan().any() else out.mul_(1 + 2e-7)
 
-    monkeypatch.setattr(table, "TABLE", {**TABLE, aten._softmax.default: Written(over, (0,), pointwise=False)})
+    monkeypatch.setattr(rules, "TABLE", {**TABLE, aten._softmax.default: Written(over, (0,), pointwise=False)})
     assert _measure(_node(aten._softmax.default, torch.ones(8, 30), 1, False)).over == {0: None}
 
 
@@ -146,7 +146,7 @@ def test_ways_come_with_measured_costs_and_go_wherever_these_go(
     assert norm.workspace == problem.workspace[norm.op]  # statistics are outputs of its own, as of the plain op
     monkeypatch.setattr(measuring, "measure_ops", lambda *_: pytest.fail("they are known"))
     assert _ways(checkmate.trace(step, x)) == expected  # from the process
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     assert _ways(checkmate.trace(step, x)) == expected  # from disk
     export(tmp_path / "ops.json")
     assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == expected
@@ -177,7 +177,7 @@ def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_
     assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == []
     (cache,) = folder().glob("*.json")
     _as_before_ways(cache)
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     measured: list[str] = []
 
     def noting(nodes: dict[Any, fx.Node], known: Any) -> Any:

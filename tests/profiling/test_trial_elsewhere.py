@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.capture.ways import over, table
-from checkmate.capture.ways.table import TABLE
+from checkmate.capture.inplace import kernels, rules
+from checkmate.capture.inplace.rules import TABLE
 from checkmate.profiling import trial
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def _slower(problem: checkmate.Problem) -> set[str]:
 
 
 def _last_bit(*args: Any, out: Tensor) -> Any:
-    made = over.batch_norm_backward_over(*args, out=out)
+    made = kernels.batch_norm_backward_over(*args, out=out)
     out.view(torch.int32)[-1, -1] ^= 1
     return made
 
@@ -49,7 +49,7 @@ def test_what_leaves_other_bits_here_is_not_offered(monkeypatch: pytest.MonkeyPa
     good = checkmate.trace(net.step, x, profile=estimate)
     assert _slower(good) == {"aten.native_batch_norm_backward.default"}
     wrong = {**TABLE, NORM: replace(TABLE[NORM], into=_last_bit)}
-    monkeypatch.setattr(table, "TABLE", wrong)
+    monkeypatch.setattr(rules, "TABLE", wrong)
     assert _slower(checkmate.trace(net.step, x, profile=estimate)) == _slower(good)  # it has been tried
     trial._known.clear()
     found = checkmate.trace(net.step, x, profile=estimate)

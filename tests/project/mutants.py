@@ -2,13 +2,14 @@
 
     pip install pytest-cov
     make test ARGS="--cov --cov-context=test"
-    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0] [--out tests/project/mutants.jsonl]
+    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0]
 
 A mutant is one operator, comparison, constant or call of a function changed within the files that are named. The tests
 that run its line, by the coverage that was recorded, run in a fork of this process in which the function has the
 mutant's code: those of the same room first, short ones before long ones, for so many seconds at most, until one fails
-that passes without it. One row for each mutant is written; where tests become fewer or other ones, the same mutants
-have to be found. A mutant that nothing finds changes nothing that matters, or a test is missing.
+that passes without it. One row for each mutant is written, to tests/project/mutants.jsonl: where tests become fewer or
+other ones, the same mutants have to be found. A mutant that no test finds changes nothing that matters, or a test is
+missing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SPINE = ("checkmate/core", "checkmate/codegen/emit.py", "solvers/common/incumbent.py", "solvers/plan_cache.py")
 SPINE += ("profiling/measure.py", "solvers/linear/equations.py", "checkmate/memory/meter.py", "checkmate/verification")
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
@@ -58,7 +59,7 @@ class _Mutate(ast.NodeTransformer):
             self.within += 1
             body = node.body if isinstance(node.body, list) else [node.body]
             new = [self.visit(one) for one in body]  # neither decorators nor defaults, which have run
-            node.body = new if isinstance(node.body, list) else new[0]  # type: ignore[assignment]
+            node.body = new if isinstance(node.body, list) else new[0]
             self.within -= 1
             return node
         # Texts of errors and of logs are no mistakes.
@@ -71,21 +72,24 @@ class _Mutate(ast.NodeTransformer):
         node = self.generic_visit(node)
         return self._changed(node) if self.within else node
 
-    def _changed(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
-            return self._place(node, ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators))
-        if isinstance(node, ast.BoolOp):
-            return self._place(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))
-        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            return self._place(node, ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))
-        if isinstance(node, ast.AugAssign) and type(node.op) in SWAPS:
-            return self._place(node, ast.AugAssign(node.target, SWAPS[type(node.op)](), node.value))
+    def _changed(self, node: Any) -> ast.AST:
+        swap = SWAPS.get(type(node.ops[0] if isinstance(node, ast.Compare) else getattr(node, "op", node)))
+        if isinstance(node, ast.Compare) and swap:
+            return self._place(node, ast.Compare(node.left, [swap(), *node.ops[1:]], node.comparators))
+        if isinstance(node, ast.BoolOp) and swap:
+            return self._place(node, ast.BoolOp(swap(), node.values))
+        if isinstance(node, ast.BinOp) and swap:
+            return self._place(node, ast.BinOp(node.left, swap(), node.right))
+        if isinstance(node, ast.AugAssign) and swap:
+            return self._place(node, ast.AugAssign(node.target, swap(), node.value))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return self._place(node, node.operand)
-        if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-            return self._place(node, ast.Constant(not node.value if node.value in (True, False) and isinstance(node.value, bool) else node.value + 1))
-        if type(node) in (ast.Break, ast.Continue):
-            return self._place(node, SWAPS[type(node)]())
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            return self._place(node, ast.Constant(not node.value))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return self._place(node, ast.Constant(node.value + 1))
+        if isinstance(node, (ast.Break, ast.Continue)) and swap:
+            return self._place(node, swap())
         return node
 
 
@@ -159,17 +163,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coverage", default=".coverage")
-    parser.add_argument("--times", help="rows [test, seconds]; without, a test counts as one second")
+    parser.add_argument("--times", type=Path, help="rows [test, seconds]; without, a test counts as one second")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "project" / "mutants.jsonl")
     asked = parser.parse_args()
 
-    import coverage
+    import coverage  # type: ignore[import-not-found, unused-ignore]
 
     data = coverage.CoverageData(asked.coverage)
     data.read()
     takes: dict[str, float] = defaultdict(lambda: 1.0)
-    for line in open(asked.times) if asked.times else ():
-        row = json.loads(line)
+    for row in map(json.loads, asked.times.read_text().splitlines() if asked.times else ()):
         takes[row[0]] = row[1]
     places = list(_places(asked.paths))
     chosen = random.Random(asked.seed).sample(places, min(asked.count, len(places)))
@@ -200,7 +203,9 @@ def main() -> None:
                 sound.add(killer)
                 row["by"] = killer
         found += row["by"] is not None
-        print(f"{count:4}/{len(chosen)} {found:4} found, {time.monotonic() - began:5.1f} s: {name}:{line}: {old} -> {new}: {row['by']}", flush=True)
+        said = f"{name}:{line}: {old} -> {new}: {row['by']}"
+        sys.stdout.write(f"{count}/{len(chosen)}, {found} found, {time.monotonic() - began:.1f} s: {said}\n")
+        sys.stdout.flush()
         with asked.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import profile
 from benchmarks.common import timing as measuring
 from benchmarks.common.apart import apart
 from benchmarks.common.rows import add_names, append, latest, origin, read
@@ -47,22 +46,6 @@ def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
-    out = tmp_path / "profile.jsonl"
-    printed = run_python(
-        "-m", "benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out)
-    ).stdout
-    rows = read(out)
-    assert [row["share"] for row in rows] == [0.0, 0.05, 0.1, 0.25, 0.5, 1.0]
-    assert rows[0]["plan_seconds"] > rows[-1]["plan_seconds"] > 0
-    assert all(
-        len(row[name]) == 2 and min(row[name]) > 0 for row in rows for name in ("predicted_seconds", "measured_seconds")
-    )
-    assert "rank correlation" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
     asked = {"backend": "checkmate", "name": "mlp", "sizes": [1.0], "budget": 10**9, "time_limit": 1.0}
     (row,) = apart(partial(started, ["torch", "checkmate"], own=True, threads=1, **asked))
@@ -89,19 +72,6 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
-    out = tmp_path / "loss.jsonl"
-    run_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
-    plain, by_hand, *others = read(out)
-    ours = [row for row in others if row["way"].startswith("checkmate")]
-    assert not by_hand["same_bits"]
-    assert all(row["same_bits"] and row["peak"] == row["planned"] <= row["budget"] for row in ours)
-    assert len(ours) >= 2
-    assert max(row["peak"] for row in ours) < 0.5 * plain["peak"]
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
     out = tmp_path / "arena.jsonl"
     options = ("--share", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
@@ -111,26 +81,6 @@ def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path)
     assert row["live_peak"] <= row["planned_bytes"]
     assert row["arena_bytes"] <= 1.02 * row["live_peak"]
     assert min(row[f"{kind}_seconds"] for kind in ("plain", "allocator", "arena")) > 0
-
-
-def test_how_true_predictions_are_is_summed_up() -> None:
-    figures = [([0.9, 0.7], [1.0, 0.7]), ([2.2, 2.2], [2.0, 2.0]), ([3.3, 3.0], [3.0, 3.0])]
-    rows = [
-        {
-            "model": "m",
-            "predicted_seconds": predicted,
-            "measured_seconds": seconds,
-            "plan_seconds": 1.0,
-            "other_plan_seconds": 1.01,
-        }
-        for predicted, seconds in figures
-    ]
-    first, flips, ranks = profile.summary(rows).splitlines()
-    assert first == (
-        "predicted is off measured by 5.0%, the profiles of one network differ by 10.0% (medians of 3 plans)"
-    )
-    assert flips == "plans made with another profile cost 1.0% more or less, at most 1.0%"
-    assert ranks == "rank correlation of a network's plans: 1.00 (median of 1)"
 
 
 @pytest.mark.slow

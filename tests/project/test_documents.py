@@ -64,6 +64,16 @@ def test_the_commands_of_the_pages_are_ones_that_it_knows(capsys: pytest.Capture
         assert all(word in shown for word in words if word.startswith("--"))
 
 
+def test_the_files_of_the_main_path_say_that_they_are() -> None:
+    named = re.findall(r"(\d+) `([\w/]+\.py)`", (DOCS / "idea.md").read_text())
+    said = {}
+    for folder in FOLDERS:
+        for file in (ROOT / folder).rglob("*.py"):
+            if found := re.search(r"^On the main path, (\d+ of \d+): see docs/idea.md", file.read_text(), re.MULTILINE):
+                said[found[1]] = file
+    assert {f"{place} of {len(named)}": ROOT / path for place, path in named} == said
+
+
 def test_every_room_has_its_line() -> None:
     folders = {source.parent for folder in FOLDERS for source in ROOT.glob(f"{folder}/**/*.py")}
     rooms = {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders} - {"checkmate/"}

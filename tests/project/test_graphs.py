@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import random_graphs
 from benchmarks.common.rows import read
 from benchmarks.solve import report as solve_report
 from benchmarks.solve import stages
@@ -17,6 +16,7 @@ from benchmarks.solve.comparison import BENCHMARK, FILES, PROBLEMS, SHARES, fact
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
 from checkmate.solvers.common.incumbent import TOLERANCE
+from tests.support import layered
 from tests.support.processes import run_python
 from tests.support.versions import needs
 
@@ -227,22 +227,13 @@ def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_random_graph_is_connected_and_the_same_from_one_seed() -> None:
-    problem, again = random_graphs.layered(250, seed=3), random_graphs.layered(250, seed=3)
+    problem, again = layered.layered(250, seed=3), layered.layered(250, seed=3)
     assert problem.graph == again.graph
     assert problem.seconds.tolist() == again.seconds.tolist()
-    assert random_graphs.layered(250, seed=4).graph != problem.graph
+    assert layered.layered(250, seed=4).graph != problem.graph
     read, made = [len(op.inputs) for op in problem.graph.ops], [len(users) for users in problem.graph.users]
     assert (read.index(0), read.count(0)) == (0, 1)  # one source and one result
     assert (made.index(0), made.count(0)) == (249, 1)
     assert 2 <= sum(read) / 250 <= 6
-    assert problem.seconds.max() <= random_graphs.MS
-    assert problem.sizes.min() >= 100 * random_graphs.KB
-
-
-def test_a_row_of_a_random_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_graphs, "count_own_seconds", lambda: None)  # it is for the whole process
-    (row,) = random_graphs.rows_of(50, 0.9, 5.0, seed=0)
-    assert row["budget"] == int(0.9 * row["keep_all_peak"])
-    assert 1 <= row["bound_ratio"] <= row["cost_ratio"] <= row["second_ratio"]
-    text = random_graphs.markdown([{"commit": "abc", "cpu": "a processor", **row}])
-    assert f"| 50 | 0.90 | 5 s | {row['cost_ratio'] - 1:.2%} |" in text
+    assert problem.seconds.max() <= layered.MS
+    assert problem.sizes.min() >= 100 * layered.KB

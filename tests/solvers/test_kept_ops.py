@@ -11,7 +11,7 @@ import pytest
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import cost, lower, simulate, verify
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.schedules import kept_by_the_forward
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
 from checkmate.solvers.solve import solve
 from tests.support.oracle import random_problem

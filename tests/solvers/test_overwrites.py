@@ -14,11 +14,11 @@ from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import obeys_limits, on_demand, peak_of
+from checkmate.solvers.common.schedules import obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.greedy import GRID, Stuck, run_pass
+from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import solve
@@ -88,13 +88,13 @@ def check_parts(problem: Problem) -> None:
         assert problem.keep_all_cost + again == pytest.approx(best)
         for weights in GRID[:6]:
             stages = run_pass(Tables.of(problem), budget, weights)
-            if not isinstance(stages, Stuck):
+            if not isinstance(stages, DeadEnd):
                 assert set(np.flatnonzero(_forbidden(problem, stages))) == set()
         assert moment_bound(task, Incumbent(task), most=5).value <= best * (1 + 1e-6)
 
 
 def _forbidden(problem: Problem, stages: list[list[int]]) -> list[bool]:
-    until = problem.limits.until
+    until = problem.limits.last_stage
     return [t > until.get(k, t) for t, ops in enumerate(stages) for k in ops]
 
 

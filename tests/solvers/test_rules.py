@@ -16,15 +16,15 @@ from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, certify
-from checkmate.solvers.common.runs import obeys_limits, on_demand, peak_of
+from checkmate.solvers.common.schedules import obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
+from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
@@ -54,7 +54,7 @@ def test_every_method_beside_all_schedules_that_obey(seed: int) -> None:
     known = outcomes(problem)  # of those that the verifier lets pass
     smallest, ends = min(peak for _, peak in known), min_budget(problem)
     assert ends.bound <= smallest <= ends.peak
-    assert problem.limits.most_runs or ends.proven
+    assert problem.limits.max_runs or ends.proven
     assert peak_of(problem, least_runs(problem)[1]) == ends.peak
     assert not wrong(problem, least_runs(problem)[1])
     for budget in interesting_budgets(known):
@@ -101,7 +101,7 @@ def test_both_formulations_know_rules() -> None:
 def test_the_backward_makes_again_what_a_rule_says() -> None:
     chain = network()
     problem = with_rules(chain, {"op": "recompute"})
-    assert problem.limits.gone == set(range(7))
+    assert problem.limits.recomputed == set(range(7))
     plan = solve(problem, "1 kB", time_limit=5)
     assert plan.status is Status.OPTIMAL
     assert plan.schedule is not None
@@ -134,7 +134,7 @@ def test_an_op_runs_no_more_often_than_it_may() -> None:
 
 def _passes(problem: Problem, budget: int) -> list[list[list[int]]]:
     found = [run_pass(Tables.of(problem), at, weights) for weights in GRID for at in (budget, budget + 2)]
-    return [stages for stages in found if not isinstance(stages, Stuck)]
+    return [stages for stages in found if not isinstance(stages, DeadEnd)]
 
 
 def test_passes_know_what_the_backward_will_make_again() -> None:

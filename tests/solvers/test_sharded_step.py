@@ -16,7 +16,7 @@ from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.mesh import ALL_GATHER, REDUCE_SCATTER, Link
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.schedules import cost_of, peak_of
 
 GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, REDUCE_SCATTER))
 WAIT, PRODUCT, ADD = "_c10d_functional.wait_tensor.default", "aten.mm.default", "aten.add.Tensor"

@@ -22,7 +22,7 @@ from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import min_budget, solve
@@ -268,10 +268,10 @@ def _fails(model: Model, **options: Any) -> Result:
 
 
 def _runs_out_of_time(model: Model, **options: Any) -> Result:
-    return Result(Outcome.STOPPED, None, math.inf, highs.least_objective(model))
+    return Result(SolveStatus.STOPPED, None, math.inf, highs.least_objective(model))
 
 
-def _answers(value: float | None, outcome: Outcome, bound: float) -> Callable[..., Result]:
+def _answers(value: float | None, outcome: SolveStatus, bound: float) -> Callable[..., Result]:
     """Every variable has one value; None: noise."""
 
     def run(model: Model, **options: Any) -> Result:
@@ -284,12 +284,12 @@ def _answers(value: float | None, outcome: Outcome, bound: float) -> Callable[..
 RUBBISH = {
     "fails": _fails,
     "runs out of time": _runs_out_of_time,
-    "zeros": _answers(0.0, Outcome.OPTIMAL, 0.0),
-    "ones": _answers(1.0, Outcome.OPTIMAL, 0.0),
-    "huge": _answers(1e300, Outcome.OPTIMAL, 1e300),
-    "nan": _answers(math.nan, Outcome.STOPPED, math.nan),
-    "noise": _answers(None, Outcome.OPTIMAL, -math.inf),
-    "a bound too high": _answers(1.0, Outcome.STOPPED, 1e9),
+    "zeros": _answers(0.0, SolveStatus.OPTIMAL, 0.0),
+    "ones": _answers(1.0, SolveStatus.OPTIMAL, 0.0),
+    "huge": _answers(1e300, SolveStatus.OPTIMAL, 1e300),
+    "nan": _answers(math.nan, SolveStatus.STOPPED, math.nan),
+    "noise": _answers(None, SolveStatus.OPTIMAL, -math.inf),
+    "a bound too high": _answers(1.0, SolveStatus.STOPPED, 1e9),
 }
 
 

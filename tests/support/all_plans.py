@@ -127,12 +127,12 @@ class Moves:
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem, self.budget, self.host = problem, budget, problem.host
         graph, self.limits = problem.graph, problem.limits
-        self.limited = [*self.limits.most_runs]
+        self.limited = [*self.limits.max_runs]
         made = {v for v, value in enumerate(graph.values) if value.producer is not None}
         self.results = frozenset(made.intersection(graph.outputs))
         self.inputs = [made.intersection(op.inputs) for op in graph.ops]
         self.size = problem.sizes.tolist()
-        self.read = lives(graph, self.limits.until)[1]
+        self.read = lives(graph, self.limits.last_stage)[1]
         self.savings = [dict(of) for of in problem.savings]
         self.has_backward = graph.forward_length < len(graph.ops)
         self.links = {name: 2 + i for i, name in enumerate(graph.links)}
@@ -156,7 +156,7 @@ class Moves:
         live = self.problem.resident + sum(self.size[v] for v in state.here | state.fetching)
         live += sum(self._held(k) for k in state.started)
         may_begin = self.has_backward and state.turn >= self.problem.graph.forward_length
-        if may_begin and not state.backward and not self.limits.gone & state.here and not state.started:
+        if may_begin and not state.backward and not self.limits.recomputed & state.here and not state.started:
             yield None, replace(state, backward=True), clocks
         for k in range(min(state.turn + 1, len(self.inputs))):
             if self._may_run(state, k):
@@ -179,8 +179,8 @@ class Moves:
         if k in state.started:
             return False
         if k < state.turn:
-            most = dict(zip(self.limited, state.runs, strict=True)).get(k, 0) < self.limits.most_runs.get(k, 1)
-            return op.pinned is None and most and state.turn <= self.limits.until.get(k, state.turn)
+            most = dict(zip(self.limited, state.runs, strict=True)).get(k, 0) < self.limits.max_runs.get(k, 1)
+            return op.pinned is None and most and state.turn <= self.limits.last_stage.get(k, state.turn)
         return (op.phase == "backward") == state.backward
 
     def _run(
@@ -248,7 +248,7 @@ class Moves:
     ) -> Iterator[tuple[Step | None, State, Clocks]]:
         going = state.sending | state.fetching
         room = host.budget - sum(self.size[v] for v in state.there)
-        for v in state.here - state.there - going - self.results - self.limits.gone:
+        for v in state.here - state.there - going - self.results - self.limits.recomputed:
             if self.size[v] <= room and self.read[v] >= state.turn:
                 following = replace(state, there=state.there | {v}, sending=state.sending | {v})
                 yield Send(v), following, _on_link(clocks, v, host.seconds_to_send(self.size[v]), 0, host)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkmate import Problem, Solution, min_budget, solve
-from checkmate.backends import taking_over
+from checkmate.backends import plan_swap
 from checkmate.core.plan import Plan
 from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News
@@ -79,7 +79,7 @@ def offered() -> Iterator[list[Offers]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cache, "begin", begin)
-        patch.setattr(taking_over, "Search", search)
+        patch.setattr(plan_swap, "Search", search)
         yield made
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.rules import with_rules
 from checkmate.core.schedule import Schedule
-from checkmate.core.ways import Way
 
 
 def all_schedules(problem: Problem) -> Iterator[Schedule]:
@@ -91,7 +91,7 @@ def random_problem_with_ways(seed: int, *, most_ops: int = 5) -> Problem:
             values[op.outputs[0]] = Value(f"v{op.outputs[0]}", size, k)
     graph = replace(problem.graph, values=tuple(values))
     ways = [
-        Way(k, made, v, int(rng.integers(0, 5)) if rng.random() < 0.4 else int(problem.workspace[k]))
+        InPlace(k, made, v, int(rng.integers(0, 5)) if rng.random() < 0.4 else int(problem.workspace[k]))
         for k, op in enumerate(ops)
         for v in op.inputs
         for made in op.outputs

@@ -9,8 +9,8 @@ import numpy as np
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.greedy import Tilts
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
 

@@ -59,7 +59,7 @@ class _Life(list[int]):
 def _lives(problem: Problem, plan: Plan) -> list[_Life]:
     """Of each value that may be sent the copies that it has, one after another. A result is never let go of."""
     graph = problem.graph
-    barred = {*graph.outputs, *graph.only_here, *problem.limits.gone, *graph.overwritten_by}
+    barred = {*graph.outputs, *graph.only_here, *problem.limits.recomputed, *graph.overwritten_by}
     open_: dict[int, _Life] = {}
     closed: list[_Life] = []
 

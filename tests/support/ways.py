@@ -13,12 +13,12 @@ import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.backends import step_problem
+from checkmate.capture.inplace.aliasing import Candidate, candidates
+from checkmate.capture.inplace.rules import TABLE, call_over
 from checkmate.capture.joint import Joint
-from checkmate.capture.ways.legal import Candidate, candidates
-from checkmate.capture.ways.table import TABLE, call_over
 from checkmate.codegen.writing_over import Positions, writable
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
-from checkmate.core.ways import Way
 from checkmate.memory import measure_peak
 from checkmate.profiling.trial import tried_here
 
@@ -39,10 +39,10 @@ def offered(joint: Joint, costs: Profile) -> Profile:
     return replace(tried, ways=tuple(replace(way, slower=False) for way in tried.ways))  # so that all plans take them
 
 
-def _way(joint: Joint, c: Candidate) -> Way:
+def _way(joint: Joint, c: Candidate) -> InPlace:
     node = joint.nodes[c.op]
     assert node is not None
-    return Way(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower)
+    return InPlace(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower)
 
 
 def _workspace(node: fx.Node, position: int) -> int:

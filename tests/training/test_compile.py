@@ -17,7 +17,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate.codegen.emit import AGAIN
 from checkmate.memory import measure_peak
-from checkmate.profiling import cost_table
+from checkmate.profiling import cost_cache
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
 from tests.support.sampling import long, slow
@@ -352,7 +352,7 @@ def test_a_step_is_captured_within_a_profiler(monkeypatch: pytest.MonkeyPatch, t
         return lambda x, y: F.cross_entropy(net(x), y) * (2 if x.sum() > 0 else 3)
 
     def costs() -> list[list[int]]:
-        monkeypatch.setattr(cost_table, "_known", {})
+        monkeypatch.setattr(cost_cache, "_known", {})
         monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / str(len([*tmp_path.iterdir()]))))
         problem = checkmate.trace(loss_of(net), x, y)
         return [problem.profile.workspace_bytes.tolist(), [*map(str, problem.profile.ways)]]

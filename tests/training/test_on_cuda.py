@@ -18,7 +18,7 @@ import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.nodes import target_name
 from checkmate.memory.available import SHARE, STEPS, rounded_down
-from checkmate.profiling import cost_table, measure, trial
+from checkmate.profiling import cost_cache, measure, trial
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
@@ -245,7 +245,7 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
         measured.extend(target_name(node) for node in nodes.values())
         return measure_ops(nodes, known)
 
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     monkeypatch.setattr(measure, "measure_ops", noted)
     for _ in range(2):
         checkmate.trace(net, x)
@@ -265,12 +265,12 @@ def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypa
     def step(x: Tensor) -> Tensor:
         return net(x).square().mean()
 
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     problem = checkmate.trace(step, x)
     budget = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
     origins = []
     for _ in range(2):
-        monkeypatch.setattr(cost_table, "_known", {})  # as in another process
+        monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
         compiled = checkmate.compile(step, budget=budget, time_limit=5, wait="best")
         compiled(x)
         (plan,) = compiled.plans
@@ -282,14 +282,14 @@ def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypa
 def test_another_kernel_of_a_convolution_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes other bytes than the file of costs says: the seconds there are not its own."""
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     net, x = nn.Conv2d(3, 8, 3).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     before = checkmate.trace(net, x)
     allocated, timed = measure.allocated_bytes, []
     time_call = measure.time_on_accelerator
     monkeypatch.setattr(measure, "allocated_bytes", lambda *about: allocated(*about) + 512)
     monkeypatch.setattr(measure, "time_on_accelerator", lambda *about: timed.append(about) or time_call(*about) * 2)
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     after = checkmate.trace(net, x)
     assert len(timed) == 2  # once forward, once backward
     convolutions = [k for k, op in enumerate(before.graph.ops) if "convolution" in op.target]

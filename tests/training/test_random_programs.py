@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import checkmate
-from checkmate.backends.captures import capture
+from checkmate.backends.capture_cache import capture
 from checkmate.backends.compilation import Backend
 from checkmate.capture import rewrite
 from checkmate.capture.random_draws import WORTH_BYTES

@@ -83,7 +83,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     (plan,) = model.plans
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
     (use,) = model.memory().elsewhere
-    assert use.there == simulate(plan.plan, plan.problem).peak_there > 0
+    assert use.there == simulate(plan.plan, plan.problem).host_peak > 0
     assert (use.where, use.calls, use.pending) == ("file:/dev/shm", 3, 0)
     assert "second memory" in str(model.memory())
 
@@ -174,7 +174,7 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
     (plan,) = step.plans
     assert plan.plan.sent
     assert plan.problem.resident + use.peak == plan.peak
-    assert step.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).peak_there
+    assert step.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).host_peak
 
 
 @pytest.mark.slow

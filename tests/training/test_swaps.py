@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends import captures
+from checkmate.backends import capture_cache, plan_swap
 from checkmate.backends.planner import Planner
 from checkmate.memory import measure_peak
 from checkmate.solvers import plan_cache
@@ -246,7 +246,7 @@ def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_line_says_that_training_has_begun() -> None:
     shown: list[str] = []
     _, step = _compiled()
-    original = captures.showing
+    original = capture_cache.showing
 
     @contextmanager
     def watched(text: Any, **options: Any) -> Iterator[None]:
@@ -255,7 +255,7 @@ def test_the_line_says_that_training_has_begun() -> None:
             shown.append(text())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captures, "showing", watched)
+        patch.setattr(capture_cache, "showing", watched)
         step(*_batch(64, 0)).backward()
     assert shown == [f"training; planning goes on, gap {step.plans[0].gap:.2%}"]
 
@@ -278,9 +278,8 @@ def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyP
 
 
 def test_where_nothing_is_open_no_process_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkmate.backends import taking_over
 
-    monkeypatch.setattr(taking_over, "Search", None)
+    monkeypatch.setattr(plan_swap, "Search", None)
     _, step = _compiled(share=1.0)
     step(*_batch(64, 0)).backward()
     assert step.wait()

@@ -23,20 +23,20 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
-    Patch("branches", OURS, "jumps, bool(), item(), checks", "a question on a tensor is answered"),
+    Patch("data_branches", OURS, "jumps, bool(), item(), checks", "a question on a tensor is answered"),
     Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("ctc_lengths", OURS, "calls of CTC's loss", "lengths known before the step are asked"),
     Patch("formulas", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
     Patch("is_compiling", OURS, "answers to is_compiling()", "told yes, libraries compute other bits"),
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
-    Patch("refused_leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
+    Patch("leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
     Patch("logging_calls", OURS, "logging, print, warnings", "they are left out, and that is logged"),
     Patch("logging_calls", OURS, "raise", "an error of the user's leaves the step as in plain PyTorch"),
     Patch("numpy_draws", OURS, "calls of np.random", "NumPy draws before the step; its arrays are inputs"),
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),
     Patch("recurrent", PROCESS, "the description of oneDNN's LSTM", "it has a workspace, of which nothing was known"),
-    Patch("selections", OURS, "x[mask] and its like", "how much a known mask selects is asked before the step"),
+    Patch("boolean_indexing", OURS, "x[mask] and its like", "how much a known mask selects is asked before the step"),
     Patch("small_changes", OURS, "addcdiv and others, taken apart", "the parts round otherwise than the whole"),
     Patch("small_changes", OURS, "torch.backends.cudnn.flags", "on the CPU it changes nothing"),
     Patch("small_changes", OURS, "x.to() and its like", "where there is nothing to convert, it is x itself"),

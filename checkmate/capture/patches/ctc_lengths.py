@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkmate.capture.patches.branches import decide, value_now
+from checkmate.capture.guards import CannotTellError
+from checkmate.capture.patches.data_branches import decide, value_now
 from checkmate.capture.patches.only_our_captures import follow_function
-from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.descriptions import FakeTensorMode, op_implementations_checks
 from checkmate.torch_internals.dynamo import VariableTracker, wrap_fx_proxy
 from checkmate.torch_internals.kernels import get_enum

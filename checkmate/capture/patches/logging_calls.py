@@ -1,8 +1,8 @@
 """Leave calls that log, print or warn out of a captured step, and let it raise, where Dynamo would end the capture.
 
 That a call is left out is logged, once for each place. An exception that the user's code raises leaves the step as in
-plain PyTorch, of its own type and with its own text, for which tensors are computed where `branches.value_now` can.
-Importing this module has Dynamo do so in what our backends capture; others are not affected.
+plain PyTorch, of its own type and with its own text, for which tensors are computed where `data_branches.value_now`
+can. Importing this module has Dynamo do so in what our backends capture; others are not affected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from checkmate.capture.patches.branches import RAISED, is_question, value_now
+from checkmate.capture.guards import CannotTellError
+from checkmate.capture.patches.data_branches import RAISED, is_question, value_now
 from checkmate.capture.patches.only_our_captures import answer_now, follow
-from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     BuiltinVariable,

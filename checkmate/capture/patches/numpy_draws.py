@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
+from checkmate.capture.guards import GuardFailed
 from checkmate.capture.patches.only_our_captures import follow
-from checkmate.capture.questions import AnotherAnswer
 from checkmate.torch_internals.dynamo import (
     GraphArg,
     NumpyNdarrayVariable,
@@ -57,7 +57,7 @@ def _drawing(function: Callable[..., Any], expected: Described, place: str) -> C
         array = _array(function(*args, **kwargs))
         if array is None or _describe(array) != expected:
             now = None if array is None else array.shape
-            raise AnotherAnswer(place, expected[0], now, None)
+            raise GuardFailed(place, expected[0], now, None)
         return array
 
     return draw

@@ -16,7 +16,7 @@ import checkmate
 from checkmate.capture.higher_order.triton_kernels import Launch
 from checkmate.core import files
 from checkmate.core.graph import Op
-from checkmate.profiling import cost_table, measure, trial
+from checkmate.profiling import cost_cache, measure, trial
 from checkmate.profiling.one_op import key_of
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import Trained, assert_same, train
@@ -190,7 +190,7 @@ def test_measured_costs_of_kernels_are_kept_in_files(tmp_path: Path, monkeypatch
     _, step, x = _net()
     problem = checkmate.trace(step, x)
     measure.export(tmp_path / "ops.json")
-    monkeypatch.setattr(cost_table, "_known", {})
+    monkeypatch.setattr(cost_cache, "_known", {})
     elsewhere = checkmate.trace(step, x, profile=str(tmp_path / "ops.json"))
     kernels = [k for k, op in enumerate(problem.graph.ops) if "triton" in op.target]
     assert [elsewhere.seconds[k] for k in kernels] == [problem.seconds[k] for k in kernels]

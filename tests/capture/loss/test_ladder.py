@@ -61,8 +61,8 @@ def test_splits_go_on_where_ctrl_c_ended_one(problem: Problem, monkeypatch: pyte
 
     monkeypatch.setattr(ladder, "in_parts", split)
     with pytest.raises(KeyboardInterrupt):
-        list(first.and_smaller())
-    assert [one.splits for one in first.and_smaller()] == [one.splits for one in problem.and_smaller()]
+        list(first.splits_in_turn())
+    assert [one.splits for one in first.splits_in_turn()] == [one.splits for one in problem.splits_in_turn()]
     assert first.smaller is not None
     assert first.smaller() is first.smaller() is not None
 
@@ -102,7 +102,7 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
 def test_a_split_with_other_bits_is_not_offered(model: _Model, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checkmate.trace(model, TOKENS)  # what others split is known
     monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, split: split == (8, False))
-    assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
+    assert [one.splits[0][:15] for one in problem.splits_in_turn() if one.splits] == ["loss in 8 parts"]
     monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, parts: False)
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
         checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)
@@ -129,7 +129,7 @@ def test_rules_hold_for_the_split_step_too(problem: Problem) -> None:
 
 def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
     problem = checkmate.trace(_Model().to("meta"), TOKENS.to("meta"), profile="roofline:h100")
-    whole, *split = problem.and_smaller()
+    whole, *split = problem.splits_in_turn()
     floors = [_floor(one) for one in (whole, *split)]
     assert floors == sorted(floors, reverse=True)
     assert floors[-1] < 0.5 * floors[0]
@@ -153,7 +153,7 @@ def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -
         return LOSSES[kind](model.head(model.inner(model.words(tokens))), tokens)
 
     problem = checkmate.trace(step, TOKENS)
-    *_, smallest = problem.and_smaller()
+    *_, smallest = problem.splits_in_turn()
     assert ("beside its logits" in smallest.splits[0]) == (kind == "shown")
     report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
     assert report.measured_peak == report.predicted_peak < _floor(problem)
@@ -166,7 +166,7 @@ def test_logits_by_a_transposed_embedding_are_split_to_the_byte(model: _Model) -
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     problem = checkmate.trace(step, TOKENS)
-    *_, smallest = problem.and_smaller()
+    *_, smallest = problem.splits_in_turn()
     assert smallest.splits[0].startswith("loss in ")
     report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
     assert report.measured_peak == report.predicted_peak < _floor(problem)

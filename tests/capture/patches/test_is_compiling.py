@@ -122,7 +122,7 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: tries.append(1) or run(*args)
 
-    monkeypatch.setattr("checkmate.backends.captures.with_recurrent_modules", counted)
+    monkeypatch.setattr("checkmate.backends.capture_cache.with_recurrent_modules", counted)
     compiled = _compiled(step)
     with pytest.raises(checkmate.Unsupported, match="_uncaptured"):
         compiled(torch.ones(3))

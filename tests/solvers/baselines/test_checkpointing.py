@@ -27,7 +27,7 @@ from checkmate.solvers.baselines.checkpointing import (
     why_no_chain,
 )
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import kept_by_the_forward, on_demand, peak_of
+from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import exact_bytes
 from tests.solvers.baselines.test_baselines import random_chain, solve

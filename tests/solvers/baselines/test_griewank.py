@@ -12,7 +12,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.checkpointing import linearized
 from checkmate.solvers.baselines.griewank import least_steps, needs, reversal, stored
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.schedules import peak_of
 from tests.solvers.baselines.test_baselines import STEPS, solve
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn

@@ -10,7 +10,7 @@ import pytest
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.schedules import kept_by_the_forward
 from tests.solvers.baselines.test_baselines import STEPS, solve
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn

@@ -13,7 +13,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.schedules import peak_of
 from tests.solvers.baselines.test_baselines import STEPS, random_chain, solve
 from tests.support.sampling import in_turn
 

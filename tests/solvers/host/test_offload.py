@@ -136,7 +136,11 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
     task = Task(problem, budget, Clock(20.0))
     incumbent = Incumbent(task)
     sets = SentSets(task, incumbent, auto)
-    may = [v for v in range(len(plain.sizes)) if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.gone}]
+    may = [
+        v
+        for v in range(len(plain.sizes))
+        if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.recomputed}
+    ]
     for _ in range(3 if may else 0):
         sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong
     alone = solve(plain, budget, time_limit=5)

@@ -19,7 +19,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
-from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 from tests.support.processes import run_python
 from tests.support.sampling import in_turn
@@ -48,7 +48,7 @@ def by_hand(model: Model) -> float:
 def test_integers_are_solved_exactly(seed: int) -> None:
     model = knapsack(seed)
     result = highs.run(model)
-    assert result.outcome is Outcome.OPTIMAL
+    assert result.outcome is SolveStatus.OPTIMAL
     assert result.objective == pytest.approx(by_hand(model))
     assert result.bound == pytest.approx(result.objective)
     assert result.x is not None
@@ -59,7 +59,7 @@ def test_integers_are_solved_exactly(seed: int) -> None:
 def test_the_relaxation_bounds_from_below(seed: int) -> None:
     model = knapsack(seed)
     result = highs.run(model, relax=True)
-    assert result.outcome is Outcome.OPTIMAL
+    assert result.outcome is SolveStatus.OPTIMAL
     assert result.bound <= by_hand(model) + 1e-9
 
 
@@ -68,7 +68,7 @@ def test_the_impossible_is_proven(relax: bool) -> None:
     model = knapsack()
     model.constrain("none", [(np.arange(12)[None, :], 1.0)], upper=1.0)
     result = highs.run(model, relax=relax)
-    assert (result.outcome, result.x, result.objective, result.bound) == (Outcome.INFEASIBLE, None, np.inf, np.inf)
+    assert (result.outcome, result.x, result.objective, result.bound) == (SolveStatus.INFEASIBLE, None, np.inf, np.inf)
 
 
 def test_without_time_the_bound_is_still_true() -> None:
@@ -81,7 +81,7 @@ def test_without_time_the_relaxation_still_bounds() -> None:
     problem = dags.vgg()
     model, _ = build(problem, int(0.7 * problem.keep_all_peak))
     result = highs.run(model, relax=True, time_limit=0.0)
-    assert result.outcome is Outcome.STOPPED
+    assert result.outcome is SolveStatus.STOPPED
     assert result.bound == pytest.approx(len(problem.graph.ops))  # each op once, in units of the mean cost
 
 
@@ -99,7 +99,7 @@ def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatc
     monkeypatch.setattr(highs, "_set", limited)
     there = x.R != NONE
     result = highs.run(model, start=(x.R[there], known.R[there].astype(float)))
-    assert (result.outcome, round(result.objective)) == (Outcome.STOPPED, 26)
+    assert (result.outcome, round(result.objective)) == (SolveStatus.STOPPED, 26)
     assert result.x is not None
     assert model.broken(result.x) == []
     assert 17 <= result.bound + 1e-6 < 26
@@ -113,9 +113,9 @@ def test_what_highs_has_no_time_for_it_does_not_prove(budget: int, relax: bool) 
     for gain in (1.0, -1.0):
         model._cost = [gain * abs(cost) for cost in model._cost]
         result = highs.run(model, relax=relax, time_limit=0.0)
-        allowed = [Result(Outcome.STOPPED, None, math.inf, highs.least_objective(model))]
+        allowed = [Result(SolveStatus.STOPPED, None, math.inf, highs.least_objective(model))]
         if budget == 2:
-            allowed.append(Result(Outcome.INFEASIBLE, None, math.inf, math.inf))
+            allowed.append(Result(SolveStatus.INFEASIBLE, None, math.inf, math.inf))
         assert result in allowed
 
 
@@ -126,7 +126,7 @@ def test_unbounded_or_infeasible_is_a_proof_only_where_nothing_is_unbounded(monk
         model = Model()
         model.variables((1,), lower=0.0, upper=upper, cost=cost)
         if proven:
-            assert highs.run(model).outcome is Outcome.INFEASIBLE
+            assert highs.run(model).outcome is SolveStatus.INFEASIBLE
         else:
             with pytest.raises(SolverError, match="solves nothing"):
                 highs.run(model)
@@ -145,7 +145,7 @@ def test_what_is_better_than_the_start_is_given(seed: int) -> None:
     model = knapsack(seed)
     for columns in (np.arange(model.columns), np.arange(model.columns - 1)):
         result = highs.run(model, start=(columns, np.ones(len(columns))))
-        assert result.outcome is Outcome.OPTIMAL
+        assert result.outcome is SolveStatus.OPTIMAL
         assert result.objective == pytest.approx(by_hand(model)) == pytest.approx(result.bound)
 
 
@@ -199,7 +199,7 @@ def test_a_point_that_is_not_what_is_claimed_is_no_answer(monkeypatch: pytest.Mo
 def test_a_target_stops_the_search() -> None:
     model, _ = build(dags.unit_chain(8), 4)
     result = highs.run(model, target=1e9)
-    assert result.outcome in (Outcome.STOPPED, Outcome.OPTIMAL)
+    assert result.outcome in (SolveStatus.STOPPED, SolveStatus.OPTIMAL)
     assert result.x is not None
     assert result.bound <= 26 + 1e-6
 
@@ -286,7 +286,7 @@ def test_a_run_that_does_not_end_in_time_is_left_alone(monkeypatch: pytest.Monke
         assert not at_last.is_set()
     finally:
         at_last.set()
-    assert (result.outcome, result.x, result.objective) == (Outcome.STOPPED, None, np.inf)
+    assert (result.outcome, result.x, result.objective) == (SolveStatus.STOPPED, None, np.inf)
     assert result.bound == highs.least_objective(model)
 
 

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
-from checkmate.core.ways import Way
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.runs import without_useless
+from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import FORMULATIONS, build, without_spare
-from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
 from checkmate.solvers.solve import solve
@@ -135,7 +135,7 @@ def test_golden_chain_of_16(budget: int, cost: float) -> None:
 @pytest.mark.parametrize(("budget", "cost"), GOLDEN_IN_PLACE.items())
 def test_golden_chain_of_8_whose_backward_writes_over_gradients(budget: int, cost: float) -> None:
     chain = dags.unit_chain(8)
-    ways = tuple(Way(k, k, k - 1, 0) for k in range(9, 17))
+    ways = tuple(InPlace(k, k, k - 1, 0) for k in range(9, 17))
     solution = milp(replace(chain, profile=replace(chain.profile, ways=ways)), budget)
     assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
 
@@ -163,8 +163,8 @@ def test_below_the_smallest_budget_of_the_chain_nothing_fits() -> None:
 def test_a_budget_below_what_is_resident_makes_a_model_without_solutions(formulation: str) -> None:
     problem = Problem.from_dag([[], [0]], [1, 1], [5, 7], workspace=[1, 1], resident_bytes=100)
     model, _ = build(problem, 50, formulation=formulation)
-    assert highs.run(model).outcome is Outcome.INFEASIBLE
-    assert relax(problem, 50, formulation=formulation).outcome is Outcome.INFEASIBLE
+    assert highs.run(model).outcome is SolveStatus.INFEASIBLE
+    assert relax(problem, 50, formulation=formulation).outcome is SolveStatus.INFEASIBLE
 
 
 # The three statements of memory.
@@ -196,13 +196,13 @@ def test_the_model_admits_a_schedule_exactly_from_its_simulated_peak_on(seed: in
     problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=6)
     R = random_runs(problem, seed)
     peak = Schedule.from_runs(problem.graph, R).peak(problem)
-    for budget, outcome in ((peak, Outcome.OPTIMAL), (peak - 1, Outcome.INFEASIBLE)):
+    for budget, outcome in ((peak, SolveStatus.OPTIMAL), (peak - 1, SolveStatus.INFEASIBLE)):
         if budget < problem.unavoidable_bytes.max():
             continue
         model, x = build(problem, budget, formulation=formulation)
         there = x.R != NONE
         if (R & ~there).any():
-            assert outcome is Outcome.INFEASIBLE, "a useful run that fits has a variable"
+            assert outcome is SolveStatus.INFEASIBLE, "a useful run that fits has a variable"
             continue
         model.constrain("as given", [(x.R[there], 1.0)], lower=R[there], upper=R[there])
         assert highs.run(model).outcome is outcome
@@ -221,7 +221,7 @@ def test_trap_nothing_is_freed_after_an_op_that_did_not_run(seed: int) -> None:
         tried, x = build(problem, problem.keep_all_peak, formulation="paper")
         columns = np.array([x.FREE[t, e], x.R[t, x.touches.op[e]]])
         tried.constrain("freed without a run", [(columns, 1.0)], lower=[1, 0], upper=[1, 0])
-        assert highs.run(tried).outcome is Outcome.INFEASIBLE
+        assert highs.run(tried).outcome is SolveStatus.INFEASIBLE
 
 
 @in_turn(seed=range(12))
@@ -264,7 +264,7 @@ def test_trap_no_second_copy_goes_so_that_the_first_is_written_over(formulation:
         values=tuple(Value(f"v{v}", sizes[v], k) for k, vs in enumerate(made) for v in vs),
         outputs=(6,),
     )
-    ways = (Way(op=3, makes=3, over=1, workspace=0), Way(op=3, makes=5, over=2, workspace=20))
+    ways = (InPlace(op=3, makes=3, over=1, workspace=0), InPlace(op=3, makes=5, over=2, workspace=20))
     problem = Problem(graph, Profile(np.ones(5), np.array([0, 0, 0, 20, 0]), ways=ways))
     assert interesting_budgets(outcomes(problem)) == [33, 16, 15]
     assert milp(problem, 16, formulation=formulation).cost == 6
@@ -281,7 +281,7 @@ def test_trap_what_fits_only_in_place_may_still_run_again(formulation: str) -> N
 @pytest.mark.parametrize("formulation", FORMULATIONS)
 def test_trap_the_budget_is_rounded_down_to_what_ways_leave_too(formulation: str) -> None:
     plain = Problem.from_dag([[], [0]], [1, 1], [4, 4], workspace=[0, 4])
-    problem = replace(plain, profile=replace(plain.profile, ways=(Way(op=1, makes=1, over=0, workspace=1),)))
+    problem = replace(plain, profile=replace(plain.profile, ways=(InPlace(op=1, makes=1, over=0, workspace=1),)))
     assert milp(problem, 5, formulation=formulation).cost == 2
 
 
@@ -463,7 +463,7 @@ def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(model: Model, **options: object) -> Result:
         x = model.lower.copy()
         x[0] = 0  # the first op does not run
-        return Result(Outcome.OPTIMAL, x, 0.0, 0.0)
+        return Result(SolveStatus.OPTIMAL, x, 0.0, 0.0)
 
     monkeypatch.setattr(highs, "run", lie)
     with pytest.raises(SolverError, match="milp"):
@@ -473,7 +473,7 @@ def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = dags.unit_chain(8)
     start = milp(chain, 5).schedule
-    false = Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"))
+    false = Result(SolveStatus.INFEASIBLE, None, float("inf"), float("inf"))
     monkeypatch.setattr(highs, "run", lambda model, **options: false)
     solution = milp(chain, 5, start=start)
     assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)

@@ -16,7 +16,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.schedules import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.moments import EXACT, Bound, build, default_moments, lift
@@ -211,7 +211,7 @@ def test_rows_about_spans_leave_each_schedule_and_the_least_cost(block: int) -> 
             if best.x is not None:
                 assert same.objective == pytest.approx(best.objective)
             parts = [highs.run(model, relax=True) for model in (plain, spanned)]
-            assert parts[0].bound <= parts[1].bound + 1e-6 or parts[1].outcome is highs.Outcome.INFEASIBLE
+            assert parts[0].bound <= parts[1].bound + 1e-6 or parts[1].outcome is highs.SolveStatus.INFEASIBLE
 
 
 def test_with_rows_about_spans_more_moments_prove_no_less() -> None:

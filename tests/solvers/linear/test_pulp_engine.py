@@ -15,7 +15,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import pulp_engine
 from checkmate.solvers.linear.equations import FORMULATIONS, build
-from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import Model
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import in_turn
@@ -52,14 +52,14 @@ def test_golden_chain_of_8(budget: int, cost: float) -> None:
 @pytest.mark.parametrize("formulation", FORMULATIONS)
 def test_the_impossible_is_proven_by_the_engine(formulation: str) -> None:
     model, _ = build(dags.unit_chain(4), 2, formulation=formulation)
-    assert pulp_engine.run(model, "CBC").outcome is Outcome.INFEASIBLE
+    assert pulp_engine.run(model, "CBC").outcome is SolveStatus.INFEASIBLE
 
 
 @pytest.mark.parametrize("time_limit", [0.0, 0.006, 0.03])
 def test_without_time_nothing_false_is_said(time_limit: float) -> None:
     model, _ = build(dags.unit_chain(8), 4)
     result = pulp_engine.run(model, "CBC", time_limit=time_limit)
-    assert result.outcome is not Outcome.INFEASIBLE
+    assert result.outcome is not SolveStatus.INFEASIBLE
     assert result.bound <= 26 + 1e-6
     assert result.x is None or model.broken(result.x) == []
 
@@ -67,15 +67,15 @@ def test_without_time_nothing_false_is_said(time_limit: float) -> None:
 # What CBC writes first, what there is of it in time, and when the time is up. The last two are what it wrote of a model
 # that has a solution when its preprocessing ran out of time, and of one that has none: only the clock tells which.
 SAYS = {
-    "Optimal - objective value 3": (Outcome.OPTIMAL, Outcome.STOPPED, True),
-    "Stopped on time - objective value 3": (Outcome.STOPPED, Outcome.STOPPED, True),
+    "Optimal - objective value 3": (SolveStatus.OPTIMAL, SolveStatus.STOPPED, True),
+    "Stopped on time - objective value 3": (SolveStatus.STOPPED, SolveStatus.STOPPED, True),
     "Stopped on time (no integer solution - continuous used) - objective value 1": (
-        Outcome.STOPPED,
-        Outcome.STOPPED,
+        SolveStatus.STOPPED,
+        SolveStatus.STOPPED,
         False,
     ),
-    "Infeasible - objective value 1": (Outcome.INFEASIBLE, Outcome.STOPPED, False),
-    "Integer infeasible - objective value 1": (Outcome.INFEASIBLE, Outcome.STOPPED, False),
+    "Infeasible - objective value 1": (SolveStatus.INFEASIBLE, SolveStatus.STOPPED, False),
+    "Integer infeasible - objective value 1": (SolveStatus.INFEASIBLE, SolveStatus.STOPPED, False),
 }
 
 
@@ -94,7 +94,7 @@ def test_what_cbc_says_counts_as_proof_only_before_its_time_is_up(
     model.constrain("enough", [(x[None, :], 1.0)], lower=1.0)
     result = pulp_engine.run(model, "CBC", time_limit=1e9 if in_time else 0.0)
     outcome = SAYS[words][0 if in_time else 1]
-    bound = {Outcome.OPTIMAL: 3.0, Outcome.STOPPED: 0.0, Outcome.INFEASIBLE: float("inf")}[outcome]
+    bound = {SolveStatus.OPTIMAL: 3.0, SolveStatus.STOPPED: 0.0, SolveStatus.INFEASIBLE: float("inf")}[outcome]
     assert (result.outcome, result.bound) == (outcome, bound)
     assert result.x is None or (SAYS[words][2] and result.x.tolist() == [3])
 

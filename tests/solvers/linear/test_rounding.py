@@ -14,7 +14,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.runs import without_useless
+from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
 from tests.support.oracle import (

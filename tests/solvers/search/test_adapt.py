@@ -12,7 +12,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.schedules import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
 from checkmate.solvers.solve import min_budget, solve

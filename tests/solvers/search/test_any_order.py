@@ -10,7 +10,7 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import lower, lower_runs, simulate, verify
-from checkmate.solvers.common.runs import as_matrix
+from checkmate.solvers.common.schedules import as_matrix
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.backward_search import find_plan, refute

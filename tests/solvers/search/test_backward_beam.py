@@ -12,7 +12,7 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.runs import as_matrix, cost_of
+from checkmate.solvers.common.schedules import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.value_sets import ValueSets

@@ -11,7 +11,7 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs, verify
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of

@@ -13,7 +13,7 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.runs import obeys_limits
+from checkmate.solvers.common.schedules import obeys_limits
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan

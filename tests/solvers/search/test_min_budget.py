@@ -14,7 +14,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.simulator import lower_runs, verify
 from checkmate.core.solution import Status
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_plan, least_runs, min_budget

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from benchmarks.random_graphs import layered
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import cost_of, fits, peak_of, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits, peak_of, without_useless
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
 from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods, build, places_around
+from tests.support.layered import layered
 from tests.support.oracle import (
     interesting_budgets,
     optimum,
@@ -36,7 +36,7 @@ def everywhere(problem: Problem) -> np.ndarray:
     T = len(problem.graph.ops)
     there = np.tril(np.ones((T, T), dtype=bool))
     for k, op in enumerate(problem.graph.ops):
-        there[problem.limits.until.get(k, T) + 1 :, k] = False
+        there[problem.limits.last_stage.get(k, T) + 1 :, k] = False
         if op.pinned is not None:
             there[k + 1 :, k] = False
     return there

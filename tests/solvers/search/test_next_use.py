@@ -16,8 +16,8 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix, peak_of
-from checkmate.solvers.search.greedy import GRID, Stuck, Weights, run_pass
+from checkmate.solvers.common.schedules import as_matrix, peak_of
+from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn
@@ -87,7 +87,7 @@ def test_the_memory_that_a_pass_counts_is_never_below_the_simulators(make: Make,
     for budget in {low, (low + high) // 2, high}:
         for weights in GRID[::5]:
             stages = run_pass(Tables.of(problem), budget, weights)
-            if not isinstance(stages, Stuck):
+            if not isinstance(stages, DeadEnd):
                 R = as_matrix(stages)
                 assert peak_of(problem, R) <= budget
                 assert Schedule.from_runs(problem.graph, R).violations(problem, budget) == []
@@ -114,7 +114,7 @@ def test_the_plan_of_the_first_pass_is_offered_at_once() -> None:
     problem, tables = STEPS["mobilenet"], Tables.of(STEPS["mobilenet"])
     budget = int(0.7 * problem.keep_all_peak)
     passes = [run_pass(tables, budget, weights) for weights in GRID]
-    first, *others = [tables.seconds_of(stages) for stages in passes if not isinstance(stages, Stuck)]
+    first, *others = [tables.seconds_of(stages) for stages in passes if not isinstance(stages, DeadEnd)]
     assert first > min(others)
     _, cost, _ = next_use(problem, budget).details["trajectory"][0]
     assert cost == pytest.approx(first)
@@ -182,7 +182,7 @@ def test_a_guide_decides_what_goes_first() -> None:
         kept = np.ones(5, dtype=bool)
         kept[first] = False
         stages = run_pass(Tables.of(problem), 6, Weights(outside=np.tile(~kept, (4, 1))))
-        assert not isinstance(stages, Stuck)
+        assert not isinstance(stages, DeadEnd)
         assert stages[4] == [first, 4]
 
 

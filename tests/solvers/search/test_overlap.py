@@ -164,7 +164,7 @@ GOOD = (Start(1), Run(0), Run(1), Run(2), Free(2), Start(3), Run(4), Run(3), Fre
 def test_bytes_and_seconds_by_hand() -> None:
     problem, plan = by_hand(), Plan(GOOD, 5)
     assert simulator.verify(plan, problem, 35) == []
-    assert [event.here for event in walk(plan, problem)] == [34, 35, 35, 7, 5, 13, 29, 29, 25, 24, 24, 16]
+    assert [event.device_bytes for event in walk(plan, problem)] == [34, 35, 35, 7, 5, 13, 29, 29, 25, 24, 24, 16]
     assert [event.at for event in walk(plan, problem)] == [0, 0, 1, 2, 5, 5, 5, 10, 10, 10, 10, 10]
     assert simulator.simulate(plan, problem).bytes_at == (35, 35, 13, 29, 29, 24)
     assert timing(plan, problem).stalls == ((2, 1.0),)

@@ -15,7 +15,7 @@ from checkmate.core import simulator
 from checkmate.core.plan import Free, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import refute
 from checkmate.solvers.search.value_sets import ValueSets
@@ -132,14 +132,14 @@ def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made
     pinned = [v for v in sets.values if problem.graph.ops[sets.tables.producer[v]].pinned]
     t = problem.graph.forward_length
     direct = sum(int(problem.sizes[v]) for v in pinned if problem.graph.users[v][-1] >= t)
-    assert direct < sets.owed(t, 0) <= sum(int(problem.sizes[v]) for v in pinned)
-    assert sets.owed(t, as_bits(sets, set(pinned))) == 0
+    assert direct < sets.mandatory_bytes(t, 0) <= sum(int(problem.sizes[v]) for v in pinned)
+    assert sets.mandatory_bytes(t, as_bits(sets, set(pinned))) == 0
 
 
 @pytest.mark.slow
 def test_what_is_owed_is_a_flow() -> None:
     """No value lies on paths that owe more than its size, and together they owe no more than the smallest cut."""
-    owed = cut = 0
+    mandatory_bytes = cut = 0
     for seed in range(60):
         sets = ValueSets(with_pinned(seed, most_ops=24, share=0.3))
         for t in range(sets.T):
@@ -148,9 +148,9 @@ def test_what_is_owed_is_a_flow() -> None:
                 assert debt.begin <= t <= debt.end
                 on.update({v: debt.least for v, one in sets.bit.items() if one & debt.values})
             assert all(bytes_ <= sets.tables.size[v] for v, bytes_ in on.items())
-            assert sets.owed(t, 0) <= smallest_cut(sets, t)
-            owed, cut = owed + sets.owed(t, 0), cut + smallest_cut(sets, t)
-    assert owed > 0.8 * cut
+            assert sets.mandatory_bytes(t, 0) <= smallest_cut(sets, t)
+            mandatory_bytes, cut = mandatory_bytes + sets.mandatory_bytes(t, 0), cut + smallest_cut(sets, t)
+    assert mandatory_bytes > 0.8 * cut
 
 
 def test_all_of_a_wide_mask_is_owed_though_what_is_made_of_it_in_the_end_is_small() -> None:
@@ -159,7 +159,7 @@ def test_all_of_a_wide_mask_is_owed_though_what_is_made_of_it_in_the_end_is_smal
     sets = ValueSets(problem)
     t = problem.graph.forward_length
     pinned = sum(int(problem.sizes[list(op.outputs)].sum()) for op in problem.graph.ops[:t] if op.pinned)
-    assert 0.99 * pinned <= sets.owed(t, 0) <= smallest_cut(sets, t)
+    assert 0.99 * pinned <= sets.mandatory_bytes(t, 0) <= smallest_cut(sets, t)
 
 
 def test_what_may_go_with_a_run_is_taken_off_and_what_a_pinned_op_made_only_after_its_last_use() -> None:

@@ -3,8 +3,8 @@
 `ROWS` lists them. `test_no_wait_is_missing_from_the_list` finds those in the product's text that are not in it, among
 them any `record_stream`: there is none, since what is copied is kept until the step's stream waits for the copy's end.
 A pool of `checkmate.memory.cuda_pool` waits for nothing: what a stream freed in it goes to this stream again, and the
-allocator waits where it gives a segment back. `checkmate.updates.exchange` waits on other ranks, for which there is no
-simulated device.
+allocator waits where it gives a segment back. `checkmate.updates.all_reduce` waits on other ranks, for which there is
+no simulated device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,364 @@
+"""Keep one captured graph for each kind of call of a step, and let go of the least recently used.
+
+Dynamo keeps compiled code with a code object, looks through all of it at each call, and gives up at eight
+(`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one
+for a call is looked up by the shapes and types of its tensors; Dynamo's guards decide. So the tenth shape costs what
+the second did, and a capture that is forgotten is freed, with its code and its plan.
+
+On the main path, 2 of 16: see docs/idea.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import logging
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.backends import ranks
+from checkmate.backends.compilation import Backend, Call
+from checkmate.backends.error_messages import quietly
+from checkmate.backends.plan_swap import SwappablePlan
+from checkmate.backends.recompile_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.tensor_state import draw_again_from, other_random_states
+from checkmate.capture.autocast import within_region
+from checkmate.capture.guards import GuardFailed
+from checkmate.capture.joint import Joint
+from checkmate.capture.meta_tensors import letting_go
+from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
+from checkmate.capture.patches.boolean_indexing import knowing_selections
+from checkmate.capture.patches.is_compiling import plain_if_possible
+from checkmate.capture.patches.recurrent import with_recurrent_modules
+from checkmate.errors import Unsupported
+from checkmate.statusline import showing
+from checkmate.torch_internals.aot import _is_primal
+from checkmate.torch_internals.dynamo import dynamo_config, reset_code, run
+from checkmate.torch_internals.steps import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+log = logging.getLogger("checkmate.backends.capture_cache")
+SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
+_HOOKS = _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks
+MISS: Any = object()  # what a captured function gives for a call that no code of its is for
+
+
+class _NothingToPlan(Exception):
+    """Raised by captured code in which nothing needs a gradient: plain PyTorch runs it."""
+
+
+def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """Compile ``fn`` with a backend, in a new code object, since Dynamo keeps compiled code with the code object."""
+    run = _compiled(_copy_of(fn), backend)
+
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        with showing("capturing"), backend.capturing(Call((fn, args, kwargs))), collecting_seldom():
+            return run(*args, **kwargs)
+
+    return capturing
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Look for garbage seldom within the block, which makes millions of objects that stay: that took a tenth of it."""
+    before = gc.get_threshold()
+    if before[0]:  # else it is turned off
+        gc.set_threshold(*map(max, before, SELDOM))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
+    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`.
+
+    When it is gone, Dynamo forgets its code. What autograd holds of that lives until the backward has run.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return MISS
+        return fn(*args, **kwargs)
+
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    weakref.finalize(own, reset_code, own.__code__).atexit = False  # Dynamo's compiled code holds the code object
+    return own
+
+
+def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
+    """``hands_back``: a call in which nothing is planned raises `_NothingToPlan`."""
+    alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
+
+    def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        known = alive()
+        assert known is not None
+        planned = len(known.running)
+        run = known(module, inputs, **options)
+        if not hands_back:
+            return run
+        return letting_go(run if len(known.running) > planned else _hand_back, module)
+
+    compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
+    run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
+    captured = knowing_selections(with_recurrent_modules(guarding_hooks(run)), backend.answer)
+    return plain_if_possible(captured, backend.answer)
+
+
+def hooks_of_all_modules() -> tuple[tuple[int, ...], ...]:
+    """Hooks that every module calls, by number: Dynamo does not look whether they are others than at the capture."""
+    return tuple(map(tuple, _HOOKS))
+
+
+def guarding_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.compile` whose captures are for modules with the very hooks that they had.
+
+    By default Dynamo does not look whether hooks were added to a module that had none, and they are never called.
+    """
+
+    @functools.wraps(run)
+    def guarding(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(skip_nnmodule_hook_guards=False):
+            return run(*args, **kwargs)
+
+    return guarding
+
+
+@dataclass(eq=False)
+class _Capture:
+    """A captured graph."""
+
+    kind: Any  # of the calls that it may be for
+    own: types.FunctionType
+    replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
+    running: list[SwappablePlan]
+    because: Reason | None  # the value for which an earlier capture was not for its call
+    numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
+    joint: Joint | None = None
+    answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
+    used: int = 0  # at which call, the last time
+    draws: bool = False  # from the generators of Python or NumPy
+
+
+class CaptureCache:
+    """A cache of captures of a function, one for each kind of call; ``most`` of them are kept."""
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
+        self._fn, self._backend, self._most = fn, backend, most
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._kept: list[_Capture] = []
+        self._calls = itertools.count(1)
+        self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
+        self._warned = False
+        self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results, by the capture for this call, which is made if there is none."""
+        kind, other = (within_region(), hooks_of_all_modules(), _kind((args, kwargs))), None
+        found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
+        for known in self._of_kind(kind):
+            if any(_goes_another_way(known.answers, answers) for answers in found):
+                continue
+            state = other_random_states() if known.draws else None
+            try:
+                result = known.replay(*args, **kwargs)
+            except GuardFailed as answer:
+                draw_again_from(state)
+                other = other or answer
+                if answer.place is not None:
+                    found.append((*known.answers[: answer.place], answer.now))
+                continue
+            except _NothingToPlan:
+                draw_again_from(state)
+                result = self._fn(*args, **kwargs)
+            if result is not MISS:
+                known.used = next(self._calls)
+                return result
+        return self._anew(kind, args, kwargs, other)
+
+    def _anew(self, kind: Any, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
+        """Capture the call. Numbers that have changed since another one become inputs, where they can.
+
+        ``other``: what a capture said that is not for this call, if it asked.
+        """
+        before, self.before = self.before, None
+        if before is not None:
+            try:
+                before(args, kwargs)
+                return self(*args, **kwargs)
+            finally:
+                self.before = before
+        known, reasons = self._nearest(kind, args, kwargs)
+        if known is not None and self._may_be_inputs(reasons):
+            sources = known.numbers | {reason.source for reason in reasons}
+            check = self._like(known, sources, args, kwargs)
+            try:
+                result = self._captured(kind, args, kwargs, None, sources, check)
+            except Exception:  # whatever it is, it comes again without
+                log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
+                self._fixed.update(sources)
+            else:
+                self._forget(known)  # the new one is for its numbers too
+                return result
+        if other is not None and other.place is not None and not reasons:
+            reasons = [asked(other.where, other.was, other.now)]
+        return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
+
+    def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
+        """Find a capture that only values keep from serving a call, and list these values."""
+        for one in self._of_kind(kind):
+            if reasons := why_not(one.own, self._fn, args, kwargs):
+                return one, reasons
+        return None, []
+
+    def _may_be_inputs(self, reasons: list[Reason]) -> bool:
+        return all(
+            type(reason.now) is type(reason.value)
+            and type(reason.now) in (int, float)
+            and reason.source not in self._fixed
+            for reason in reasons
+        )
+
+    def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
+        """A check that a captured graph is that of another capture, where numbers are as they were there."""
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        then = constants(known.own)
+        values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
+
+        def check(joint: Joint) -> None:
+            if known.joint is None or _with(values, joint) != _with(values, known.joint):
+                raise NotFree(f"with {values} the step is another one than before")
+
+        return check
+
+    def _captured(
+        self,
+        kind: Any,
+        args: Any,
+        kwargs: Any,
+        because: Reason | None,
+        numbers: Set[str] = frozenset(),
+        check: Callable[[Joint], None] = lambda joint: None,
+    ) -> Any:
+        """Capture the call, with some of its numbers as inputs, and keep what was captured."""
+        if not numbers:
+            self._make_room(because)
+        backend = self._backend
+        own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
+        made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
+        call = Call((self._fn, args, kwargs), numbers, check)
+
+        def doing() -> str:
+            if len(backend.running) == planned:
+                return "capturing"
+            known = backend.running[-1].known
+            return f"training; planning goes on, gap {known.gap:.2%}" if known.goes_on else "first run"
+
+        try:
+            ours = backend.capturing(call)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), ours, collecting_seldom():
+                result = _compiled(own, backend, hands_back=True)(*args, **kwargs)
+        except _NothingToPlan:
+            made.draws = _have_drawn(state)
+            draw_again_from(state)
+            result = self._fn(*args, **kwargs)
+        except BaseException:
+            backend.forget(backend.running[planned:])
+            raise
+        made.joint, made.answers = call.joint, call.answers
+        if result is MISS:  # torch.compile is turned off
+            return self._fn(*args, **kwargs)
+        made.running += backend.running[planned:]
+        made.draws = made.draws or _have_drawn(state)
+        self._fixed.update(numbers & constants(own).keys())
+        made.used = next(self._calls)
+        self._kept.append(made)
+        self._warn_at_half(because)
+        return result
+
+    def _of_kind(self, kind: Any) -> list[_Capture]:
+        """The captures for calls of a kind, the last used first."""
+        return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
+
+    def _make_room(self, because: Reason | None) -> None:
+        """Forget captures until there is room for one more, those first that were not used for longest.
+
+        Refused if half of them were made because of the same value.
+        """
+        while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
+            reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
+            if because and len(reasons) >= self._most // 2:
+                raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
+            self._forget(kept[0])
+
+    def _forget(self, one: _Capture) -> None:
+        self._kept.remove(one)
+        self._backend.forget(one.running)
+        reset_code(one.own.__code__)  # at once, and not when garbage is collected
+
+    def _warn_at_half(self, because: Reason | None) -> None:
+        count = len(self._kept)
+        if self._warned or count < self._most // 2 or count < 2:
+            return
+        self._warned = True
+        why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+        log.warning(
+            "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
+            "it the least recently used is dropped.",
+            self._name,
+            count,
+            why,
+            self._most,
+        )
+
+
+def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
+    """Write out the computation for these values of its numbers, as data that equal captures share."""
+    primals = [n for n in joint.placeholders if _is_primal(n)]
+    gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
+    return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
+
+
+def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
+    """Tell that a capture answers the last of these guards of a call differently, so that it need not be tried.
+
+    The same call asks the same up to there, so that the capture need not be tried.
+    """
+    return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
+
+
+def _have_drawn(before: tuple[Any, Any]) -> bool:
+    return pickle.dumps(other_random_states()) != pickle.dumps(before)
+
+
+def _hand_back(*inputs: Any) -> Any:
+    raise _NothingToPlan
+
+
+def _kind(given: Any) -> Any:
+    """The key of a call in the cache: shapes and types, down to the leaves of containers.
+
+    Numbers are left to the guards of a capture, which may be for all of them.
+    """
+    if isinstance(given, torch.Tensor) and not given.is_nested:
+        return given.shape, given.dtype, given.device, given.requires_grad, given.is_leaf
+    kind = type(given)
+    if kind in (tuple, list):
+        return kind, *map(_kind, given)
+    if kind is dict:
+        return kind, *((name, _kind(value)) for name, value in given.items())
+    return given if kind in (bool, str) else kind

@@ -1,0 +1,262 @@
+"""Swap in a better plan between two steps, while the step is trained.
+
+Planning goes on in another process (`checkmate.solvers.background_search`). What it finds is verified and simulated
+here like any plan, and is swapped in before a forward: not while a graph of the step waits for its backward, and not
+while gradients are accumulated, which shows in parameters that have gradients and were not written to since the last
+forward.
+
+All plans of a step give the same bits. AOTAutograd compiles once, and takes as saved tensors whatever the forward
+returns after the results, however many these are; the backward gets them back. Here one tensor goes before them, whose
+length says by which plan the forward ran: so a backward runs the code of its own forward, whenever it comes. While it
+lives, the graph of that call may still be differentiated. Its memory is not PyTorch's, and counts in no peak.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from checkmate.backends.step_problem import with_guards
+from checkmate.capture.joint import Joint
+from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.emit import is_unchecked
+from checkmate.core.plan import Plan
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.errors import SolverError
+from checkmate.solvers.background_search import Search
+from checkmate.solvers.common.incumbent import certify, contradicts
+from checkmate.solvers.plan_cache import UnfinishedSearch
+from checkmate.statusline import showing
+from checkmate.torch_internals.aot import (
+    BackwardTokenAOTInput,
+    ForwardTokenAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TracingContext,
+    is_sym_node,
+)
+from checkmate.units import format_seconds
+
+log = logging.getLogger("checkmate.solve")
+Run = Callable[[list[Any]], Any]
+Write = Callable[[Solution], tuple[Any, Any] | None]
+_OF_SEVERAL_TENSORS = (
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    ForwardTokenAOTInput,
+    BackwardTokenAOTInput,
+)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The state of the plan of one captured graph."""
+
+    cost: float  # seconds of the step, of the best plan that is known; it may not have taken over yet
+    bound: float  # seconds that every schedule takes, proven
+    seconds: float  # that planning took so far
+    goes_on: bool  # a better plan may still come
+    swaps: int  # how often a plan has taken over
+    failure: str = ""  # why planning has ended early, if it failed
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: at most this share of the step could still be saved."""
+        return max(0.0, 1 - self.bound / self.cost) if self.cost > 0 else 0.0
+
+    def __str__(self) -> str:
+        ends = "goes on" if self.goes_on else self.failure or "has ended"
+        return f"step {format_seconds(self.cost)}, gap {self.gap:.2%} after {format_seconds(self.seconds)}; {ends}"
+
+
+class SwappablePlan:
+    """A captured graph, and the plan by which it runs now, which may yet change.
+
+    Its code is asked for by ``around`` before each call. A plan that was found takes over then, unless a graph of the
+    step is alive or gradients are accumulated; once planning has ended, and all that it found has been looked at, no
+    other can.
+    """
+
+    def __init__(self, plan: Solution) -> None:
+        self.plan, self.swaps = plan, 0
+        self._search: Search | None = None  # None: nothing is open
+        self._write: Write | None = None  # None: no plan can take over
+
+    def go_on(self, unfinished: UnfinishedSearch, code: SwappableCode, write: Write, *, taken: int = 0) -> None:
+        """Begin to look for better plans, which run in place of the first one's ``code``.
+
+        ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
+        was told of the first. ``taken``: bytes of the guards before the step, beside resident ones.
+        """
+        self._began, self._code, self._write, self._taken = self.plan.seconds, code, write, taken
+        self._tried: Any = None  # the last news that were looked at
+        self._versions = -1  # of all parameters together, at the last forward
+        self._looking = threading.Lock()
+        self._search = Search(unfinished)
+        weakref.finalize(self, self._search.end)
+        self._search.start()
+
+    def end(self) -> None:
+        """End planning now."""
+        if self._search is not None:
+            self._search.end()
+
+    @property
+    def known(self) -> Planning:
+        """The present state."""
+        plan, search = self.plan, self._search
+        if search is None:
+            return Planning(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
+        news = search.news
+        cost, bound = min(news.cost, plan.cost), max(news.bound, plan.bound)
+        spent = self._began + news.seconds
+        return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until planning has ended, ``timeout`` seconds at most, and tell whether it has."""
+        if self._search is None:
+            return True
+        with showing(lambda: f"planning: {self.known}"):
+            return self._search.wait(timeout)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a compiled function so that a better plan may take over before each call."""
+
+        @wraps(run)
+        def changing(*args: Any) -> Any:
+            if self._write is not None and self._looking.acquire(blocking=False):  # else another thread does
+                try:
+                    self._before(args)
+                finally:
+                    self._looking.release()
+            return run(*args)
+
+        return changing
+
+    def _before(self, args: Sequence[Any]) -> None:
+        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
+        assert self._search is not None
+        over, news = not self._search.goes_on, self._search.better
+        leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+        before, self._versions = self._versions, sum(t._version for t in leaves)
+        if news is not None and news is not self._tried:
+            accumulating = self._versions == before and any(t.grad is not None for t in leaves)
+            if accumulating or self._code.pending:
+                return
+            self._tried = news
+            assert news.plan is not None
+            self._swap(news.plan, news.bound, news.seconds)
+        elif over:
+            self._close()
+
+    def _swap(self, plan: Plan, bound: float, seconds: float) -> None:
+        """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
+        problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
+        about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
+        try:
+            found = certify(problem, budget, plan, method=self.plan.method, bound=bound, **about)
+            found = with_guards(found, self._taken)
+            assert self._write is not None
+            code = self._write(found)
+        except SolverError as error:
+            log.warning("A plan that was found beside the training cannot take over: %s", error)
+            return
+        if code is None:
+            log.info("a plan that was found beside the training does not fit the captured graph")
+            return
+        self._code.swap(*code)
+        self.plan, self.swaps = found, self.swaps + 1
+        log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
+
+    def _close(self) -> None:
+        """Let go of the search: it has ended, and its best plan has taken over."""
+        known = self.known
+        if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
+            closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+            status = Status.OPTIMAL if closed else self.plan.status
+            self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
+        self._write = None
+
+
+def is_swappable(joint: Joint) -> bool:
+    """Tell whether the forwards of all plans agree in everything that AOTAutograd counts.
+
+    That is how many numbers they save, and how many tensors that autograd does not check: inputs among these are saved
+    by each plan (`checkmate.codegen.emit`), others are not. Nor does it count only saved tensors where subclasses of
+    tensors are taken apart, or tokens order side effects.
+    """
+    nodes, found = joint.module.graph.nodes, [*joint.forward_descs, *joint.backward_descs]
+    found += [node.meta.get("desc") for node in joint.placeholders]
+    return (
+        not joint.numbers
+        and not any(is_sym_node(node) for node in nodes)
+        and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
+        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in joint.placeholders)
+        and not any(isinstance(desc, _OF_SEVERAL_TENSORS) for desc in found)
+    )
+
+
+def _detach_all_views() -> None:
+    """Make AOTAutograd save views without their graph, be they inputs or not.
+
+    From PyTorch 2.14 on it notes by place which of the saved tensors are inputs; of another plan these are others.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)  # False at any place
+
+
+class SwappableCode:
+    """The forward and backward given to AOTAutograd, which run the code of the present plan."""
+
+    def __init__(self, results: int) -> None:
+        self._results = results  # how many of the forward's outputs are not saved tensors
+        self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by the number of the plan
+        self._calls = itertools.count()
+        self._alive: dict[int, weakref.ref[np.ndarray]] = {}  # by call: dies with what the call has saved
+        self.now = 0  # the plan by which the forward runs
+
+    @property
+    def pending(self) -> bool:
+        """True while a forward's saved tensors wait for their backward."""
+        return bool(self._alive)
+
+    def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
+        """Take the first plan's function, the backward last, and give AOTAutograd the one to call in its place."""
+        _detach_all_views()
+        self._runs[phase][0] = run
+        whole = self._forward if phase == "forward" else self._backward
+        return takes_one_list(lambda inputs: whole(inputs))
+
+    def swap(self, forward: Run, backward: Run) -> None:
+        """Run this code in all forwards from now on, and in their backwards."""
+        self._runs["forward"] = {self.now + 1: forward}
+        self._runs["backward"][self.now + 1] = backward
+        self.now += 1
+
+    def _forward(self, inputs: list[Any]) -> Any:
+        ((number, run),) = self._runs["forward"].items()
+        results = run(inputs)
+        return [*results[: self._results], self._mark(number), *results[self._results :]]
+
+    def _backward(self, inputs: list[Any]) -> Any:
+        number = len(inputs.pop(0)) - 1
+        return self._runs["backward"][number](inputs)
+
+    def _mark(self, number: int) -> torch.Tensor:
+        """Make the tensor that tells by which plan a forward ran."""
+        call = next(self._calls)
+        memory = np.zeros(number + 1, dtype=np.float32)  # not empty: a hook may ask what is saved for its maximum
+        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
+        return torch.from_numpy(memory)

@@ -1,0 +1,286 @@
+"""Guards on data: evaluate ``if mask.any():`` before the step runs, and plan the step once for each set of answers.
+
+While a step is captured, each such condition is evaluated by running what it depends on, on the tensors of that call,
+and the capture goes on with the answer. It stands in the captured graph as a call of `guard_on`. At each later call the
+guards are evaluated again, in order and before anything else runs. If one fails, nothing has changed yet, and
+`capture_cache` takes another capture of the same step, or makes one.
+
+A condition is not evaluated, and the step refused, where the answer cannot be had beforehand or would cost too much: it
+depends on inputs that the step has overwritten in a way that is not followed, on a product of matrices, a convolution,
+attention, a recurrent layer or batch norm, or on random numbers, unless these leave no doubt (``torch.rand(()) < 0``).
+All else is a pass over its tensors. What the step writes to an input before the condition is written to a copy.
+`patches.data_branches` finds the conditions.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.flop_counter import flop_registry
+
+from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
+from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.patches.results.strides import copied, written
+from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import draws
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
+
+WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
+_NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
+_OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in a way that is not followed"
+_COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
+
+
+class CannotTellError(Exception):
+    """A condition cannot be evaluated before the step runs. The message is the end of a sentence, and says why."""
+
+
+class GuardFailed(Unsupported):
+    """A condition had another value when the step was captured. Nothing of this call has run."""
+
+    def __init__(self, where: str, was: Any, now: Any, place: int | None = 0) -> None:
+        super().__init__(
+            f"{where}: the step asks for the value of a tensor, which was {was} when the step was captured and is "
+            f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
+            "name sees one of them only."
+        )
+        self.where, self.was, self.now = where, was, now
+        self.place = place  # among the guards of the step; None: it is of an array that is drawn, its shape
+
+
+def guard_on(value: Any, answer: bool | int) -> None:
+    """Mark a value on which the captured step branched, and that was taken as constant."""
+
+
+def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
+    """Compare, in the program of all guards, the present value with the one taken as constant."""
+    now = type(known)(value)
+    if now != known:
+        raise GuardFailed(where, known, now, place)
+
+
+def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Extract a module with all that nodes of a captured graph depend on, up to the last of them.
+
+    Args:
+        ends: in a graph that Dynamo captured or captures, in order. `decided` becomes a comparison.
+        attributes: what the graph's ``get_attr`` nodes stand for.
+
+    Returns:
+        The module, and its node for each of the graph's: of an input that is written to, its copy.
+
+    Raises:
+        CannotTellError: if it depends on what is no op.
+    """
+    earlier = [*up_to(ends[-1])]
+    needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
+    overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
+    graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
+    for n in earlier:
+        if n.target in (ENTER, EXIT):
+            copies[n] = graph.node_copy(n, copies.__getitem__)
+        elif n.target is guard_on and n in needed:
+            value, known = n.args
+            place = sum(end.target is guard_on for end in ends[: ends.index(n)])
+            copies[n] = graph.call_function(_compare, (copies[value], known, place, where(n)))  # type: ignore[index]
+        elif n in needed:
+            if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
+                raise CannotTellError(f"it depends on {n.target}, which cannot run on its own")
+            copies[n] = graph.node_copy(n, copies.__getitem__)
+            if n.op == "get_attr" and isinstance(n.target, str):
+                held[n.target] = attributes[n.target]
+            if n.op in ("placeholder", "get_attr") and memory_of(n) & overwritten:
+                copies[n] = graph.call_function(copied, (copies[n],))  # for what is asked to write to
+    graph.output(copies[ends[-1]])
+    return fx.GraphModule(held, graph), copies
+
+
+def evaluate(
+    node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
+) -> Any:
+    """Evaluate a node of a graph that is being captured on the tensors of this call.
+
+    Args:
+        node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
+        given: what this call has for each placeholder; writes: how often the step has written to each so far.
+
+    Raises:
+        CannotTellError: if it cannot be told before the step runs.
+    """
+    if (certain := _whatever_is_drawn(node)) is not None:
+        return torch.tensor(certain)
+    module, copies = program([node], attributes)
+    inputs = [n for n in copies if n.op == "placeholder"]
+    if any(is_fake(given[n]) for n in inputs):
+        raise CannotTellError(_NO_DATA)
+    if not torch.cuda.is_available():
+        _on_cpu(module.graph)
+    statistics = {*_statistics(node, copies)}
+    replayed = [n for n in inputs if copies[n].op != "placeholder"]
+    is_lost = any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs)
+    shares = any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n)
+    if is_lost or shares:  # copies would not share memory
+        raise CannotTellError(_OVERWRITTEN)
+    values = [given[n] for n in inputs]
+    run = fx.Interpreter(module, garbage_collect_values=False)
+    run.extra_traceback = False  # what cannot be told is said in one sentence
+    with torch.no_grad(), autocast_as_found(), _Watch(values):
+        found = run.run(*values)
+    if is_fake(found):
+        raise CannotTellError(_NO_DATA)
+    if any(run.env[copies[n]]._version - 1 != writes[n] for n in replayed):  # the first write makes the copy
+        raise CannotTellError(_OVERWRITTEN)
+    of_inputs = {place for n in inputs for place in memory_of(n)}
+    for n, copy in copies.items():
+        both: list[Any] = [run.env.get(copy), n.meta.get("example_value")]
+        versions = [t._version for t in both if isinstance(t, torch.Tensor)]
+        if len({*versions}) == 2 and not memory_of(n) & of_inputs:
+            raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
+    return found
+
+
+def _whatever_is_drawn(node: fx.Node) -> bool | None:
+    """The answer to ``torch.rand(()) < p`` where all draws, from 0 to below 1, have the same: LayerDrop with p = 0."""
+    draw, p = node.args if node.target is operator.lt else (None, None)
+    if not isinstance(draw, fx.Node) or draw.target is not torch.rand or not isinstance(p, (int, float)):
+        return None
+    return p > 0 if draw.meta["example_value"].numel() == 1 and not 0 < p < 1 else None
+
+
+def _on_cpu(graph: fx.Graph) -> None:
+    """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data.
+
+    A region of `torch.autocast` stays that of its device.
+    """
+
+    def moved(found: Any) -> Any:
+        is_there = isinstance(found, (str, torch.device)) and str(found).partition(":")[0] == "cuda"
+        return torch.device("cpu") if is_there else found
+
+    for n in graph.nodes:
+        if n.target is not ENTER:
+            n.args, n.kwargs = fx.node.map_aggregate(n.args, moved), fx.node.map_aggregate(n.kwargs, moved)
+
+
+def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
+    """The memory of what batch norms before a node keep: they write to it without a trace."""
+    for n in up_to(node):
+        if n not in needed and re.search("batch_norm|instance_norm", getattr(n.target, "__name__", str(n.target))):
+            for argument in n.all_input_nodes:
+                if argument not in n.args[:1]:
+                    yield from memory_of(argument)
+
+
+class _Watch(TorchDispatchMode):
+    """Stop before an op that writes to these tensors, that draws, or that costs more than a pass over its tensors."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        super().__init__()
+        strided = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+        self.memory = {t.untyped_storage().data_ptr() for t in strided}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op, or refuse to."""
+        name = func._schema.name
+        if draws(func, args, kwargs or {}):
+            raise CannotTellError("it depends on random numbers that the step draws")
+        if func._overloadpacket in flop_registry or any(word in name for word in _COSTLY):
+            raise CannotTellError(f"it depends on {name}, which costs too much to run once more before the step")
+        for t in written(func, args, kwargs or {}):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self.memory:
+                raise CannotTellError("it depends on a tensor that the step overwrites")
+        return func(*args, **kwargs or {})
+
+
+@dataclass(frozen=True)
+class DataGuards:
+    """The guards of a captured step, in order."""
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...] = ()  # positions among the step's
+    answers: tuple[bool | int, ...] = ()  # when it was captured
+    places: tuple[str, ...] = ()  # in the user's code
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Evaluate them for these inputs of the step, one after the other.
+
+        Raises:
+            GuardFailed: for the first that had another value when the step was captured.
+        """
+        with torch.no_grad(), autocast_as_found():
+            self.module(*[inputs[i] for i in self.inputs])
+
+
+def take_guards(module: fx.GraphModule) -> DataGuards:
+    """Take the guards out of a captured graph; the same ones where they were taken before."""
+    found: DataGuards | None = module.meta.get("guards")
+    if found is None:
+        found = module.meta["guards"] = _take(module)
+    return found
+
+
+def _take(module: fx.GraphModule) -> DataGuards:
+    markers = module.graph.find_nodes(op="call_function", target=guard_on)
+    guards = _guards(module, [marker for marker in markers if depends_on_inputs(marker)])
+    for marker in markers:
+        module.graph.erase_node(marker)
+    for node in reversed(module.graph.nodes):
+        if not node.users and (_is_number(node) or _is_certain(node)):
+            module.graph.erase_node(node)
+    module.recompile()
+    return guards
+
+
+def depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a node of a graph is computed from its inputs."""
+    return any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)]))
+
+
+def _guards(module: fx.GraphModule, markers: Sequence[fx.Node]) -> DataGuards:
+    if not markers:
+        return DataGuards(fx.GraphModule({}, fx.Graph()))
+    position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
+    held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
+    attributes = {target: operator.attrgetter(target)(module) for target in held}
+    given: Any = [marker.args for marker in markers]
+    run, copies = program(markers, attributes)
+    return DataGuards(
+        module=run,
+        inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
+        answers=tuple(known for _, known in given),
+        places=tuple(map(where, markers)),
+    )
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node makes a Python number from a tensor, or from such numbers: nobody may want it any more."""
+    kind = node.meta.get("example_value")
+    numbers = (torch.SymBool, torch.SymInt, torch.SymFloat)
+    return node.target in WITHOUT_TENSORS or (node.op != "placeholder" and isinstance(kind, numbers))
+
+
+def _is_certain(node: fx.Node) -> bool:
+    """Whether a node checks what Dynamo itself knows of a number from a tensor, such as that a truth is 0 or 1."""
+    return node.target is torch.ops.aten._assert_scalar.default and str(node.args[1]).startswith("Runtime assertion")
+
+
+def checking_guards(run: Callable[..., Any], guards: DataGuards) -> Callable[..., Any]:
+    """Wrap a compiled function so that it checks its guards first, and runs only where none fails."""
+    if not guards.answers:
+        return run
+
+    @wraps(run)
+    def checking(*inputs: Any) -> Any:
+        guards.check(inputs)
+        return run(*inputs)
+
+    return checking

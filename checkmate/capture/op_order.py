@@ -1,0 +1,235 @@
+"""Which ops of a traced training step run in its forward and which in its backward, in what order, which only once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture import cudnn
+from checkmate.capture.device import WAVERS, is_unordered
+from checkmate.capture.higher_order.table import runs_once
+from checkmate.capture.nodes import (
+    ancestors,
+    done_with_gradients,
+    is_collective,
+    is_mutating,
+    is_random,
+    is_view,
+    leaf_nodes,
+    storage,
+    tensors,
+    updated,
+    written,
+)
+from checkmate.capture.number_inputs import number_placeholders
+from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import SAVES
+from checkmate.capture.sharded.collectives import GATHER_AGAIN
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    _extract_fwd_bwd_outputs,
+    _has_tag_is_backward,
+    _is_backward_state,
+    _is_bwd_seed_offset,
+    _is_primal,
+    _is_tangent,
+    _must_be_in_backward,
+    is_sym_node,
+    is_with_effects,
+)
+
+_BATCH_NORMS = {  # in training mode what later ops read does not depend on the running statistics
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    cudnn.batch_norm,
+}
+
+
+class TracedStep:
+    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        num_fwd_outputs: int,
+        static_inputs: Iterable[int],
+        input_names: Sequence[str],
+        numbers: Mapping[int, str],
+        draws: Iterable[int],
+    ) -> None:
+        outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
+        parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
+        self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
+        self.nodes: list[fx.Node] = list(module.graph.nodes)
+        self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
+        self.numbers = number_placeholders(module.graph, numbers)
+        self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
+        self.static_inputs = frozenset(static_inputs)
+        self.input_names = input_names
+        self.after_tangent = after_tangent(self.nodes)
+        written_last = (desc.mutated_input for desc in self.forward_descs if isinstance(desc, InputMutationAOTOutput))
+        at_return = {one for one in written_last if isinstance(one, (PlainAOTInput, ParamAOTInput, BufferAOTInput))}
+        stored = [n for n in self.placeholders if n.meta.get("desc") in at_return]  # by AOTAutograd, outside the graph
+        self.overwritten = {  # storages of inputs that the step overwrites, with their names
+            storage(tensor): self.name(target)
+            for target in (*(target for n in self.nodes for target in written(n)), *stored)
+            for tensor in tensors(target.meta.get("val"))
+        }
+
+    def name(self, node: fx.Node) -> str:
+        """The name of a node's value: an input's as the user knows it, else as in the graph."""
+        is_input = node.op == "placeholder" and _is_primal(node)
+        position = getattr(node.meta.get("desc"), "idx", None) if is_input else None
+        return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
+
+    def reads_overwritten(self, node: fx.Node) -> str | None:
+        """The name of the overwritten input that this op reads and depends on; an update goes on with what is there."""
+        if is_mutating(node) or done_with_gradients(node) or _is_outside_its_running_statistics(node):
+            return None
+        storages = (storage(tensor) for a in node.all_input_nodes for tensor in tensors(a.meta.get("val")))
+        return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
+
+    def pinned(self, node: fx.Node) -> str | None:
+        """Why an op must run exactly once, in words."""
+        if is_mutating(node):
+            return "overwrites " + ", ".join(map(self.name, written(node)))
+        if does := done_with_gradients(node):
+            return does.format(*map(self.name, leaf_nodes(node.args[1:2])))
+        if is_with_effects(node):
+            return "has a side effect"
+        if node.target in SAVES:
+            return "saves the random state before a draw"
+        if is_random(node):
+            return "draws random numbers"
+        if is_collective(node) and node.target is not GATHER_AGAIN:
+            return "exchanges data with other ranks"
+        if node.meta.get(WAVERS):
+            return "leaves other bits when it runs again"
+        if is_unordered(node):
+            return "adds in no fixed order on a GPU"
+        if reason := runs_once(node):
+            return reason
+        if name := self.reads_overwritten(node):
+            return f"reads {name}, which the step overwrites"
+        return None
+
+
+def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that depend on an incoming gradient, were put into the backward by hand, or are for gradients there."""
+    found: set[fx.Node] = set()
+    for n in nodes:
+        handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
+        if handed_in or _must_be_in_backward(n) or done_with_gradients(n) or any(a in found for a in n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def _is_outside_its_running_statistics(node: fx.Node) -> bool:
+    """Whether what an op computes does not depend on the running statistics that it is given: it is training."""
+    return node.target in _BATCH_NORMS and bool(node.args[5])
+
+
+def let_overwrite(step: TracedStep) -> None:
+    """Save in-place-updated inputs without autograd's version check if the backward does not read them.
+
+    Running statistics by another call; by this step a parameter that is updated from what was written.
+    """
+    for node in step.nodes:
+        statistics = leaf_nodes(node.args[3:5]) if _is_outside_its_running_statistics(node) else []
+        parameters = leaf_nodes(node.args[1:2]) if done_with_gradients(node) else []
+        for n in (*statistics, *(n for n in parameters if storage(n.meta["val"]) in step.overwritten)):
+            n.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def _is_op(node: fx.Node) -> bool:
+    is_value = node.target is not operator.getitem and not is_sym_node(node) and not is_view(node)
+    return node.op == "call_function" and is_value
+
+
+def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The op nodes of the forward and of the backward, each in the order of first execution."""
+    ops = {n for n in step.nodes if _is_op(n)}
+    forward = _needed_in_forward(step, ops)
+    in_backward = _updates_placed([n for n in _by_demand(step, forward) if n in ops])
+    for n in in_backward:
+        if name := step.reads_overwritten(n):
+            raise Unsupported(
+                f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
+                "Write to a copy of it instead."
+            )
+    return [n for n in step.nodes if n in forward and n in ops], in_backward
+
+
+def _needed_in_forward(step: TracedStep, ops: Collection[fx.Node]) -> set[fx.Node]:
+    """The ops of the forward: those its results depend on, and those that must run once before any gradient."""
+
+    def must_run(n: fx.Node) -> bool:
+        return n in ops and n not in step.after_tangent and bool(step.pinned(n)) and not _has_tag_is_backward(n)
+
+    forward = ancestors([*leaf_nodes(step.forward_outputs), *filter(must_run, step.nodes)])
+    if clash := next((n for n in step.nodes if n in forward and n in step.after_tangent), None):
+        raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
+    return forward
+
+
+def _by_demand(step: TracedStep, forward: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes of the backward.
+
+    What neither depends on a tangent nor is needed for the forward's results runs next to its first user in the
+    backward: in the order of the joint graph it would force everything it reads to be there at once.
+    """
+
+    def has_effect(n: fx.Node) -> bool:
+        stays = is_mutating(n) or is_with_effects(n) or bool(done_with_gradients(n))
+        return n.op == "call_function" and n in step.after_tangent and stays
+
+    gradients = leaf_nodes(step.backward_outputs)
+    needed = ancestors([*gradients, *filter(has_effect, step.nodes)])
+    backward: dict[fx.Node, None] = {}
+    for root in (*(n for n in step.nodes if n in needed and n in step.after_tangent), *gradients):
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            missing = [a for a in n.all_input_nodes if a not in forward and a not in backward]
+            if missing and n not in backward:
+                stack += reversed(missing)
+            else:
+                backward.setdefault(stack.pop())
+    return [n for n in backward if n not in forward]
+
+
+def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
+    """Move the ops on each gradient as early as possible: updates behind the last reader of the parameter."""
+    updates = [n for n in backward if done_with_gradients(n)]
+    place = {n: i for i, n in enumerate(backward)}
+    last: dict[int, int] = {}  # reader of a storage
+    for i, n in enumerate(backward if updates else ()):
+        if not done_with_gradients(n):
+            last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
+    made: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
+    for n in updates:
+        _note_when_made(n, place, made)
+        read = (last.get(storage(t), -1) for p in updated(n) for t in tensors(p.meta["val"]))
+        place[n] = made[n] = max((*(made[a] for a in n.all_input_nodes), *read))
+    return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))
+
+
+def _note_when_made(root: fx.Node, place: Mapping[fx.Node, int], made: dict[fx.Node, int]) -> None:
+    """Note of all that a node is computed from the latest place of it and of what that is computed from, each once."""
+    stack = list(root.all_input_nodes)
+    while stack:
+        n = stack[-1]
+        if n in made:
+            stack.pop()
+        elif missing := [a for a in n.all_input_nodes if a not in made]:
+            stack += missing
+        else:
+            made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
+            stack.pop()

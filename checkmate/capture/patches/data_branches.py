@@ -1,0 +1,286 @@
+"""Evaluate conditions on data while a step is captured, ``if x.sum() > 0:``, where Dynamo would stop.
+
+A condition is a jump (``if``, ``while``, ``and``, ``assert``), ``bool(tensor)``, a number that Python needs
+(``range(tensor.item())``, ``sizes[int(tensor.item())]``), `torch.equal` and its like, or one of PyTorch's own checks
+(`torch._check_tensor_all`). What `guards.evaluate` cannot tell is refused with its reason. A number that ops take is
+followed, whatever it is, unless a capture has failed so: see `boolean_indexing.knowing_selections`. Importing this
+module has Dynamo do so in what our backends capture; others are not affected. An ``assert`` is then a jump as any
+other, and raises what it says.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from checkmate.capture.guards import WITHOUT_TENSORS, CannotTellError, depends_on_inputs, evaluate, guard_on
+from checkmate.capture.patches.only_our_captures import answer_now, follow, follow_function, follow_method, only_ours
+from checkmate.capture.provenance import where
+from checkmate.torch_internals.dynamo import (
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    ListVariable,
+    NumpyNdarrayVariable,
+    ObservedException,
+    SymNodeVariable,
+    TensorVariable,
+    UnspecializedPythonVariable,
+    Unsupported,
+    ValueMutationNew,
+    VariableTracker,
+    get_raised_exception,
+    proxy_args_kwargs,
+    raise_observed_exception,
+    unimplemented,
+    wrap_fx_proxy,
+)
+from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
+from checkmate.torch_internals.names import put_in_place
+
+ASKS = "The step asks for the value of a tensor"
+RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does
+_COMPARE = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
+_JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
+
+
+def value_now(tx: Any, node: torch.fx.Node) -> Any:
+    """Evaluate a node on the tensors of this call.
+
+    Raises:
+        CannotTellError: if that cannot be told before the step runs.
+    """
+    tracer = tx.output.current_tracer
+    if tracer.parent is not None or node.graph is not tracer.graph:
+        raise CannotTellError("it is asked within a checkpointed part or another function that is captured by itself")
+    given, writes = {}, {}
+    versions = iter(getattr(tracer, "_input_versions_at_beginning", ()))
+    for n in node.graph.find_nodes(op="placeholder"):
+        described, argument = n.meta.get("example_value"), n.meta.get("grapharg")
+        writes[n] = described._version - next(versions, 0) if isinstance(described, torch.Tensor) else 0
+        given[n] = None if argument is None else argument.example
+    context = tx.output.tracing_context.global_context
+    before = context.global_state  # in which the graph is compiled later; asked within no_grad(), it would be no_grad()
+    try:
+        with tx.output.restore_global_state():
+            return evaluate(node, given, tx.output.nn_modules, writes)
+    finally:
+        context.global_state = before
+
+
+def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
+    """Answer for this call, and have the captured graph ask again at each later one."""
+    proxy = asked.as_proxy()
+    try:
+        value = value_now(tx, proxy.node)
+    except CannotTellError as reason:
+        _refuse(reason, _where_sized(asked))
+    try:
+        found = kind(value)
+    except RuntimeError as error:  # of more than one element: plain PyTorch says the same
+        raise_as_users(tx, RuntimeError, [str(error)])
+    tx.output.create_proxy("call_function", guard_on, (proxy, found), {})
+    return found
+
+
+def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
+    """Raise this in the captured code, as the same call would in plain PyTorch."""
+    try:
+        raise_observed_exception(kind, tx, args=args)
+    except ObservedException:
+        RAISED.add(get_raised_exception(tx.exn_vt_stack))
+        raise
+
+
+def _refuse(reason: CannotTellError, sized: str | None) -> None:
+    made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
+    unimplemented(
+        gb_type=ASKS,
+        context=str(reason),
+        explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{made}",
+        hints=[],
+    )
+
+
+def _where_sized(asked: VariableTracker) -> str | None:
+    """Find the place where a tensor of this size was first made; None for a number read from a tensor itself."""
+    if not isinstance(asked, SymNodeVariable):
+        return None
+    symbols = free_unbacked_symbols(asked.sym_num)
+    for node in asked.as_proxy().node.graph.nodes:
+        made = node.meta.get("example_value")
+        if isinstance(made, torch.Tensor) and free_unbacked_symbols(made) & symbols:
+            return where(node)
+    return None
+
+
+def is_question(value: VariableTracker | None) -> bool:
+    """Whether the truth of this depends on the data of a tensor."""
+    if isinstance(value, SymNodeVariable):
+        return bool(free_unbacked_symbols(value.sym_num))
+    return isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
+
+
+def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
+    """A jump, with the answer on the stack in place of the question."""
+    value: Any = self.stack[-1].realize()
+    if not is_question(value):
+        plain(self, inst)
+        return
+    try:
+        self.stack[-1] = VariableTracker.build(self, decide(self, value))
+    except Unsupported:
+        if self.one_graph:
+            raise
+        plain(self, inst)  # Dynamo breaks the graph here and goes on after it
+        return
+    depth = len(self.stack)
+    plain(self, inst)
+    if len(self.stack) == depth:  # ``a or b``: what was asked is the value
+        self.stack[-1] = value
+
+
+def _truth(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
+    """``bool(tensor)``, and that of a number from a tensor."""
+    return VariableTracker.build(tx, decide(tx, self)) if is_question(self) else plain(self, tx)
+
+
+def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """A Python number of one that a tensor gave."""
+    if not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
+        return plain(self, *args)
+    kind = bool if isinstance(self.sym_num, torch.SymBool) else int
+    return decide(InstructionTranslator.current_tx(), self, kind)
+
+
+def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``tensor.item()``: a number that is followed, and a question once Python needs it, or a size does."""
+    known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
+    known.settings = replace(known.settings, allow_scalar_outputs=True)
+    return _known_number(tx, self)
+
+
+def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
+    """The number in a tensor of one element, when sizes are asked: a float only if it is always the same; else None."""
+    answer: Any = answer_now()
+    answer.may_ask_sizes = True
+    if not answer.asks_sizes or tensor.dtype.is_complex:
+        return None
+    node = tensor.as_proxy().node
+    try:
+        value = value_now(tx, node)
+    except CannotTellError:
+        return None
+    if value.numel() != 1:
+        return None  # plain PyTorch has an error of its own
+    if not tensor.dtype.is_floating_point:
+        return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
+    if depends_on_inputs(node):
+        return None
+    return VariableTracker.build(tx, value.item())
+
+
+def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
+    """``tensor.tolist()``, of what `_known_number` tells."""
+    if self.ndim != 1 or not isinstance(self.size[0], int):
+        return plain(self, tx)
+    known = []
+    for i in range(self.size[0]):
+        element = self.call_method(tx, "__getitem__", [VariableTracker.build(tx, i)], {})
+        if (number := _known_number(tx, element)) is None:
+            return plain(self, tx)
+        known.append(number)
+    return ListVariable(known, mutation_type=ValueMutationNew())
+
+
+def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
+    """An element of a list or a tuple, whose place must be a number that is known."""
+    place = place.realize()
+    if is_question(place) and _is_index(place):
+        place = VariableTracker.build(tx, decide(tx, place, int))
+    return plain(self, tx, place)
+
+
+def _is_index(value: VariableTracker) -> bool:
+    """Whether Python takes a tensor, or a number that it gave, for a place."""
+    if isinstance(value, SymNodeVariable):
+        return isinstance(value.sym_num, torch.SymInt)
+    return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
+
+
+def _compare(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of tensors that gives a Python bool; ``self`` is a tensor where it is called as its method."""
+    given = (self, *args) if isinstance(self, TensorVariable) else args
+    proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(given, kwargs))
+    return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
+
+
+def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """An operator: draws of Python's generator can be compared, as PyTorch 2.13 does of itself."""
+    if self.fn not in _COMPARE or not any(isinstance(a, UnspecializedPythonVariable) for a in args):
+        return plain(self, tx, args, kwargs)
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
+
+
+def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """One of PyTorch's checks, whose condition may be a tensor, or a number from one."""
+    names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    condition = given.get("cond", given.get("condition"))
+    if condition is None or not is_question(condition := condition.realize()):
+        return plain(self, tx, *args, **kwargs)
+    if condition.is_tensor() and "tensor_all" in function.__name__:
+        condition = condition.call_method(tx, "all", [], {})
+    elif condition.is_tensor() and function is not _assert:
+        return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
+    if decide(tx, condition):
+        return VariableTracker.build(tx, None)
+    error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
+    message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
+    if function is _assert:
+        return raise_as_users(tx, AssertionError, [message])
+    said = message if message.python_type() is str else message.call_function(tx, [], {})
+    return raise_as_users(tx, error, [said])
+
+
+def _not_rewritten(plain: Callable[..., Any], *args: Any) -> bool:
+    """Whether there is an ``assert`` that Dynamo makes an op of the graph: it is a jump as any other."""
+    return False
+
+
+def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
+    yield kind
+    for special in kind.__subclasses__():
+        yield from _translators(special)
+
+
+def _install() -> None:
+    for translator in _translators():
+        table = translator.dispatch_table
+        for code, (name, handler) in enumerate(zip(dis.opname, table, strict=False)):  # past it are the compiler's own
+            if _JUMP.search(name):
+                table[code] = only_ours(_jump, handler)
+
+
+put_in_place("branches on data", _install)
+follow("_detect_and_normalize_assert_statement", _not_rewritten)
+follow("TensorVariable.nb_bool_impl", _truth)
+follow("SymNodeVariable.nb_bool_impl", _truth)
+follow("SymNodeVariable.evaluate_expr", _number)
+follow("BuiltinVariable._handle_insert_op_in_graph", _compare_draws)
+follow("BaseListVariable.getitem_const", _element)
+follow_method("item", _item)
+follow_method("tolist", _numbers)
+for function in WITHOUT_TENSORS:
+    follow_function(function, partial(_compare, function))
+    follow_method(function.__name__, partial(_compare, function))
+for check in (_check, _check_with, _check_tensor_all, _check_tensor_all_with, _assert):
+    follow_function(check, partial(_check_tensor, check))

@@ -1,0 +1,108 @@
+"""The ways to have a step take less: the smallest budget of each, and a plan for the room or that budget."""
+
+from __future__ import annotations
+
+import time
+
+from checkmate.core.host import Host
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.fitting.answer import NOT_ASKED, MemoryOption
+from checkmate.fitting.memory_parts import without_parts
+from checkmate.fitting.target_device import TargetDevice, written
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import attempt, cheapest_split
+
+PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
+ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
+NAMES = ("recomputation", "with its loss in parts", "with a second memory")
+RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
+FOR_WANT_OF_TIME = "not looked at, for want of time"
+
+
+def ways_of(
+    problem: Problem,
+    place: TargetDevice,
+    host: Host | None,
+    seconds: float,
+    deadline: float,
+    *,
+    fits: bool,
+    everything: bool,
+) -> list[MemoryOption]:
+    """List the ways to have the step take less, with the smallest budget of each, and a plan for it or for the room.
+
+    Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
+    none that would go on beyond the deadline if it took as long as the longest before it.
+    """
+    there = place.host(host)
+    ways: list[MemoryOption] = []
+    known: MemoryOption | None = None  # the last way that was looked at
+    longest = 0.0
+    for name in NAMES:
+        began, why_not = time.perf_counter(), ""
+        planned_fits = any(way.fits for way in ways)
+        if (fits or planned_fits) and not everything:
+            why_not = NOT_ASKED
+        elif planned_fits and began + longest > deadline:
+            why_not = FOR_WANT_OF_TIME
+        elif name == IN_PARTS and (problem.smaller is None or problem.smaller() is None):
+            why_not = "no loss that would help"
+        elif name == WITH_HOST and there is None:
+            why_not = "give host=checkmate.Host(...)"
+        if why_not:
+            ways.append(MemoryOption(name, {}, None, None, fits=False, why_not=why_not))
+            continue
+        one, options = without_parts(problem) if name == RECOMPUTATION else problem, {}
+        if name == WITH_HOST and there is not None:
+            one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
+        known = _way(name, one, place, seconds, known, options)
+        ways.append(known)
+        longest = max(longest, time.perf_counter() - began)
+    return ways
+
+
+def _way(
+    name: str,
+    problem: Problem,
+    place: TargetDevice,
+    seconds: float,
+    known: MemoryOption | None,
+    options: dict[str, str],
+) -> MemoryOption:
+    """A way, which may do as one that is ``known``: take its smallest budget, and without a host its plan."""
+    ends = min_budget(problem, time_limit=seconds)
+    smallest, bound = ends.peak, ends.bound
+    if known is not None:
+        smallest = min(smallest, known.smallest or smallest)
+    if not ends.proven:  # a plan at the bound is often found where other searches had no time
+        smallest = min(smallest, planned(problem, bound, seconds).peak or smallest)
+    if known is not None and known.fits and known.solution is not None and problem.host is None:
+        solution = known.solution
+    else:
+        budget = place.budget if bound <= place.budget else smallest
+        solution = planned(problem, budget, PATIENCE, improve=seconds)
+        if solution.peak is None:
+            solution = planned(problem, smallest, PATIENCE)
+    smallest = min(smallest, solution.peak or smallest)
+    fits = solution.peak is not None and solution.peak <= place.budget
+    why_not = "" if solution.peak is not None else "no plan found in time"
+    return MemoryOption(name, options, smallest, bound, fits, solution, place.reserved_for(solution), why_not)
+
+
+def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:
+    """The first plan within a budget that is found, and if it may be far from the best, a better one.
+
+    Args:
+        patience: seconds until there is one.
+        improve: seconds more to look for a better one.
+    """
+
+    def find(one: Problem, seconds: float, patience: float) -> Solution:
+        found = attempt(one, budget, time_limit=seconds, patience=patience, gap=ANY_GAP, progress=False)
+        if found.plan is None or found.gap <= GAP or not improve:
+            return found
+        better = attempt(one, budget, time_limit=improve, gap=GAP, start=found, progress=False)
+        return better if better.plan is not None and better.cost <= found.cost else found
+
+    return cheapest_split(problem, find, patience, look_on=bool(improve))

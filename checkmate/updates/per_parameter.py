@@ -1,0 +1,149 @@
+"""Optimizers that update each parameter alone: known by a table, or promised by the user.
+
+**Known.** What these compute of a parameter depends on nothing but its gradient, its state and its group's settings. A
+class that is derived from one has its parent's bits where it changes nothing that the parent's `step` runs: it may have
+its own ``__init__``, ``add_param_group``, and what saves and loads its state. Of other libraries `NAMED` has those that
+tests have shown to do so.
+
+**Promised.** Of any other optimizer only its author can know: what a `step` does for large parameters, or after a
+thousand updates, no trial shows. So ``alone=True`` is asked for, and an optimizer without it is refused.
+
+What is not of `torch.optim` runs its own `step`, as it is, for one parameter at a time, so that no number in it is a
+constant of a plan. What a `step` does once for all, as to count in a group or to set a rate, is done by one more run,
+in which no parameter has a gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import optim
+
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.trees import tree_leaves
+
+SUPPORTED = (
+    *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+)
+NAMED = {"transformers.optimization.Adafactor"}  # of other libraries; these write over no gradient either
+_BESIDE_STEP = {  # what a class may have of its own beside what its parent's step runs
+    *("__init__", "add_param_group", "state_dict", "load_state_dict", "zero_grad", "__getstate__", "__setstate__"),
+    *("__repr__", "__doc__", "__module__", "__qualname__", "__dict__", "__weakref__", "__annotations__"),
+    *("__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__orig_bases__"),
+}
+_AROUND = optim.Optimizer.profile_hook_step(len).__code__  # of each step
+
+
+def known(optimizer: optim.Optimizer) -> Any:
+    """The class of `torch.optim` whose step an optimizer runs as it is; None: there is none that is known.
+
+    >>> renamed = type("Renamed", (optim.AdamW,), {})
+    >>> known(renamed([torch.ones(1)])).__name__
+    'AdamW'
+    """
+    kind: Any = type(optimizer)
+    return _known(kind)
+
+
+@cache
+def _known(kind: Any) -> Any:
+    for n, base in enumerate(kind.__mro__):
+        if base in SUPPORTED and not _is_wrapper(kind):
+            own = {name for one in kind.__mro__[:n] for name in vars(one) if hasattr(base, name)}
+            changed = own - _BESIDE_STEP - ({"step"} if _as_written(kind.step) is _as_written(base.step) else set())
+            return None if changed else base
+    return None
+
+
+def _as_written(step: Any) -> Any:
+    """A step without what PyTorch puts around that of each class when it makes the first optimizer of it."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _AROUND else step
+
+
+def is_named(optimizer: optim.Optimizer) -> bool:
+    """True if it is of another library, and known."""
+    return _name_of(optimizer) in NAMED
+
+
+def step_one(
+    optimizer: optim.Optimizer, group: dict[str, Any], parameter: Any, gradient: torch.Tensor | None, states: Any
+) -> None:
+    """Run an optimizer's own step for one parameter, by a view of it that has this group only.
+
+    Args:
+        optimizer: stays as it is, but for what its attributes hold.
+        group: of this one parameter; its settings are as the step leaves them, then.
+        parameter: is updated.
+        gradient: of it.
+        states: where its state is found, or made.
+    """
+    kind = type(optimizer)
+    one: Any = object.__new__(kind)
+    one.__dict__.update(optimizer.__dict__)
+    one.__dict__.pop("step", None)  # in which a scheduler counts
+    one.param_groups, one.state = [group], states
+    before, parameter.grad = parameter.grad, gradient
+    try:
+        with torch.no_grad():
+            step: Any = kind.step  # of what is known without what a profiler and hooks are told of a whole step
+            (step if known(optimizer) is None else inspect.unwrap(step))(one)
+    finally:
+        parameter.grad = before
+
+
+def update_once(optimizer: optim.Optimizer) -> None:
+    """Run the part of an optimizer's step that it does once, not for each parameter: its step without gradients."""
+    if known(optimizer) is not None:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        type(optimizer).step(optimizer)
+    finally:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+def refuse_unknown(optimizer: optim.Optimizer, instead: str, *, promised: bool) -> None:
+    """Refuse an optimizer that is not of `torch.optim`, unless it is named, or promised to update each parameter alone.
+
+    Raises:
+        Unsupported: naming it, and what to do ``instead``.
+    """
+    if not promised and not is_named(optimizer):
+        raise Unsupported(
+            f"{_name_of(optimizer)} is not known to update each parameter alone. If its step computes of a parameter "
+            "nothing but from its own gradient, its own state and the settings of its group, and draws no random "
+            f"numbers, say so: training_step(..., alone=True). {instead}"
+        )
+
+
+def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
+    """Refuse what steps by another optimizer.
+
+    Raises:
+        Unsupported: naming it, and what to do ``instead``.
+    """
+    held = tree_leaves([what for name, what in vars(optimizer).items() if name not in ("param_groups", "state")])
+    inner = [type(one).__name__ for one in held if isinstance(one, optim.Optimizer)]
+    if inner or _is_wrapper(type(optimizer)):
+        which = f", {inner[0]}," if inner else ""
+        raise Unsupported(
+            f"{_name_of(optimizer)} steps by another optimizer{which} for all parameters at once. Give that one, if "
+            f"nothing else is to be done. {instead}"
+        )
+
+
+def _name_of(optimizer: optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _is_wrapper(kind: type) -> bool:
+    """True if it shows the groups or states of another optimizer."""
+    return any(name in vars(one) for one in kind.__mro__ for name in ("param_groups", "state"))

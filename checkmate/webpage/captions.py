@@ -1,0 +1,244 @@
+"""The sentences and figures of the page: the price of a plan, its proof, and a text for each picture."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from checkmate.core.plan import Start
+from checkmate.core.schedule import KIND
+from checkmate.core.solution import Solution, Status
+from checkmate.inspection.addresses import Addresses
+from checkmate.inspection.timeline import Timeline
+from checkmate.units import format_bytes, format_seconds
+from checkmate.version import __version__
+
+if TYPE_CHECKING:
+    from checkmate.solvers.frontier import Row
+
+ABOUT_ROLES = {
+    "parameters": "there all the time",
+    "buffers": "there all the time",
+    "inputs": "the batch, there all the time",
+    "other resident": "there all the time",
+    "results": "what the step hands out, such as the loss and gradients of parameters",
+    "activations": "first copies of what the forward makes",
+    "made again": "later copies",
+    "fetched": "copies from the second memory, from the begin of their transfer on",
+    "gradients": "first copies of what the backward makes",
+    "workspace": "of the op that runs",
+}
+
+
+def summary(solution: Solution) -> str:
+    """The plan in three sentences."""
+    problem, peak = solution.problem, solution.peak or 0
+    share = f", {peak / problem.keep_all_peak:.1%} of what keeping everything takes" if problem.keep_all_peak else ""
+    ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
+    return (
+        f"This plan runs a step of {ops} within a budget of {budget}. "
+        f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_elsewhere_in_words(solution)}"
+        f"{_proof_in_words(solution)}"
+    )
+
+
+def _price_in_words(solution: Solution) -> str:
+    assert solution.schedule is not None
+    again = solution.schedule.recomputed
+    if not again.any():
+        return f"No op runs twice: the step takes {format_seconds(solution.cost)}.{_beside_in_words(solution)}"
+    ops, times = int((again > 0).sum()), int(again.sum())
+    once = solution.problem.keep_all_cost
+    added = float(again @ solution.problem.seconds)
+    share = f" ({added / once:+.2%})" if once else ""
+    return (
+        f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
+        f"{_counted(times, 'time')} in all, "
+        f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{share}.{_beside_in_words(solution)}"
+    )
+
+
+def _beside_in_words(solution: Solution) -> str:
+    """The seconds that links save by carrying ops, with a space before; empty if none does."""
+    assert solution.plan is not None
+    if not solution.plan.started:
+        return ""
+    started = sum(isinstance(step, Start) for step in solution.plan.steps)
+    step, waits = format_seconds(solution.cost), format_seconds(solution.waited)
+    ops = _counted(started, "op")
+    return f" Links carry {ops} beside the others, so that the step takes {step}, {waits} of it waiting for a link."
+
+
+def _elsewhere_in_words(solution: Solution) -> str:
+    """The values in the second memory, with a space behind; empty if there are none."""
+    away = solution.elsewhere
+    if away is None:
+        return ""
+    many = away.values > 1
+    hidden = f"{away.timing.hidden:.1%} of the time of {'their' if many else 'its'} transfers is hidden behind ops"
+    waits = f", and the step waits {format_seconds(away.waited)} for the rest" if away.waited else ""
+    return (
+        f"{_counted(away.values, 'value')} {'wait' if many else 'waits'} in the second memory for a while, "
+        f"{format_bytes(away.peak)} at most at a time; {hidden}{waits}. "
+    )
+
+
+def _proof_in_words(solution: Solution) -> str:
+    if solution.status is Status.OPTIMAL:
+        return f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
+    return (
+        f"It is proven that every schedule within the budget ({KIND}) takes at least "
+        f"{format_seconds(solution.bound)}, so another one could save at most {solution.gap:.2%} of the step."
+    )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
+def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """The first figures of the page, for readers who know neither solver nor schedule: name, figure and meaning."""
+    assert solution.schedule is not None
+    problem, peak = solution.problem, solution.peak or 0
+    all_of_it, ops = format_bytes(problem.keep_all_peak), len(problem.graph.ops)
+    share = f"{peak / problem.keep_all_peak:.1%} of {all_of_it}" if problem.keep_all_peak else all_of_it
+    yield "Peak memory", format_bytes(peak), f"{share}, which plain PyTorch takes: it keeps everything"
+    yield "Budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} of it left at the peak"
+    again = f"{int((solution.schedule.recomputed > 0).sum()):,} of {_counted(ops, 'op')} run again"
+    steps = f"{format_seconds(solution.cost)} a step, {format_seconds(problem.keep_all_cost)} with each op once"
+    only = solution.spent_on == "recomputation"
+    why = again if only else f"{again}; {solution.spent_on}"
+    yield "Recomputation" if only else "Time added", f"{solution.overhead:+.2%}", f"{steps}: {why}"
+    if solution.status is Status.OPTIMAL:
+        proof = "proven: no schedule within the budget takes less time"
+    else:
+        proof = "of the step is the most that a better schedule could save: proven"
+    yield "Gap", f"{solution.gap:.2%}", proof
+
+
+def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """Further figures of the plan: name, figure and note."""
+    problem = solution.problem
+    yield "status", solution.status.label, solution.message or solution.status.meaning
+    yield "step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
+    yield "bound", format_seconds(solution.bound), "every schedule within the budget takes so long, proven"
+    if away := solution.elsewhere:
+        more = (
+            f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
+        )
+        yield "in the second memory", format_bytes(away.peak), more
+    if over := solution.runs_over:
+        yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
+    yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
+
+
+def facts(solution: Solution) -> Iterator[tuple[str, str]]:
+    """The facts of the problem: name and text."""
+    problem, graph = solution.problem, solution.problem.graph
+    made = [value for value in graph.values if value.producer is not None]
+    estimated = len(problem.profile.estimated)
+    forward = graph.forward_length
+    yield "ops", f"{len(graph.ops):,}: {forward:,} in the forward, {len(graph.ops) - forward:,} in the backward"
+    yield "values made", f"{len(made):,}, {format_bytes(int(problem.sizes.sum()))} in all"
+    yield "results", f"{len(graph.outputs):,}, {format_bytes(int(problem.sizes[list(graph.outputs)].sum()))}"
+    yield "there all the time", f"{format_bytes(problem.resident)} in {len(graph.values) - len(made):,} values"
+    for rule in problem.rules:
+        cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
+        yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
+    yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
+    if last := problem.limits.last_stage:
+        yield "ops that must run before what they read is overwritten", f"{len(last):,}"
+    if in_place := sum(map(bool, problem.savings)):
+        yield "ops that can write over an input", f"{in_place:,}"
+    yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
+    yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
+    if problem.host is not None:
+        yield "second memory", str(problem.host)
+    yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
+    yield "written with", ", ".join(_versions())
+
+
+def _versions() -> Iterator[str]:
+    yield f"checkmate {__version__}"
+    yield f"Python {platform.python_version()}"
+    for name in ("torch", "numpy", "highspy"):
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
+
+
+def memory_text(solution: Solution, line: Timeline) -> str:
+    """Describe the picture of the memory, for those who do not see it."""
+    moment, after = line.peak_moment, len(line.moments) - line.boundary
+    where = f" ({moment.where})" if moment.where else ""
+    halves = f" The forward runs {_counted(line.boundary, 'op')}, the backward {after:,}." if after else ""
+    between = ""
+    if 0 < line.boundary < len(line.moments):
+        held = line.moments[line.boundary - 1].bytes
+        between = f" When the forward ends, {format_bytes(held)} are at hand."
+    over = f", written over {moment.over}" if moment.over else ""
+    written = solution.runs_over
+    in_place = f" What goes with a run may be written over by it: {_counted(written, 'run')} do so." if written else ""
+    return (
+        f"Bytes at hand while each op runs, from {format_bytes(int(line.bytes[0]))} at the first op to "
+        f"{format_bytes(int(line.bytes[-1]))} at the last. The peak of {format_bytes(line.peak)} is at {moment.name}"
+        f"{over}{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
+        f"{format_bytes(solution.budget)}.{halves}{between}{in_place}"
+    )
+
+
+def links_text(solution: Solution, line: Timeline) -> str:
+    """Describe the strips below the memory; empty if the plan uses no link."""
+    if not line.lanes:
+        return ""
+    back, ops = sum(one.back for one in line.crossings), Counter(op.link for op in line.carried)
+    sent = f"{_counted(len(line.crossings) - back, 'value')} sent to the second memory and {back:,} fetched"
+    lanes = [sent] * bool(line.crossings) + [f"{_counted(n, 'op')} on the link {name}" for name, n in ops.items()]
+    waits = ", framed where the step waits for one" if any(lane.waits for lane in line.lanes) else "; it waits for none"
+    away = solution.elsewhere
+    there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(lanes)}.{there}"
+
+
+def schedule_text(solution: Solution) -> str:
+    """Describe the picture of the schedule."""
+    assert solution.schedule is not None
+    again = solution.schedule.recomputed
+    dearest = np.argsort(-again * solution.problem.seconds, kind="stable")[:3]
+    names = [solution.problem.graph.ops[k].name for k in dearest if again[k]]
+    most = f" What takes most time of these: {', '.join(names)}." if names else ""
+    ops, times = int((again > 0).sum()), int(again.sum())
+    return (
+        f"A row for each stage, which ends with the first execution of its op; a column for each op. "
+        f"{ops:,} of {len(again):,} ops run again, {_counted(times, 'time')} in all.{most}"
+    )
+
+
+def addresses_text(placed: Addresses) -> str:
+    """Describe the picture of the addresses."""
+    alive = format_bytes(placed.bound)
+    places = "" if not any(box.over for box in placed.boxes) else " What is written over a value takes over its place."
+    low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
+    return (
+        f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
+        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}."
+        f"{places} What is there all the time lies outside."
+    )
+
+
+def frontier_text(rows: list[Row]) -> str:
+    """Describe the picture of cost against peak."""
+    found = [row for row in rows if row.peak is not None]
+    text = f"{_counted(len(found), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
+    if len(found) == 1:
+        text += f"It takes {format_seconds(found[0].cost)} at a peak of {format_bytes(found[0].peak or 0)}. "
+    elif found:
+        low, high = (f(found, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
+        ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
+        text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "
+    return text + "No schedule is in the hatched part: that is proven."

@@ -1,0 +1,291 @@
+"""Local search on what runs again: drop a run, and where that breaks the budget run cheaper things again instead.
+
+Any set of runs is a schedule; only memory limits it (`checkmate.core.schedule.Schedule.from_runs`). A value is at hand
+from a run of its producer to its last reader before the next such run. So a move changes the intervals of a few values,
+and the bytes at hand along them: microseconds, where a simulation takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.schedules import as_matrix
+from checkmate.solvers.common.task import Task
+
+DEPTH = 6  # runs added at most in exchange for one
+MOST_PLACES = 8  # times the ops, beside those that run
+LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in another order
+TRIES = 5  # values tried at most for each of these
+
+
+def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
+    """A schedule (T, T) no worse than R, which fits the budget.
+
+    Args:
+        quiet: end after so many new starts, from the best with random changes, that came to nothing.
+    """
+    return as_matrix(exchange_runs(task, [np.flatnonzero(row).tolist() for row in R], quiet=quiet))
+
+
+def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
+    """As `exchange`, for the ops that run in each stage; one that runs in another order keeps it, or runs less."""
+    line = Line(task.problem, task.budget, as_matrix(stages), stages)
+    rng = np.random.default_rng(task.seed)
+    best, best_cost = line.on.copy(), line.cost
+    starts = 0
+    while starts <= quiet and not task.clock.is_over:
+        # Try to save each run that could be, the dearest first.
+        before = line.cost
+        again = np.flatnonzero(line.on & ~line.fixed)
+        for p in again[np.argsort(-line.seconds[again], kind="stable")].tolist():
+            if line.on[p]:
+                _save(line, p, line.cost * LESS)
+            if task.clock.is_over:
+                break
+        if line.cost < best_cost * LESS:
+            best, best_cost, starts = line.on.copy(), line.cost, 0
+        if line.cost < before * LESS:
+            continue
+        # Start anew: from the best, drop a few runs at any price, or run a few more places where that still fits.
+        starts += 1
+        line.become(best)
+        drop = rng.random() < 0.5
+        for p in rng.permutation(np.flatnonzero(line.on & ~line.fixed if drop else ~line.on))[: 2 + starts].tolist():
+            if drop and line.on[p]:
+                _save(line, p, float("inf"))
+            elif not drop:
+                line.flip(p)
+                if not line.fits():
+                    line.flip(p)
+    line.become(best)
+    return line.runs_in_stages()
+
+
+def _save(line: Line, p: int, limit: float) -> None:
+    """Drop the run at p and what only it needed, and pay with other runs where bytes are short.
+
+    Undone if that does not fit, or the cost does not end below the limit.
+    """
+    line.flip(p)
+    undo = [p]
+    # Drop runs before p whose values nobody reads any more.
+    todo = [p]
+    while todo:
+        for v in line.tables.inputs[line.op_at[todo.pop()]]:
+            q = line.made_before(v, p)
+            if q is not None and not line.fixed[q] and line.on[q] and not line.is_useful(q):
+                line.flip(q)
+                undo.append(q)
+                todo.append(q)
+    # At the place with most bytes at hand, let a value go until it is read next, and run its producer again there.
+    for _ in range(DEPTH):
+        if line.fits():
+            break
+        worst = int(line.bytes_at.argmax())
+        peak = int(line.bytes_at[worst])
+        for q in itertools.islice(line.offers(worst), TRIES):
+            if line.cost + line.seconds[q] >= limit:
+                continue
+            line.flip(q)
+            if line.bytes_at[worst] < peak:
+                undo.append(q)
+                break
+            line.flip(q)
+        else:
+            break
+    if not line.fits() or line.cost >= limit:
+        for q in reversed(undo):
+            line.flip(q)
+
+
+def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
+    """(P, 2) int: stages and ops in the order in which they run, of R (T, T) and where more runs can be of use at once.
+
+    In stage t those are the ops whose values op t reads, those that may not run later and whose values may be read
+    then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
+    """
+    graph, until, T = problem.graph, problem.limits.last_stage, len(problem.graph.ops)
+    free = {k for k, op in enumerate(graph.ops) if op.pinned is None}
+    deps = [[d for d in ds if d in free] for ds in graph.deps]
+    closes = {t: free.intersection(graph.values[v].producer for v in vs) for t, vs in problem.limits.closing.items()}
+    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
+    reached = [{t} for t in range(T)]
+    border = [[t] for t in range(T)]
+    while sum(map(len, layers)) <= MOST_PLACES * T and any(border):
+        for t, ks in enumerate(border):
+            following = {d for k in ks for d in deps[k] if t <= until.get(d, T)}.union(closes.pop(t, ()))
+            border[t] = sorted(following - reached[t])
+            reached[t].update(border[t])
+        layers.append([(t, k) for t, ks in enumerate(border) for k in ks])
+    if sum(map(len, layers)) > MOST_PLACES * T and len(layers) > 1:
+        layers.pop()
+    there = np.eye(T, dtype=bool) | R
+    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
+    there[t, k] = True
+    return np.argwhere(there)
+
+
+class Line:
+    """Places in the order in which they run, with their switches, and the bytes in memory at each."""
+
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
+        """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
+        tables, T = Tables.of(problem), len(R)
+        self.tables, self.T, self.room = tables, T, budget - tables.resident
+        places = places_of(problem, R)
+        for t in reversed([t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]):
+            begin, end = np.searchsorted(places[:, 0], [t, t + 1])
+            runs = [(t, k) for k in stages[t]] if stages else []
+            places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
+        self.stage, self.op = places.T
+        self.op_at: list[int] = self.op.tolist()
+        self.on: np.ndarray = R[self.stage, self.op].copy()
+        self.fixed = self.stage == self.op
+        self.seconds = np.array(tables.seconds)[self.op]
+        self.cost = float(self.seconds[self.on].sum())
+        self.place = {(t, k): p for p, (t, k) in enumerate(places.tolist())}
+        self.touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]  # (place, it makes the value)
+        for p, k in enumerate(self.op_at):
+            for v in tables.inputs[k]:
+                self.touches[v].append((p, False))
+            for v in tables.outputs[k]:
+                self.touches[v].append((p, True))
+        movable = [
+            v
+            for v, k in enumerate(tables.producer)
+            if k >= 0 and tables.size[v] and self.touches[v] and not tables.result[v] and not tables.pinned[k]
+        ]
+        self.cheap = np.array(sorted(movable, key=lambda v: tables.seconds[tables.producer[v]] / tables.size[v]), int)
+        self.begins = np.array([touches[0][0] if touches else 0 for touches in self.touches])
+        self.ends = np.array([touches[-1][0] if touches else 0 for touches in self.touches])
+        self.asked_at, self.around = -1, self.cheap  # the place that offers were last for, and values touched around it
+        self.barred = np.zeros(len(tables.producer), dtype=bool)  # values that are not at hand or not idle there
+        self.bytes_at = np.zeros(len(places), dtype=np.int64)
+        self.max_runs, self.runs_of = tables.max_runs, np.bincount(self.op[self.on], minlength=T)
+        self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
+        self.size = [size or int(v in tables.recomputed) for v, size in enumerate(tables.size)]  # what is gone, counts
+        self.saves: dict[int, dict[int, int]] = {}  # per value that ops may write over, the bytes that each saves
+        for k, savings in enumerate(tables.savings):
+            for v, saved in savings:
+                self.saves.setdefault(v, {})[k] = saved
+        self.saved: dict[int, list[int]] = {}  # per place, by each value that goes with its run
+        for v in range(len(tables.producer)):
+            self._count(v, 1)
+        self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
+
+    def runs_in_stages(self) -> list[list[int]]:
+        """The ops that run in each stage, in order."""
+        stages: list[list[int]] = [[] for _ in range(self.T)]
+        for t, k in zip(self.stage[self.on].tolist(), self.op[self.on].tolist(), strict=True):
+            stages[t].append(k)
+        return stages
+
+    def fits(self) -> bool:
+        """True if no place exceeds the budget and no rule is broken."""
+        often = any(self.runs_of[k] > most for k, most in self.max_runs.items())
+        return bool(self.bytes_at.max() <= self.room) and not often
+
+    def become(self, on: np.ndarray) -> None:
+        """Switch to other places."""
+        for p in np.flatnonzero(self.on != on).tolist():
+            self.flip(p)
+
+    def flip(self, p: int) -> None:
+        """Run at p if it does not, and the reverse."""
+        tables, k = self.tables, int(self.op[p])
+        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v] or v in self.saves]
+        self.barred[touched] = False
+        for v in touched:
+            self._count(v, -1)
+        sign = -1 if self.on[p] else 1
+        self.on[p] = not self.on[p]
+        self.cost += sign * float(self.seconds[p])
+        self.bytes_at[p] += sign * tables.workspace[k]
+        self.runs_of[k] += sign
+        for v in touched:
+            self._count(v, 1)
+
+    def _count(self, v: int, sign: int) -> None:
+        """Add the bytes of v wherever it is in memory; or take them off, with the sign -1."""
+        size = sign * self.size[v]
+        if self.tables.result[v]:
+            makes = [p for p, made in self.touches[v] if made and self.on[p]]
+            self.bytes_at[makes[0] :] += size
+            for p in makes[1:]:
+                self.bytes_at[p] += size
+            return
+        gone, saves = v in self.tables.recomputed, self.saves.get(v)
+        for first, last in self.intervals(v):
+            self.bytes_at[first : last + 1] += size
+            if gone and first <= self.forward_ends < last:  # as if nothing had room for it there
+                self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * sign
+            if saves and (saved := saves.get(self.op_at[last])):
+                self._count_saved(last, saved, goes=sign > 0)
+
+    def _count_saved(self, p: int, saved: int, *, goes: bool) -> None:
+        """A value that the op at p may write over goes with that run, or no longer; of several the best counts."""
+        others = self.saved.setdefault(p, [])
+        if not goes:
+            others.remove(saved)
+        more = saved - max(others) if others else saved
+        if goes:
+            others.append(saved)
+        if more > 0:
+            self.bytes_at[p] -= more if goes else -more
+
+    def intervals(self, v: int) -> list[tuple[int, int]]:
+        """The intervals of v in memory: from each run of its producer to the last reader before the next."""
+        found: list[tuple[int, int]] = []
+        first = last = -1
+        on = self.on
+        for p, makes in self.touches[v]:
+            if on[p]:
+                if makes:
+                    if first >= 0:
+                        found.append((first, last))
+                    first = p
+                last = p
+        if first >= 0:
+            found.append((first, last))
+        return found
+
+    def made_before(self, v: int, p: int) -> int | None:
+        """The last run of v's producer before place p."""
+        return max((q for q, makes in self.touches[v] if makes and q < p and self.on[q]), default=None)
+
+    def is_useful(self, p: int) -> bool:
+        """Somebody reads what the run at p makes."""
+        outputs = self.tables.outputs[int(self.op[p])]
+        return any(first == p < last for v in outputs for first, last in self.intervals(v))
+
+    def offers(self, p: int) -> Iterator[int]:
+        """Places that are off where a value idle at p could be made again, the cheapest byte first."""
+        if p != self.asked_at:
+            self.asked_at, self.barred[:] = p, False
+            self.around = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
+        ways = dict(self.tables.savings[int(self.op[p])])
+        for v in self.around[~self.barred[self.around]].tolist():
+            following = self._following(v, p)
+            if following is not None and following[0] == p and v in ways:  # it can go with the run
+                following = self._following(v, p + 1)
+            if following is None or following[1] or following[0] == p:
+                self.barred[v] = True
+                continue
+            k = self.tables.producer[v]
+            q = self.place.get((min(int(self.stage[following[0]]), self.tables.last_stage[k]), k))
+            if q is not None and p < q and not self.on[q]:
+                yield q
+
+    def _following(self, v: int, p: int) -> tuple[int, bool] | None:
+        """The first touch of v from place p on that is on."""
+        touches, on = self.touches[v], self.on
+        for i in range(bisect_left(touches, (p, False)), len(touches)):
+            if on[touches[i][0]]:
+                return touches[i]
+        return None

@@ -1,0 +1,419 @@
+"""A step is captured once for each kind of input, up to a limit, and not at all where nothing needs a gradient."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import checkmate
+from checkmate.backends.capture_cache import SELDOM, capture
+from checkmate.backends.compilation import Backend
+from checkmate.backends.tensor_state import same_bits
+from checkmate.memory import measure_peak
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _no_dynamo() -> bool:
+    """Whether Dynamo has captured nothing since its counters were cleared."""
+    return not torch._dynamo.utils.counters["frames"] and not torch._dynamo.utils.counters["stats"]
+
+
+def _assert_trains_alike(step: object, plain: object, twins: tuple[nn.Module, nn.Module], *batch: object) -> None:
+    """Loss and gradients, bit for bit."""
+    ours, theirs = twins
+    found, expected = step(*batch), plain(*batch)
+    assert same_bits(found, expected)
+    for loss, model in ((found, ours), (expected, theirs)):
+        model.zero_grad()
+        loss.backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert same_bits(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("gradients_off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_plain_module_runs(gradients_off: type) -> None:
+    """The encoder takes another way then, by nested tensors, whose numbers are others in the last bits."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(3, 7, 16)
+    padding = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None]
+    compiled = checkmate.compile(model, budget=1)
+    torch._dynamo.utils.counters.clear()
+    with gradients_off():
+        found, expected = compiled(x, src_key_padding_mask=padding), model(x, src_key_padding_mask=padding)
+    assert same_bits(found, expected)
+    assert not compiled.plans
+    assert _no_dynamo()
+
+
+def test_garbage_is_looked_for_seldom_while_a_step_is_captured() -> None:
+    before, within = gc.get_threshold(), []
+
+    def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        within.append(gc.get_threshold())
+        return checkmate.solve(problem, "1 GB" if len(within) == 1 else 1)
+
+    x = torch.randn(4, requires_grad=True)
+    for step in (lambda x: x.square().sum(), lambda x: x.square().sum().exp()):
+        with nullcontext() if not within else pytest.raises(Exception, match="no modules"):
+            capture(step, Backend(plan))(x)
+        assert gc.get_threshold() == before
+    assert [most for most, *_ in within] == [SELDOM[0]] * 2
+
+
+def test_generation_is_that_of_the_plain_model() -> None:
+    config = GPT2Config(vocab_size=97, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=96)
+    model = GPT2LMHeadModel(config).eval()
+    prompt = torch.randint(96, (1, 5))
+    options = {"min_new_tokens": 40, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **options)
+    torch._dynamo.utils.counters.clear()
+    assert same_bits(checkmate.compile(model, budget=1).generate(prompt, **options), expected)
+    assert expected.shape[1] == 45
+    assert _no_dynamo()
+
+
+@pytest.mark.slow
+def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+    x = torch.randn(2, 5, 16)
+    padding = torch.arange(5)[None] >= torch.tensor([5, 3])[:, None]
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+    for _ in range(2):
+        found = compiled(x, src_key_padding_mask=padding)
+        assert same_bits(found, model(x, src_key_padding_mask=padding))
+        torch._dynamo.utils.counters.clear()
+    assert not compiled.plans
+    model.requires_grad_(True)
+    compiled(x).sum().backward()
+    assert len(compiled.plans) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["compile", "training step"])
+def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
+    """Those of a module, and those of all modules; Dynamo looks at neither by itself."""
+
+    def losses(planned: bool) -> list[float]:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(3, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            return net(x).square().mean()
+
+        if planned and whole:
+            train = checkmate.training_step(step, optimizer, budget="1 GB")
+        else:
+            loss_of = checkmate.compile(step, budget="1 GB") if planned else step
+
+            def train(x: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(x)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+        found = [train(x).item()]
+        for add in (
+            lambda: net[0].register_forward_hook(lambda module, args, made: made * 2),
+            lambda: net[1].register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+            lambda: nn.modules.module.register_module_forward_hook(lambda module, args, made: made * 1.5),
+        ):
+            hook = add()
+            try:
+                found.append(train(x).item())
+            finally:
+                hook.remove()
+            found.append(train(x).item())
+        return found
+
+    plain = losses(planned=False)
+    assert len({*plain}) == len(plain) == 7
+    assert losses(planned=True) == plain
+
+
+def test_twelve_lengths() -> None:
+    """More than Dynamo compiles one function for; each is captured once."""
+    model = nn.Linear(4, 4)
+    twin = copy.deepcopy(model)
+
+    def step_of(layer: nn.Module) -> object:
+        return lambda x: layer(x).square().mean()
+
+    step = checkmate.compile(step_of(model), budget="1 MB", time_limit=1, profile="roofline:h100")
+    batches = [torch.randn(n, 4) for n in range(1, 13)]
+    for x in batches:
+        _assert_trains_alike(step, step_of(twin), (model, twin), x)
+    plans = list(step.plans)
+    assert len(plans) == len(batches)
+    torch._dynamo.utils.counters.clear()
+    for x in batches:
+        _assert_trains_alike(step, step_of(twin), (model, twin), x)
+    assert _no_dynamo()
+    assert all(a is b for a, b in zip(step.plans, plans, strict=True))
+
+
+@pytest.mark.slow
+def test_the_least_recently_used_is_dropped_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    step = checkmate.compile(lambda x: model(x).sum(), budget="1 MB", time_limit=1, max_plans=4)
+    batches = [torch.randn(n, 4) for n in range(1, 6)]
+    step(batches[0])
+    with caplog.at_level(logging.WARNING):
+        step(batches[1])
+    assert "captured and planned 2 times" in caplog.text
+    assert "Half of max_plans=4" in caplog.text
+    caplog.clear()
+    code = [weakref.ref(plan.modules.forward) for plan in step.plans]
+    for x in (batches[2], batches[3], batches[0], batches[4]):  # that of the second batch was not used for longest
+        step(x).backward()
+    assert not caplog.records  # said once
+    gc.collect()
+    assert [made() is None for made in code] == [False, True]
+    assert len(step.plans) == 4
+    torch._dynamo.utils.counters.clear()
+    step(batches[0]).backward()
+    assert _no_dynamo()
+    assert same_bits(step(batches[1]), model(batches[1]).sum())
+    assert not _no_dynamo()
+
+
+@pytest.mark.slow
+def test_what_is_dropped_between_forward_and_backward_still_runs_backward() -> None:
+    model = nn.Linear(4, 4)
+    step = checkmate.compile(lambda x: F.gelu(model(x)).sum(), budget="1 MB", time_limit=1, max_plans=1)
+    x = torch.randn(3, 4)
+    loss = step(x)
+    step(torch.randn(2, 4))
+    gc.collect()
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    assert all(map(same_bits, found, torch.autograd.grad(F.gelu(model(x)).sum(), [*model.parameters()])))
+
+
+@pytest.mark.slow
+def test_modes_within_one_length() -> None:
+    """More states of one kind of input than Dynamo compiles one function for: each has its capture, and keeps it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 1))
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, profile="roofline:h100")
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        for frozen in range(4):
+            for training in (True, False):
+                for i in (0, 2):
+                    model[i].requires_grad_(bool(frozen >> (i // 2) & 1))
+                model.train(training)
+                with torch.autocast("cpu", enabled=frozen == 3):
+                    torch.manual_seed(1)
+                    found = compiled(x)
+                    torch.manual_seed(1)
+                    assert same_bits(found, model(x))
+    assert len(compiled.plans) == 8
+
+
+@pytest.mark.parametrize("most", [0, True, 2.5])
+def test_the_limit_is_a_whole_number(most: object) -> None:
+    with pytest.raises(ValueError, match="max_plans"):
+        checkmate.compile(nn.Linear(2, 2), budget="1 MB", max_plans=most)
+
+
+class Annealed(nn.Module):
+    """Numbers as attributes and as an argument, in the computation and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.step, self.seen, self.beta, self.temperature = 0, 0.0, 0.25, 1.5
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.step += 1
+        self.seen += 0.5
+        y = F.dropout(self.body(x), 0.1)
+        kl = (self.head(y) / self.temperature).log_softmax(-1).square().sum()
+        return (1 - self.beta) * y.mean() * scale + min(1, self.step / 3) * self.beta * kl
+
+
+def test_numbers_that_change_are_inputs() -> None:
+    model = Annealed()
+    twin, x = copy.deepcopy(model), torch.randn(4, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+    for i, scale in enumerate([0.1, -0.0, 7.3, float("inf"), 1e-300]):
+        for each in (model, twin):
+            each.beta, each.temperature = 0.3 * i, 1.1**i
+        torch.manual_seed(i)
+        found = compiled(x, scale)
+        torch.manual_seed(i)
+        expected = twin(x, scale)
+        assert same_bits(found, expected)
+        model.zero_grad()
+        twin.zero_grad()
+        found.backward()
+        expected.backward()
+        assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert (model.step, model.seen, type(model.step)) == (twin.step, twin.seen, int)
+        assert len(compiled.plans) == 1  # the second is for the first call too
+        if i == 1:
+            torch._dynamo.utils.counters.clear()
+    assert _no_dynamo()
+
+
+def test_the_peak_with_numbers_as_inputs_is_that_of_the_plan() -> None:
+    model, x = Annealed(), torch.randn(64, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+
+    def step() -> None:
+        compiled(x, 1.0 + model.step).backward()
+        model.beta += 0.1
+
+    step()
+    step()
+    (plan,) = compiled.plans
+    use = measure_peak(step)
+    assert compiled.plans == [plan]
+    assert plan.problem.resident + use.peak == plan.peak
+
+
+def test_what_is_copied_into_a_parameter_is_let_go_when_the_forward_returns() -> None:
+    """AOTAutograd writes to a parameter outside of the graph, and has the result of the forward only until then."""
+    clamped, weight = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+
+    def step(x: Tensor) -> Tensor:
+        clamped.data.clamp_(-0.3, 0.3)
+        return (x @ clamped @ weight).sin().square().sum()
+
+    compiled, x = checkmate.compile(step, budget="1 MB", time_limit=1), torch.randn(256, 64)
+    compiled(x)
+    (plan,) = compiled.plans
+    graph = plan.problem.graph
+    (back,) = (op for op in graph.ops if op.name == "return")
+    assert [graph.values[v].name for v in back.inputs] == ["clamp"]
+    assert not set(back.inputs).intersection(graph.outputs)
+    taken = measure_peak(lambda: torch.autograd.grad(compiled(x), (clamped, weight))).peak
+    assert plan.problem.resident + taken == plan.peak
+    assert clamped.abs().max() == torch.tensor(0.3)
+
+
+def test_a_counter_beside_the_computation_costs_one_capture_more() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.step = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.body(x)
+
+    model, x = Counting(), torch.randn(3, 4)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, max_plans=1)
+    for i in range(1, 6):
+        assert same_bits(compiled(x), model.body(x))
+        assert model.step == i
+        if i == 2:
+            torch._dynamo.utils.counters.clear()
+    assert _no_dynamo()
+
+
+@pytest.mark.slow
+def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> None:
+    """Branches, sizes, a switch of dropout, the types of integer tensors."""
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor, keep: int, p: float, warmup: int) -> Tensor:
+        y = F.dropout(model(x)[:, :keep], p)
+        whole = torch.arange(keep) * min(1, warmup / 2)
+        return y.sum() * whole.sum() * (3.0 if warmup < 2 else p)
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+    x = torch.randn(3, 8)
+    values = [(8, 0.5, 1), (7, 0.5, 1), (7, 0.25, 1), (7, 1.0, 1), (7, 0.5, 2), (7, 0.5, 3), (8, 0.5, 1), (6, 0.1, 9)]
+    for given in values:
+        torch.manual_seed(1)
+        found = compiled(x, *given)
+        torch.manual_seed(1)
+        assert same_bits(found, step(x, *given))
+
+
+def test_at_the_limit_the_number_is_named() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.width = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.width += 1
+            return self.body(x)[:, : self.width].sum()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Identity(), Growing())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    model, x = Outer(), torch.randn(2, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=3)
+    for _ in range(3):
+        compiled(x).backward()
+    with pytest.raises(checkmate.Unsupported) as caught:
+        compiled(x)
+    said = str(caught.value)
+    assert "self.layers[1].width changes from call to call of " in said
+    assert "max_plans=3" in said
+    assert "The last ones: 0, 1, 2, 3" in said
+    assert "self.width" in said
+    assert "test_capture_cache.py" in said
+    assert 'self.layers[1].register_buffer("width", torch.tensor(3))' in said.replace("'", '"')
+    assert model.layers[1].width == 3  # nothing has run
+    model.layers[1].width = 1
+    compiled(x).backward()  # those that are kept still run
+
+
+def test_at_the_limit_an_argument_is_named() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor, keep: int) -> Tensor:
+        return model(x)[:, :keep].sum()
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=2)
+    x = torch.randn(2, 8)
+    for keep in (5, 6, 5, 6):
+        assert same_bits(compiled(x, keep), step(x, keep))
+    with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
+        compiled(x, 7)
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["compile", "torch.compile"])
+def test_a_capture_leaves_no_bytes_that_no_plan_knows(by_name: bool) -> None:
+    """A tensor times a number: autograd of the fake tensors keeps the number, in a real tensor of eight bytes."""
+    weight, x = nn.Parameter(torch.randn(64)), torch.randn(64)
+
+    def train() -> object:
+        def loss_of(x: Tensor) -> Tensor:
+            return (weight.sigmoid() * 0.5 * x).sum()
+
+        if by_name:
+            torch._dynamo.reset()
+            step = torch.compile(loss_of, backend="checkmate", options={"budget": "1 MB"}, dynamic=False)
+        else:
+            step = checkmate.compile(loss_of, budget="1 MB", time_limit=1)
+        step(x).backward()
+        weight.grad = None
+        return step
+
+    train()  # its ops are measured
+    assert measure_peak(train).final == 0

@@ -1,0 +1,187 @@
+"""Each op of the table of candidates leaves, over each argument that it names, the bits of the plain op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from checkmate.capture.inplace.rules import TABLE, block_bytes, call_over, positions, positions_to_try
+from checkmate.capture.inplace.shape_only import convolution_backward_input
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+
+aten = torch.ops.aten
+SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38, -3e38, 0.5, -0.5])
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+}
+SHAPE = (4, 6, 10, 26)  # 6,240 numbers
+SAME_SIZE = [1, 1], [1, 1], [1, 1], False, [0, 0], 1  # of a convolution by 3 x 3
+OTHERS: dict[Any, tuple[Any, ...]] = {  # arguments of an op after the tensors of one shape that it begins with
+    aten.add.Scalar: (0.3,),
+    aten.sub.Scalar: (0.3,),
+    aten.mul.Scalar: (-0.7,),
+    aten.div.Scalar: (3.0,),
+    aten.rsub.Scalar: (1.0,),
+    aten.pow.Tensor_Scalar: (3.0,),
+    aten.clamp.default: (-0.5, 0.7),
+    aten.clamp_max.default: (0.7,),
+    aten.clamp_min.default: (-0.5,),
+    aten.lerp.Scalar: (0.3,),
+    aten.hardtanh_backward.default: (-0.5, 0.7),
+    aten.leaky_relu_backward.default: (0.1, False),
+    aten.softplus_backward.default: (1.0, 20.0),
+    aten.threshold_backward.default: (0.1,),
+    aten.binary_cross_entropy_backward.default: (None, 0),
+    aten.mse_loss_backward.default: (0,),
+    aten.smooth_l1_loss_backward.default: (0, 1.0),
+    aten._softmax.default: (1, False),
+    aten._log_softmax.default: (3, False),
+    aten._safe_softmax.default: (3,),
+    aten._softmax_backward_data.default: (3, torch.float32),
+    aten._log_softmax_backward_data.default: (1, torch.float32),
+}
+CONTIGUOUS_ONLY = {aten.nll_loss2d_backward.default}  # elsewhere signs of NaN may differ
+
+
+def _draw(dtype: torch.dtype, layout: str, seed: int) -> Tensor:
+    """Of many sizes; the first numbers are special, each argument's in another order."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(SHAPE, generator=draw) * 10 ** (4 * torch.rand(SHAPE, generator=draw) - 2)
+    some = SPECIAL[torch.randint(len(SPECIAL), (520,), generator=draw)]
+    x.view(-1)[:520] = some  # two rows of channels: other rows stay finite
+    return LAYOUTS[layout](x.to(dtype))
+
+
+def _arguments(op: Any, dtype: torch.dtype, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, y, z = (_draw(dtype, layout, seed) for seed in range(3))
+    where = torch.rand(SHAPE, generator=torch.Generator().manual_seed(3)) < 0.5
+    weights = torch.rand(4, SHAPE[1], generator=torch.Generator().manual_seed(4)).to(dtype).unbind()
+    size = [2, 2], [2, 2], [0, 0]
+    kernel = torch.randn(6, 6, 3, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
+    special: dict[Any, tuple[Any, ...]] = {
+        aten.elu_backward.default: (x, 1.0, 1.0, 1.0, False, y),
+        aten.masked_fill.Scalar: (x, where, -0.5),
+        aten.masked_fill.Tensor: (x, where, torch.tensor(-0.5, dtype=dtype)),
+        aten.where.self: (where, x, y),
+        aten.addcdiv.default: (x, y, z),
+        aten.addcmul.default: (x, y, z),
+        aten.lerp.Tensor: (x, y, z),
+        aten.lerp.Scalar: (x, y, 0.3),
+        aten.log_sigmoid_backward.default: (x, y, z),
+        aten.div.Tensor_mode: (x, y),
+        aten._native_batch_norm_legit_functional.default: (x, *weights, True, 0.1, 1e-5),
+        aten.native_batch_norm_backward.default: (x, y, weights[0], None, None, *weights[1:3], True, 1e-5, [True] * 3),
+        aten.convolution.default: (x, kernel, weights[0], *SAME_SIZE),
+        aten.convolution_backward.default: (x, y, kernel, None, *SAME_SIZE, [True, False, False]),
+        convolution_backward_input: (x, kernel, SHAPE, x.stride(), *SAME_SIZE),
+        aten.avg_pool2d_backward.default: (x[:, :, ::2, ::2].contiguous(), y, *size, False, True, None),
+        aten.nll_loss_backward.default: (
+            torch.tensor(-0.5, dtype=dtype), x.reshape(-1, 26), torch.arange(240) % 26, None, 1, -100,
+            torch.tensor(240.0, dtype=dtype),
+        ),
+        aten.nll_loss2d_backward.default: (
+            torch.tensor(-0.5, dtype=dtype), x, torch.arange(1040).view(4, 10, 26) % 6, None, 1, -100,
+            torch.tensor(1040.0, dtype=dtype),
+        ),
+    }  # fmt: skip
+    if op is aten.max_pool2d_with_indices_backward.default:
+        pooled, indices = aten.max_pool2d_with_indices(x, *size)
+        return (pooled, x, *size, [1, 1], False, indices), {}
+    if op in special:
+        return special[op], {"rounding_mode": "trunc"} if op is aten.div.Tensor_mode else {}
+    schema = [a for a in op._schema.arguments if not a.kwarg_only]
+    count = sum(str(a.type) == "Tensor" for a in schema)
+    return (*(x, y, z)[:count], *OTHERS.get(op, ())), {}
+
+
+def _node(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    graph = fx.Graph()
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = leaf
+        return node
+
+    node = graph.call_function(op, tuple(map(placeholder, args)), kwargs)
+    node.meta["val"] = op(*args, **kwargs)
+    return node
+
+
+@pytest.mark.parametrize("op", TABLE, ids=lambda op: getattr(op, "__name__", str(op)))
+def test_an_op_of_the_table_leaves_its_bits_over_each_argument(op: Any) -> None:
+    tried = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for layout in LAYOUTS:
+            args, kwargs = _arguments(op, dtype, "contiguous" if op in CONTIGUOUS_ONLY else layout)
+            if op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+                args = (*args[:-1], dtype)
+            expected = op(*args, **kwargs)
+            plain = measure_peak(lambda: op(*args, **kwargs))  # noqa: B023
+            for i in positions(_node(op, args, kwargs)):
+                own = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+                into, over_args, over_kwargs = call_over(op, own, kwargs, i)
+                made: list[Any] = []
+                use = measure_peak(lambda: made.append(into(*over_args, **over_kwargs)))  # noqa: B023
+                first = made[0] if isinstance(made[0], Tensor) else made[0][0]
+                assert first.data_ptr() == own[i].data_ptr(), (dtype, layout, i)
+                assert first.stride() == args[i].stride()
+                assert_same_bits(made[0], expected)
+                block = block_bytes(_node(op, args, kwargs)) or 0
+                assert use.peak <= plain.peak - first.nbytes + block, "it makes a copy"
+                others = [(a, b) for j, (a, b) in enumerate(zip(own, args, strict=True)) if j != i]
+                assert_same_bits([a for a, _ in others], [b for _, b in others])
+                tried.add(i)
+    assert tried == set(TABLE[op].positions)
+
+
+def test_no_variant_of_the_table_makes_a_copy_of_its_own() -> None:
+    """PyTorch generates some: they fill a new tensor and copy it."""
+    variants = [written.into for written in TABLE.values() if isinstance(written.into, torch._ops.OpOverload)]
+    assert variants
+    assert not [op for op in variants if torch.Tag.generated in op.tags]
+    assert torch.Tag.generated in aten.relu.out.tags  # as this one is
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (torch.ones(4, 6), torch.ones(4, 6), (0, 1)),
+        (torch.ones(4, 6), torch.ones(6), (0,)),
+        (torch.ones(4, 6), torch.ones(1, 6).expand(4, 6), (0,)),
+        (torch.ones(4, 6), torch.ones(6, 4).t(), (0,)),
+        (torch.ones(4, 6), torch.ones(4, 6, dtype=torch.bfloat16), (0,)),
+        (torch.ones(4, 6, dtype=torch.bfloat16), torch.ones(4, 6), (1,)),
+        (torch.ones(4, 12)[:, ::2], torch.ones(4, 6), (1,)),
+        (torch.ones(8, 6)[4:], torch.ones(4, 6), (1,)),
+        (torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dtype=torch.int64), ()),
+        (torch.ones(4, 6, dtype=torch.complex64).conj(), torch.ones(4, 6), ()),
+        (torch.ones(4, 6, device="meta"), torch.ones(4, 6, device="meta"), (0, 1)),
+    ],
+    ids=["alike", "vector", "expanded", "transposed", "to half", "from half", "gaps", "part", "int", "complex", "meta"],
+)  # fmt: skip
+def test_an_argument_that_is_not_just_like_the_result_is_not_written_over(
+    x: Tensor, y: Tensor, expected: tuple[int, ...]
+) -> None:
+    assert positions(_node(aten.add.Tensor, (x, y), {})) == expected
+
+
+def test_what_is_tried_does_not_depend_on_memory_behind_the_argument() -> None:
+    """An op is known by shapes, strides and types: the same one may read the whole of a memory elsewhere."""
+    node = _node(aten.add.Tensor, (torch.ones(8, 6)[4:], torch.ones(4, 6)), {})
+    assert positions_to_try(node) == (0, 1)
+
+
+def test_of_other_devices_only_pointwise_ops_are_known() -> None:
+    x = torch.ones(4, 6, device="meta")
+    assert positions(_node(aten.exp.default, (x,), {})) == (0,)
+    assert positions(_node(aten._softmax.default, (x, 1, False), {})) == ()

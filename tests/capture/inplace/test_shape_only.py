@@ -1,0 +1,76 @@
+"""Gradients that are computed without an input of which the op reads the shape only have the same bits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import checkmate
+from checkmate.backends.tensor_state import same_bits
+from checkmate.capture.inplace.shape_only import convolution_backward_input, max_pool2d_backward, stand_in
+from checkmate.memory import measure_peak
+from tests.support.sampling import every, in_turn
+
+aten = torch.ops.aten
+
+
+def _sizes(rng: random.Random, dims: int, *choices: int) -> list[int]:
+    return [rng.choice(choices) for _ in range(dims)]
+
+
+def _convolution(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """An input, a weight, the gradient of the result, and the geometry."""
+    dims, channels, transposed = rng.choice((1, 2, 2, 3)), rng.choice((2, 4, 16)), rng.random() < 0.2
+    groups = rng.choice((1, 1, 2, channels))
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
+    x = torch.randn([rng.choice((1, 2, 5)), channels, *_sizes(rng, dims, 9, 12, 17)]).to(dtype)
+    weight = torch.randn([channels, channels // groups, *_sizes(rng, dims, 1, 2, 3)]).to(dtype)
+    if dims == 2 and rng.random() < 0.4:
+        x = x.to(memory_format=torch.channels_last)
+    if dims == 2 and rng.random() < 0.2:
+        x = x.transpose(2, 3)
+    stride, padding, dilation = _sizes(rng, dims, 1, 1, 2), _sizes(rng, dims, 0, 1), _sizes(rng, dims, 1, 1, 2)
+    geometry = stride, padding, dilation, transposed, [0] * dims, groups
+    y = aten.convolution(x, weight, None, *geometry)
+    return x, weight, torch.randn(y.shape).to(dtype), geometry
+
+
+@in_turn(block=every(3, range(20)))
+def test_the_input_gradient_of_any_convolution(block: int) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        torch.manual_seed(seed)
+        x, weight, grad, geometry = _convolution(random.Random(seed))
+        plain = aten.convolution_backward(grad, x, weight, None, *geometry, [True, False, False])[0]
+        assert same_bits(convolution_backward_input(grad, weight, x.shape, x.stride(), *geometry), plain), seed
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_gradient_of_a_maximum_over_windows(channels_last: bool) -> None:
+    x = torch.randn(3, 4, 15, 17).to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    geometry = [3, 3], [2, 2], [1, 1], [1, 1], False
+    y, indices = aten.max_pool2d_with_indices(x, *geometry)
+    grad = torch.randn_like(y)
+    plain = aten.max_pool2d_with_indices_backward(grad, x, *geometry, indices)
+    assert same_bits(max_pool2d_backward(grad, indices, x.shape, x.stride(), *geometry), plain)
+
+
+def test_what_stands_in_takes_no_memory_and_is_zero() -> None:
+    shape, stride = (2**13, 2**10), (2**10, 1)
+    assert measure_peak(lambda: stand_in(shape, stride, torch.float32)).peak == 0
+    assert not stand_in(shape, stride, torch.float32)[::97].any()
+    assert stand_in((3, 0), (0, 1), torch.float64).shape == (3, 0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_needs_no_input_for_its_gradient() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    batch = torch.randn(4, 3, 16, 16)
+    problem = checkmate.trace(lambda x: F.mse_loss(body(x), torch.zeros(())), batch)
+    readers = {op.target: [problem.graph.values[v].name for v in op.inputs] for op in problem.graph.ops}
+    assert "max_pool2d_with_indices[0]" not in readers["checkmate.convolution_backward_input"]
+    assert "convolution" not in readers["checkmate.max_pool2d_backward"]

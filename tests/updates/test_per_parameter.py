@@ -1,0 +1,299 @@
+"""Optimizers that are not in `torch.optim`, and are promised to update each parameter alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from transformers.optimization import Adafactor
+
+import checkmate
+from checkmate.memory import measure_peak
+from checkmate.torch_internals.trees import tree_leaves
+from checkmate.updates import optimizers
+from checkmate.updates.optimizers import Update, about, checked
+from checkmate.updates.per_parameter import known
+from tests.support.bits import assert_same_bits
+from tests.support.updated import BATCH, AllKinds
+from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
+from tests.updates import own_optimizers as own
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Make = Callable[[Any], optim.Optimizer]
+
+# As the page names them: those that are taken, in all their settings, and those that are not, with words of the error.
+TAKEN: dict[str, list[Make]] = {
+    "derived from AdamW, changes nothing that its step runs": [own.Renamed],
+    "derived from AdamW, sets its own rate in its step": [
+        own.WarmsUp,
+        lambda groups: own.WarmsUp(groups, foreach=True, amsgrad=True),
+        lambda groups: own.WarmsUp(groups, fused=True),
+    ],
+    "AdamW of one's own, by p.data, with corrections in Python": [own.OwnAdamW],
+    "momentum of one's own, with decay written into gradients": [own.DecaysInGradients],
+    "Lion": [own.Lion],
+    "Lamb": [own.Lamb],
+    "Lamb that counts its steps in its groups": [own.LambByGroups],
+    "Adafactor of transformers": [
+        Adafactor,
+        lambda groups: Adafactor(groups, warmup_init=True, beta1=0.9),
+        lambda groups: Adafactor(groups, lr=0.01, relative_step=False, scale_parameter=False),
+    ],
+}
+REFUSED: dict[str, tuple[Make, str]] = {
+    "steps by another optimizer": (lambda groups: own.Lookahead(optim.AdamW(groups)), "another optimizer, AdamW,"),
+    "wraps another optimizer": (lambda groups: own.Wrapper(optim.AdamW(groups)), "another optimizer, AdamW,"),
+    "LBFGS": (lambda groups: type("Own", (optim.LBFGS,), {})(groups[0]["params"]), "several times"),
+}
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = [*model.parameters()]
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.02}]
+
+
+def _made(make: Make, *, is_ours: bool, **how: Any) -> tuple[Any, nn.Module, optim.Optimizer]:
+    model = AllKinds()
+    optimizer = make(_groups(model))
+    if is_ours:
+        how = {"budget": "1 MB", "time_limit": 1.0, "alone": True, **how}
+        return checkmate.training_step(model, optimizer, **how), model, optimizer
+    return plain_step(model, [optimizer], **how), model, optimizer
+
+
+def assert_same(found: TrainedWhole, expected: TrainedWhole) -> None:
+    """The same bits, also of what stands in groups and of the numbers that states count."""
+    assert_same_bits(found.bits(), expected.bits())
+    for one, other in zip(found.state["optimizers"], expected.state["optimizers"], strict=True):
+        assert repr(one["param_groups"]) == repr(other["param_groups"])
+
+
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name, makes in TAKEN.items() for n in range(len(makes))])
+def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
+    """Two groups over six steps, with a schedule where there is a rate: bits, states, counts, and the planned peak."""
+    both = []
+    for is_ours in (True, False):
+        step, model, optimizer = _made(TAKEN[name][n], is_ours=is_ours)
+        schedule = None
+        if optimizer.param_groups[0]["lr"] is not None:
+            schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+        def between(i: int, schedule: Any = schedule) -> None:
+            if i and schedule is not None:
+                schedule.step()
+
+        both.append((step, train_whole(step, model, [optimizer], BATCH, steps=6, between=between), optimizer))
+    (step, found, ours), (_, expected, plain) = both
+    assert_same(found, expected)
+    assert getattr(ours, "steps", None) == getattr(plain, "steps", None)
+    (plan,) = step.plans
+    # the meter has not seen come what the first metered step replaces
+    assert max(found.peaks[1:]) <= plan.peak - plan.problem.resident
+    assert len({loss.item() for loss in expected.losses}) > 1  # something was learnt
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (own.DecaysInGradients, {"accumulate": 2}),
+        (own.WarmsUp, {"accumulate": 2, "clip_norm": 0.5}),
+        (Adafactor, {"clip_value": 0.01}),
+    ],
+)
+def test_what_else_a_step_does(make: Make, how: dict[str, Any]) -> None:
+    both = []
+    for is_ours in (True, False):
+        step, model, optimizer = _made(make, is_ours=is_ours, **how)
+        both.append(train_whole(step, model, [optimizer], BATCH, steps=6))
+    assert_same(*both)
+
+
+def test_gradients_may_be_left() -> None:
+    """As they were given to the optimizer; one that may write over them could leave other ones in plain PyTorch."""
+    both = []
+    for is_ours in (True, False):
+        step, model, optimizer = _made(Adafactor, is_ours=is_ours, **({"gradients": True} if is_ours else {}))
+        found = train_whole(step, model, [optimizer], BATCH, steps=3)
+        found.state["gradients"] = [p.grad for p in model.parameters()]
+        both.append(found)
+    assert_same(*both)
+    for make in (own.DecaysInGradients, own.LambByGroups):
+        with pytest.raises(checkmate.Unsupported, match="may write over gradients"):
+            _made(make, is_ours=True, gradients=True)
+
+
+def test_a_skipped_update_counts_nothing() -> None:
+    """With a scaler, as in plain PyTorch: neither in a state, nor in a group."""
+    both = []
+    for is_ours in (True, False):
+        model = nn.Linear(4, 4)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        optimizer, scaler = own.LambByGroups(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+        def loss_fn(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return model(x).square().mean()
+
+        step: Any = plain_step(loss_fn, [optimizer], scaler=scaler)
+        if is_ours:
+            step = checkmate.training_step(loss_fn, optimizer, budget="1 MB", scaler=scaler, time_limit=1.0, alone=True)
+        for factor in (1.0, float("inf"), 1.0):
+            step(torch.full((2, 4), factor))
+        both.append((optimizer.state_dict(), model.state_dict(), scaler.get_scale()))
+        assert optimizer.param_groups[0]["step"] == 2
+    assert_same_bits(*both)
+
+
+@pytest.mark.parametrize("make", [own.LambByGroups, Adafactor])
+def test_training_goes_on_from_a_checkpoint(make: Make) -> None:
+    """Of either loop, in either loop."""
+    step, model, optimizer = _made(make, is_ours=False)
+    train_whole(step, model, [optimizer], BATCH, steps=2)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    both = []
+    for is_ours in (True, False):
+        step, model, optimizer = _made(make, is_ours=is_ours, **({"verify": True} if is_ours else {}))
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(copy.deepcopy(kept[1]))
+        both.append(train_whole(step, model, [optimizer], BATCH, steps=3))
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("make", [own.LambByGroups, own.DecaysInGradients])
+def test_verified_and_left_as_it_was(make: Make) -> None:
+    """What is counted beside the states is put back, and states that are replaced are in the peak once."""
+    both = []
+    for options in ({"verify": True}, {}):
+        step, model, optimizer = _made(make, is_ours=True, **options)
+        both.append(train_whole(step, model, [optimizer], BATCH, steps=2))
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("make", [own.OwnAdamW, own.Lamb, own.BeginsHeavily, own.DecaysInGradients, Adafactor])
+def test_a_large_parameter(make: Any) -> None:
+    """What an update makes is in the plan, to the byte, and the state from the first step on."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(2000, 64)
+    optimizer = make(embedding.parameters())
+    step = checkmate.training_step(
+        lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", time_limit=1.0, wait="best", alone=True
+    )
+    x = torch.arange(16)
+    step(x)
+    (plan,) = step.plans
+
+    def twice() -> None:
+        optimizer.state.clear()
+        for _ in range(2):
+            step(x)
+
+    twice()
+    peak = measure_peak(twice).peak  # of the step that makes the state, and of one that goes on from it
+    held = sum(t.nbytes for t in tree_leaves([*optimizer.state.values()]) if isinstance(t, torch.Tensor))
+    assert 0 <= plan.peak - plan.problem.resident + held - peak < 64
+
+
+def test_a_late_update_is_estimated_where_none_runs() -> None:
+    """On another device, by the update of a small parameter in proportion: as measured, or little more."""
+    embedding = nn.Embedding(2000, 64)
+    optimizer = own.OwnAdamW(embedding.parameters())
+    step = checkmate.training_step(lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", alone=True)
+    measured, estimated = (checkmate.trace(step, torch.arange(16), profile=p) for p in ("measure", "roofline:h100"))
+    temporary = embedding.weight.nbytes
+    assert temporary <= max(measured.workspace) <= max(estimated.workspace) <= max(measured.workspace) + 1024
+
+
+def test_a_class_that_changes_nothing_is_its_parent() -> None:
+    """It shares its parent's measurements; one that changes what a step runs is not known."""
+    parameters = [nn.Parameter(torch.ones(2))]
+    renamed, plain = own.Renamed(parameters), optim.AdamW(parameters)
+    assert known(renamed) is known(plain) is optim.AdamW
+    assert about(renamed, plain.param_groups[0]) == about(plain, plain.param_groups[0])
+    for changes in ("step", "_init_group"):
+        kind: Any = type("Changes", (optim.SGD,), {changes: lambda self, *args: None})
+        assert known(kind(parameters, lr=0.1)) is None
+
+    def louder(step: Any) -> Any:
+        def call(self: Any) -> Any:
+            return step(self)
+
+        call.__dict__.update(step.__dict__, __wrapped__=step)
+        return call
+
+    assert known(type("Wrapped", (optim.SGD,), {"step": louder(optim.SGD.step)})(parameters, lr=0.1)) is None
+
+
+def test_another_code_is_measured_anew() -> None:
+    """What a parameter's update costs is remembered for its code and what it is made with, whatever it has counted."""
+    found = []
+    for make, cell in ((own.Lamb, 0), (own.Lamb, 0), (own.Lamb, 1), (own.Lion, 0)):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer: Any = make([parameter])
+        vars(optimizer)["depth"] = cell
+        found.append(Update(optimizer, 0, parameter).about)
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+    for counting in (own.LambByGroups([nn.Parameter(torch.ones(2))]), own.WarmsUp([nn.Parameter(torch.ones(2))])):
+        before = about(counting, counting.param_groups[0])
+        counting.step()
+        assert about(counting, counting.param_groups[0]) == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_with_the_way_out(name: str) -> None:
+    """And nothing has changed: neither parameters, nor states, nor the generators of random numbers."""
+    make, words = REFUSED[name]
+    model = AllKinds()
+    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    optimizer = make(_groups(model))
+    groups = repr(optimizer.param_groups)
+    with pytest.raises(checkmate.Unsupported, match=words) as error:
+        checkmate.training_step(model, optimizer, budget="1 MB", alone=True)
+    assert type(optimizer).__name__ in str(error.value)
+    assert "reserve=" in str(error.value)
+    assert_same_bits((model.state_dict(), torch.get_rng_state()), (before, drawn))
+    assert not optimizer.state
+    assert repr(optimizer.param_groups) == groups
+
+
+class ByLargeOnes(own.OwnAdamW):
+    """Divides gradients by the norm of all large ones, of which copies of three elements a dimension are none."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        large = [p.grad.norm() for p in group["params"] if p.grad is not None and p.numel() > 100]
+        for p in group["params"] if large else ():
+            p.grad /= 1 + torch.stack(large).norm()
+
+
+@pytest.mark.parametrize("make", [ByLargeOnes, own.Lion])
+def test_what_is_not_known_takes_a_promise(make: Make) -> None:
+    """No trial on small copies could tell the first of these from the second: it does not update each alone."""
+    model = AllKinds()
+    with pytest.raises(checkmate.Unsupported, match=r"(?s)is not known to update .* alone=True.* reserve="):
+        checkmate.training_step(model, make(_groups(model)), budget="1 MB")
+    checked(make(_groups(model)), alone=True)
+    checked(Adafactor(_groups(model)))
+
+
+def test_of_a_shard_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "is_shard", lambda parameter: True)
+    with pytest.raises(checkmate.Unsupported, match="Lamb may read rows, columns or norms of a whole parameter"):
+        checked(own.Lamb([nn.Parameter(torch.ones(2))]))
+
+
+def test_the_table_of_optimizers_is_that_of_the_tests() -> None:
+    """On the page of what works and what is refused."""
+    page = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
+    section = page.split("## Optimizers of whole steps\n")[1].split("\n## ")[0]
+    rows = {
+        first.replace("`", ""): second
+        for first, second in re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)[1:]
+    }
+    assert sorted(name for name, said in rows.items() if said.startswith("works")) == sorted(TAKEN)
+    assert sorted(name for name, said in rows.items() if said.startswith("refused")) == sorted(REFUSED)
