@@ -14,11 +14,14 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long is slow as well: ``-m "not slow"`` takes the place of the option that leaves out what is long.
+    """Mark as long the cases of long.txt, and as slow all that are long; begin with tests that take minutes.
 
-    What takes minutes begins first.
+    ``-m "not slow"`` takes the place of the option that leaves out what is long.
     """
+    others_prove = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
     for item in items:
+        if item.nodeid in others_prove:
+            item.add_marker("long")
         if item.get_closest_marker("long"):
             item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)

@@ -1,8 +1,6 @@
 """Plant small mistakes in the product, one at a time, and name a test that finds each.
 
-    pip install pytest-cov
-    make test ARGS="--cov --cov-context=test"
-    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0]
+    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0]    # after those of covered.py
 
 A mutant is one operator, comparison, constant or call of a function changed within the files that are named. The tests
 that run its line, by the coverage that was recorded, run in a fork of this process in which the function has the
@@ -25,14 +23,14 @@ import signal
 import sys
 import time
 import types
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.project.covered import ROOT, covering_tests, seconds_of_tests
+
 SPINE = ("checkmate/core", "checkmate/codegen/emit.py", "solvers/common/incumbent.py", "solvers/plan_cache.py")
 SPINE += ("profiling/measure.py", "solvers/linear/equations.py", "checkmate/memory/meter.py", "checkmate/verification")
 SWAPS: dict[type[ast.AST], Any] = {
@@ -93,8 +91,8 @@ class _Mutate(ast.NodeTransformer):
         return node
 
 
-def _plant(file: Path, wanted: int) -> None:
-    """Give all functions of a file that this process has loaded the code of its mutant."""
+def _plant(functions: list[types.FunctionType], file: Path, wanted: int) -> None:
+    """Give those functions that are of a file the code of its mutant."""
     tree = ast.fix_missing_locations(_Mutate(wanted).visit(ast.parse(file.read_text())))
     codes: dict[tuple[str, int], types.CodeType] = {}
     todo = [compile(tree, str(file), "exec", dont_inherit=True)]
@@ -102,15 +100,15 @@ def _plant(file: Path, wanted: int) -> None:
         code = todo.pop()
         codes[code.co_qualname, code.co_firstlineno] = code
         todo += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    for function in gc.get_objects():
-        if isinstance(function, types.FunctionType) and os.path.realpath(function.__code__.co_filename) == str(file):
+    for function in functions:
+        if os.path.realpath(function.__code__.co_filename) == str(file):
             old = function.__code__
             new = codes.get((old.co_qualname, old.co_firstlineno))
             if new is not None and new.co_freevars == old.co_freevars:
                 function.__code__ = new
 
 
-def _fails(tests: list[str], seconds: float, mutant: tuple[Path, int] | None) -> str | None:
+def _fails(tests: list[str], seconds: float, *mutant: Any) -> str | None:
     """Run tests in a fork until one fails: its name, or "time" where the fork does not end."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -125,7 +123,7 @@ def _fails(tests: list[str], seconds: float, mutant: tuple[Path, int] | None) ->
                     os.write(write, report.nodeid.encode())
                     os._exit(1)
 
-        if mutant is not None:
+        if mutant:
             _plant(*mutant)
         # No name: it failed before a test did, as where a mutant breaks what a conftest calls.
         code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[Tell()])
@@ -162,31 +160,23 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--coverage", default=".coverage")
-    parser.add_argument("--times", type=Path, help="rows [test, seconds]; without, a test counts as one second")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "project" / "mutants.jsonl")
     asked = parser.parse_args()
 
-    import coverage  # type: ignore[import-not-found, unused-ignore]
-
-    data = coverage.CoverageData(asked.coverage)
-    data.read()
-    takes: dict[str, float] = defaultdict(lambda: 1.0)
-    for row in map(json.loads, asked.times.read_text().splitlines() if asked.times else ()):
-        takes[row[0]] = row[1]
+    covered, takes = covering_tests(), seconds_of_tests()
     places = list(_places(asked.paths))
     chosen = random.Random(asked.seed).sample(places, min(asked.count, len(places)))
-    lines = {os.path.realpath(file): file for file in data.measured_files()}
 
     # Load all that the tests import before the first fork.
     pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", str(ROOT / "tests")])
     importlib.import_module("torch._dynamo")
+    functions = [one for one in gc.get_objects() if isinstance(one, types.FunctionType)]
     gc.freeze()
     sound = set[str]()  # tests that pass in a fork without a mutant
     found = 0
-    for count, (file, number, (name, line, old, new)) in enumerate(chosen, start=1):
-        contexts = data.contexts_by_lineno(lines.get(str(file), str(file))).get(line, [])
-        tests = sorted({context.split("|")[0] for context in contexts} - {""})
+    known = len(asked.out.read_text().splitlines()) if asked.out.exists() else 0  # a run goes on where one has ended
+    for count, (file, number, (name, line, old, new)) in enumerate(chosen[known:], start=known + 1):
+        tests = sorted(covered.get((file, line), ()))
         room = set(Path(name).parent.parts)
         tests.sort(key=lambda test: (-len(room & set(Path(test.split("::")[0]).parts)), takes[test]))
         row = {"file": name, "line": line, "from": old, "to": new, "tests": len(tests), "by": None}
@@ -196,10 +186,10 @@ def main() -> None:
             while tests and len(block) < 40 and sum(takes[test] for test in block) < 10:
                 block.append(tests.pop(0))
             spent += sum(takes[test] for test in block)
-            killer = _fails(block, 30 + 4 * sum(takes[test] for test in block), (file, number))
+            killer = _fails(block, 30 + 4 * sum(takes[test] for test in block), functions, file, number)
             if killer is None or killer in sound or killer == "time":
                 row["by"] = killer
-            elif _fails([killer], 60, None) is None:
+            elif _fails([killer], 60) is None:
                 sound.add(killer)
                 row["by"] = killer
         found += row["by"] is not None

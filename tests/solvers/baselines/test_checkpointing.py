@@ -32,7 +32,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import exact_bytes
 from tests.solvers.baselines.test_baselines import random_chain, solve
 from tests.support.oracle import random_problem
-from tests.support.sampling import in_turn
+from tests.support.sampling import every, in_turn
 
 
 def dag(deps: list[list[int]], pinned: Iterable[int] = ()) -> Problem:
@@ -180,7 +180,7 @@ def test_selections_are_all_there_are() -> None:
 
 
 @pytest.mark.slow
-@in_turn(seed=range(30))
+@in_turn(seed=every(3, range(30)))
 def test_greedy_is_the_best_choice_of_all_thresholds_by_brute_force(seed: int) -> None:
     """Every b from 0 to all bytes, one by one."""
     problem = random_chain(100 + seed, layers=6)

@@ -18,7 +18,7 @@ from checkmate.solvers.linear.equations import FORMULATIONS, build
 from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import Model
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import in_turn
+from tests.support.sampling import every, in_turn
 
 milp = METHODS["milp"].solve
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-@in_turn(formulation=FORMULATIONS, seed=range(8))
+@in_turn(formulation=FORMULATIONS, seed=every(3, range(8)))
 def test_cbc_equals_brute_force(seed: int, formulation: str) -> None:
     problem = random_problem(seed)
     every = outcomes(problem)

@@ -78,7 +78,7 @@ def test_without_time_nothing_is_found_and_nothing_proven_but_that_each_op_runs(
     assert (solution.status, solution.bound) == (Status.NOT_FOUND, 17.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem = dags.unit_chain(8)
     first, second = (lp_rounding(problem, 5, randomized=True, seed=3) for _ in range(2))

@@ -53,7 +53,7 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     assert found <= formulas
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem, budget = dags.unit_chain(8), 5
     first, second = (Tilts(Task(problem, budget)).search(Clock(SECONDS)) for _ in range(2))

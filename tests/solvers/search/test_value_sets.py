@@ -26,7 +26,7 @@ from tests.support.oracle import (
     random_problem_with_overwrites,
     random_problem_with_ways,
 )
-from tests.support.sampling import in_turn
+from tests.support.sampling import every, in_turn
 
 Make = Callable[..., Problem]
 
@@ -76,7 +76,7 @@ def smallest_cut(sets: ValueSets, t: int) -> int:
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
 
-@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], seed=range(40))
+@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], seed=every(4, range(40)))
 def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -> None:
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
     few = 5 if seed % 30 == 0 else 4
@@ -104,7 +104,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], block=range(4))
+@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], block=every(4, range(4)))
 def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     refuted = 0
     for seed in range(4000 + 15 * block, 4015 + 15 * block):
