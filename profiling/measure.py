@@ -15,7 +15,6 @@ Within a step an op seldom finds its inputs in the nearest caches: other ops ran
 repeats a buffer is overwritten, of twice the second-level cache of the CPU or the last cache of an accelerator. Without
 this pointwise ops took half the time that they take within a step, or less. On an accelerator it gives the host a head
 start too: launching a small kernel takes the host longer than running it takes the device.
-
 On the main path, 5 of 16: see docs/idea.md.
 """
 

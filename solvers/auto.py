@@ -8,7 +8,6 @@
     -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
-
 On the main path, 10 of 16: see docs/idea.md.
 """
 

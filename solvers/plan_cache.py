@@ -15,7 +15,6 @@ was proven for, and how long was allowed to look for it. Nothing in it is believ
 simulator for today's problem before it is used, and the bound counts only for the very costs, sizes and bytes that it
 was proven for. A file that is damaged, or not the one it claims to be, is refused with a warning. The folder holds so
 many plans at most; those go first that were not used for longest.
-
 On the main path, 8 of 16: see docs/idea.md.
 """
 

@@ -4,7 +4,6 @@ Dynamo keeps compiled code with a code object, looks through all of it at each c
 (`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one
 for a call is looked up by the shapes and types of its tensors; Dynamo's guards decide. So the tenth shape costs what
 the second did, and a capture that is forgotten is freed, with its code and its plan.
-
 On the main path, 2 of 16: see docs/idea.md.
 """
 

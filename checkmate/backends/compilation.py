@@ -193,9 +193,7 @@ class _Compilation:
         self.noted: Noted = []  # what the step has tagged
         # Found by `_partition`, if there is anything to plan.
         self.unreached: list[int] = []  # inputs that are never differentiated
-        self.watches: list[
-            Callable[..., None]
-        ] = []  # refuse in a call's backward what plain PyTorch would do otherwise
+        self.watches = list[Callable[..., None]]()  # refuse in a backward what plain PyTorch would do otherwise
         self.sharing = Sharing()
         self.running: SwappablePlan | None = None  # by which plan; None: nothing was planned
         self.first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours

@@ -51,12 +51,7 @@ from checkmate.units import format_seconds
 log = logging.getLogger("checkmate.solve")
 Run = Callable[[list[Any]], Any]
 Write = Callable[[Solution], tuple[Any, Any] | None]
-_OF_SEVERAL_TENSORS = (
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-    ForwardTokenAOTInput,
-    BackwardTokenAOTInput,
-)
+_OF_SEVERAL = SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput, ForwardTokenAOTInput, BackwardTokenAOTInput
 
 
 @dataclass(frozen=True)
@@ -203,18 +198,8 @@ def is_swappable(joint: Joint) -> bool:
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
         and all(isinstance(node.meta.get("val"), torch.Tensor) for node in joint.placeholders)
-        and not any(isinstance(desc, _OF_SEVERAL_TENSORS) for desc in found)
+        and not any(isinstance(desc, _OF_SEVERAL) for desc in found)
     )
-
-
-def _detach_all_views() -> None:
-    """Make AOTAutograd save views without their graph, be they inputs or not.
-
-    From PyTorch 2.14 on it notes by place which of the saved tensors are inputs; of another plan these are others.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)  # False at any place
 
 
 class SwappableCode:
@@ -234,7 +219,11 @@ class SwappableCode:
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
         """Take the first plan's function, the backward last, and give AOTAutograd the one to call in its place."""
-        _detach_all_views()
+        # From PyTorch 2.14 on AOTAutograd notes by place which of the saved tensors are inputs, and saves the others
+        # without the graph of their views. Of another plan the inputs are others: save all without.
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)  # False at any place
         self._runs[phase][0] = run
         whole = self._forward if phase == "forward" else self._backward
         return takes_one_list(lambda inputs: whole(inputs))

@@ -6,7 +6,8 @@ import ast
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,6 @@ _SPELLINGS = (
     (re.compile(r"\._modules\['(\w+)'\]"), r".\1"),
     (re.compile(r"\.__dict__\['(\w+)'\]"), r".\1"),
 )
-
-
 Constant = int | float | bool | str
 
 
@@ -132,7 +131,9 @@ def spelled(source: str, fn: Callable[..., Any]) -> str:
     'beta'
     """
     if positional := re.match(r"L\['args'\]\[(\d+)\]", source):
-        names = [*_parameters(fn)]
+        names: list[str] = []
+        with suppress(TypeError, ValueError):  # a builtin may have no signature
+            names = [*inspect.signature(fn).parameters]
         place = int(positional.group(1))
         name = names[place] if place < len(names) else f"argument {place + 1}"
         source = name + source[positional.end() :]
@@ -144,13 +145,6 @@ def spelled(source: str, fn: Callable[..., Any]) -> str:
     for pattern, spelling in _SPELLINGS:
         source = pattern.sub(spelling, source)
     return source
-
-
-def _parameters(fn: Callable[..., Any]) -> Iterable[str]:
-    try:
-        return inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return ()
 
 
 def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most: int) -> str:

@@ -3,7 +3,6 @@
 AOTAutograd hands over the *joint* graph: functional but for a last block of ``copy_`` into the inputs that the step
 overwrites. `read_joint` finds the storages in it (by the identity of the fake tensors' storages: schemas do not always
 tell what aliases what), tells views from ops, forward from backward, and which ops must run exactly once and why.
-
 On the main path, 4 of 16: see docs/idea.md.
 """
 

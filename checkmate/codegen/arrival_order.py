@@ -95,8 +95,6 @@ def _engine_frames(frame: types.FrameType) -> Iterator[types.FrameType]:
 
 
 def _roots(frame: types.FrameType) -> list[Edge]:
-    roots: list[Edge] = []
-    for given in frame.f_locals["t_outputs"]:
-        edge = graph.get_gradient_edge(given) if isinstance(given, torch.Tensor) else given
-        roots.append((edge.node, edge.output_nr))
-    return roots
+    given = frame.f_locals["t_outputs"]
+    edges = [graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in given]
+    return [(edge.node, edge.output_nr) for edge in edges]

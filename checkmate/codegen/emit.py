@@ -5,7 +5,6 @@ cleared after its last use, which is where the plan frees its value. Views cost 
 of the value they show. What an op writes over is gone at once; the op is marked, and becomes a call that writes when
 the module becomes a function (`checkmate.codegen.writing_over`). What waits in a second memory is sent and fetched by
 calls that stand where the plan has them (`checkmate.codegen.transfers`).
-
 On the main path, 15 of 16: see docs/idea.md.
 """
 

@@ -1,7 +1,6 @@
 """From a schedule to a plan, and what a plan costs and takes: a checker and a simulator that know no solver.
 
 Both are short, slow and obvious on purpose: they are what a solver's answer is measured by.
-
 On the main path, 13 of 16: see docs/idea.md.
 """
 

@@ -3,7 +3,6 @@
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
 solvers fails, still has its best plan, and a person at a terminal sees the gap close. Every Solution is made by
 `certify`, which lowers the schedule to a plan, verifies and simulates it.
-
 On the main path, 12 of 16: see docs/idea.md.
 """
 
