@@ -68,7 +68,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers --report
 
 bench-all: $(STAMP)
-	for each in examples step arena splits hard_limit start ways tight solve solve.stages \
+	for each in examples step arena loss splits hard_limit start ways tight solve solve.stages \
 		solve.picture largest_batch whole_steps second_memory second_memory.measured sharded sharded.overlapping \
 		sharded.collectives sharded.meshes estimates.fits orders merged addresses processors higher_order; do \
 		$(BIN)/python -m benchmarks.$$each || exit 1; done

@@ -3,7 +3,7 @@
     python -m benchmarks.splits [NETWORK ...] [--time-limit 10]
 
 Networks are traced on the meta device as in `benchmarks.graphs`: nothing runs, so that no split has been tried. T5
-needs ``--time-limit 75``.
+needs ``--time-limit 75``. `benchmarks.loss` trains a loss in parts, and compares bits and peak with plain PyTorch.
 Rows with "numerics" are of version 0.3.0, which ran other ops in parts too.
 """
 

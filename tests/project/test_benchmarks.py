@@ -72,6 +72,19 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
+    out = tmp_path / "loss.jsonl"
+    run_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
+    plain, by_hand, *others = read(out)
+    ours = [row for row in others if row["way"].startswith("checkmate")]
+    assert not by_hand["same_bits"]
+    assert all(row["same_bits"] and row["peak"] == row["planned"] <= row["budget"] for row in ours)
+    assert len(ours) >= 2
+    assert max(row["peak"] for row in ours) < 0.5 * plain["peak"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
     out = tmp_path / "arena.jsonl"
     options = ("--share", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
