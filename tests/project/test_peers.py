@@ -92,7 +92,7 @@ def test_what_is_wrong_is_found_and_ours_never_is(
     assert (tmp_path / "peers" / "tiny.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_peer_that_fails_is_a_row_and_leaves_nothing_behind(one_thread: None) -> None:
     comparison = peers.Comparison(TINY, peers.Options(time_limit=5.0), lambda text: None)
 

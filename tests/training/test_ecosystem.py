@@ -86,9 +86,8 @@ def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
-@pytest.mark.parametrize(
-    "name", [slow(ON_SEVERAL_RANKS[0]), *map(long, ON_SEVERAL_RANKS[1:]), long("Hugging Face Trainer")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*ON_SEVERAL_RANKS, "Hugging Face Trainer"])
 def test_by_torchrun(name: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["tests.support.recipes", name]
