@@ -72,7 +72,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
     """Extract a module with all that nodes of a captured graph depend on, up to the last of them.
 
     Args:
-        ends: in a graph that Dynamo captured or captures, in order. `decided` becomes a comparison.
+        ends: in a graph that Dynamo captured or captures, in order. `guard_on` becomes a comparison.
         attributes: what the graph's ``get_attr`` nodes stand for.
 
     Returns:
