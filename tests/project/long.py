@@ -4,17 +4,19 @@
 
 Of each test function the cheapest case stays in the suite. Of the other cases of so many seconds or more, the dearest
 first, those become long of which each line of the product is run by so many others that stay. Cases that compare bits
-stay: what each op and each optimizer computes is a row of a table, and no line. What a case proves beside running lines
-is not seen here: `tests.project.mutants` says whether what remains still finds the same mistakes.
+stay: what each op and each optimizer computes is a row of a table, and no line. So do cases that are named in
+tests/project/mutants.jsonl: they found a mistake that `tests.project.mutants` had planted.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections import Counter, defaultdict
 
 from tests.project.covered import ROOT, covering_tests, seconds_of_tests
+from tests.project.mutants import MUTANTS
 
 LIST = ROOT / "tests" / "long.txt"
 COMPARES_BITS = re.compile(r"bits|same_numbers|eager|gradients_are_those|of_the_kernel|as_the_kernel")
@@ -35,10 +37,13 @@ def main() -> None:
         for test in tests:
             lines_of[test].append(line)
     left = Counter(test.partition("[")[0] for test in lines_of)
+    finders = {json.loads(row)["by"] for row in MUTANTS.read_text().splitlines()}
     seconds, chosen = seconds_of_tests(), []
     for test in sorted(lines_of, key=lambda test: (-seconds[test], test)):
         function = test.partition("[")[0]
-        if seconds[test] < asked.least or left[function] == 1 or COMPARES_BITS.search(function.partition("::")[2]):
+        if seconds[test] < asked.least or left[function] == 1 or test in finders:
+            continue
+        if COMPARES_BITS.search(function.partition("::")[2]):
             continue
         if all(runs[line] > asked.others for line in lines_of[test]):
             chosen.append(test)

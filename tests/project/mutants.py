@@ -33,6 +33,7 @@ from tests.project.covered import ROOT, covering_tests, seconds_of_tests
 
 SPINE = ("checkmate/core", "checkmate/codegen/emit.py", "solvers/common/incumbent.py", "solvers/plan_cache.py")
 SPINE += ("profiling/measure.py", "solvers/linear/equations.py", "checkmate/memory/meter.py", "checkmate/verification")
+MUTANTS = ROOT / "tests" / "project" / "mutants.jsonl"
 SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "project" / "mutants.jsonl")
+    parser.add_argument("--out", type=Path, default=MUTANTS)
     asked = parser.parse_args()
 
     covered, takes = covering_tests(), seconds_of_tests()
