@@ -14,7 +14,7 @@ import pytest
 
 from checkmate import InvalidProblem
 from checkmate.core import files
-from checkmate.profiling import cost_table as cache
+from checkmate.profiling import cost_cache as cache
 from checkmate.profiling.cost_cache import Conditions, OpCost, OpTable, load, path_of, read, store, write
 
 CONDITIONS = Conditions("cpu Some Processor (R) @ 3 GHz", "2.13.0+cpu", 2)

@@ -16,7 +16,7 @@ import pytest
 
 import checkmate.torch_internals as room
 from checkmate import Unsupported
-from checkmate.backends import captures as _all_patches  # noqa: F401  # which puts them in place
+from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
 from checkmate.torch_internals import names
 from checkmate.torch_internals.names import LacksError, Name, Table
 from tests.project.test_layers import SOURCES
