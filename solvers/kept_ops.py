@@ -67,9 +67,8 @@ class KeptOps:
         for k in reversed(range(last + 1)):
             if k >= tables.boundary or k in needed:
                 needed.update(self._reads[k])
-        self.free = tuple(
-            k for k in self.forward if k in needed and not tables.pinned[k] and tables.last_stage[k] == last
-        )
+        again = [not pinned and stage == last for pinned, stage in zip(tables.pinned, tables.last_stage, strict=True)]
+        self.free = tuple(k for k in self.forward if k in needed and again[k])
         self.bytes_of = [sum(tables.size[v] for v in made) for made in tables.outputs]  # of what each op makes
 
     def of(self, ops: Iterable[int]) -> Choice:

@@ -60,8 +60,8 @@ def serving(arena: Arena | None, plan: Solution, device: torch.device) -> Arena 
 def lives_on(plan: Solution, device: torch.device) -> Lives:
     """The allocations of a plan on a device, in order, without values on the CPU such as states of generators."""
     values, elsewhere = plan.problem.graph.values, set[str]()
-    for value, nodes_of_value in zip(values, joint_of(plan.problem).nodes_of_value, strict=True):
-        made = tensors([node.meta["val"] for node in nodes_of_value])
+    for value, nodes in zip(values, joint_of(plan.problem).nodes_of_value, strict=True):
+        made = tensors([node.meta["val"] for node in nodes])
         if made and all(t.device.type != device.type for t in made):
             elsewhere.add(value.name)
     first = ((life, life.boxes[0]) for life in lives_of(plan))

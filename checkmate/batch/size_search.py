@@ -109,9 +109,9 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         # that is closed, no more is to be known.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
         found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
-        guard_on = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
+        decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
-        if guard_on or left <= TINY * time_limit or found.interrupted:
+        if decided or left <= TINY * time_limit or found.interrupted:
             return found
         start, bound = found, max(bound, found.bound)
 

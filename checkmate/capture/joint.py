@@ -49,9 +49,7 @@ class Joint:
     graph: Graph
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
-    nodes_of_value: tuple[
-        tuple[fx.Node, ...], ...
-    ]  # for each value, the nodes that name its producer's output directly
+    nodes_of_value: tuple[tuple[fx.Node, ...], ...]  # for each value, those that name its producer's output directly
     numbers: Mapping[fx.Node, str]  # placeholders of numbers, with what Dynamo calls them
     placeholders: tuple[fx.Node, ...]
     forward_outputs: tuple[Any, ...]  # nodes or constants

@@ -142,7 +142,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
     for step in steps:
         if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
             read(node.all_input_nodes)
-            made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.nodes_of_value[v])
+            made.update(one for v in joint.graph.ops[step.op].outputs for one in joint.nodes_of_value[v])
         elif isinstance(step, (Send, Wait)):
             read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
@@ -154,11 +154,9 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
     """The roots of a view: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
-    if (
-        is_sym_node(node)
-        or node.op == "placeholder"
-        or any(node in joint.nodes_of_value[v] for v in joint.value_of[node])
-    ):
+    if is_sym_node(node) or node.op == "placeholder":
+        return [node]
+    if any(node in joint.nodes_of_value[v] for v in joint.value_of[node]):
         return [] if node.op == "get_attr" else [node]
     return [root for a in node.all_input_nodes for root in _roots(joint, a)]
 
@@ -250,13 +248,13 @@ class _Writer:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")
             copy.meta[OVER] = self.over[op, step.over]
-        nodes_of_value = [face for v in outputs for face in self.joint.nodes_of_value[v]]
-        if node in nodes_of_value:
+        made = [one for v in outputs for one in self.joint.nodes_of_value[v]]
+        if node in made:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
         else:
             self.env[node] = copy
-            for face in nodes_of_value:
-                self._at_hand(face)
+            for one in made:
+                self._at_hand(one)
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
@@ -270,25 +268,25 @@ class _Writer:
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, call = step.value, self.call
         assert call is not None
-        nodes_of_value = self.joint.nodes_of_value[v]
+        nodes = self.joint.nodes_of_value[v]
         # not the call itself: where a part of the backward runs, what is not sent stays
         at = call if isinstance(step, Send) else self.sent.get(v, call)
         if not isinstance(step, Land):
-            read = map(self._at_hand, nodes_of_value) if isinstance(step, (Send, Wait)) else ()
+            read = map(self._at_hand, nodes) if isinstance(step, (Send, Wait)) else ()
             node = self.graph.call_function(_CALLED[type(step)], (at, v, *read))
             node.meta["val"] = call.meta["val"]
             if isinstance(step, Send):
                 self.sent[v] = node
             return
         landed = self.graph.call_function(transfers.land, (at, v))  # in place of what the value's op made
-        if len(nodes_of_value) == 1:
-            landed.meta = dict(nodes_of_value[0].meta)
-            self.env[nodes_of_value[0]] = landed
+        if len(nodes) == 1:
+            landed.meta = dict(nodes[0].meta)
+            self.env[nodes[0]] = landed
             return
-        landed.meta["val"] = tuple(face.meta["val"] for face in nodes_of_value)
-        for i, face in enumerate(nodes_of_value):
-            self.env[face] = self.graph.call_function(operator.getitem, (landed, i))
-            self.env[face].meta = dict(face.meta)
+        landed.meta["val"] = tuple(one.meta["val"] for one in nodes)
+        for i, one in enumerate(nodes):
+            self.env[one] = self.graph.call_function(operator.getitem, (landed, i))
+            self.env[one].meta = dict(one.meta)
 
     def _forget(self, value: int) -> None:
         for node in (*self.joint.nodes_of_value[value], *self.views.pop(value, ())):

@@ -49,19 +49,19 @@ def _at_work(token: torch.Tensor) -> Call:
 
 
 @has_side_effect
-def send(token: torch.Tensor, v: int, *layouts: torch.Tensor) -> torch.Tensor:
+def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Begin to copy a value into the second memory; its tensors stay until it has arrived.
 
     What stands for several tensors, or for none with data, stays here.
     """
     call = _at_work(token)
-    if not all(map(_is_plain, layouts)):
-        call.kept[v] = layouts
+    if not all(map(_is_plain, tensors)):
+        call.kept[v] = tensors
         return token
-    storage = layouts[0].untyped_storage()
+    storage = tensors[0].untyped_storage()
     call.store.send(v, storage)
     call.layouts[v] = [
-        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in layouts
+        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors
     ]
     call.bytes[v] = storage.nbytes()
     call.sent += storage.nbytes()
@@ -71,7 +71,7 @@ def send(token: torch.Tensor, v: int, *layouts: torch.Tensor) -> torch.Tensor:
 
 
 @has_side_effect
-def arrive(token: torch.Tensor, v: int, *layouts: torch.Tensor) -> torch.Tensor:
+def arrive(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Go on when a value is in the second memory. Its tensors are read so that they stay until then."""
     call = _at_work(token)
     if v not in call.kept:
@@ -95,12 +95,12 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
 def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The tensors of a value when it is back; the tensor itself where it is one."""
     call = _at_work(token)
-    layouts = call.kept.get(v)
-    if layouts is None:
+    tensors = call.kept.get(v)
+    if tensors is None:
         call.wait(v)
         landing = call.landing.pop(v)
-        layouts = tuple(face.within(landing) for face in call.layouts[v])
-    return layouts[0] if len(layouts) == 1 else layouts
+        tensors = tuple(layout.within(landing) for layout in call.layouts[v])
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 @has_side_effect

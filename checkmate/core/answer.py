@@ -148,7 +148,7 @@ class Printed(ABC):
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Each row as a dict."""
+        """Give the rows as dicts."""
 
     def to_pandas(self) -> pandas.DataFrame:
         """The `records` as a ``pandas.DataFrame``.

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: the summary in captions, pictures to point at, tables to sort. It needs no network.
+"""A plan as one HTML page: the summary in words, pictures to point at, tables to sort. It needs no network.
 
 The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
 ``page_data.py``, and this file joins them. What comes from the user's model (names of ops, module paths) is in the page

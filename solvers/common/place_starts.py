@@ -45,9 +45,8 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
     """
     moves = list(_moves(problem, plan))
     let_go = [int(problem.sizes[step.value]) if isinstance(step, Free) else 0 for step in plan.steps]
-    live = (
-        np.array([event.device_bytes for event in walk(plan, problem)], dtype=np.int64) + let_go
-    )  # before a value goes
+    at_hand = [event.device_bytes for event in walk(plan, problem)]
+    live = np.array(at_hand, dtype=np.int64) + let_go  # before a value goes
     on_link = {move.at for move in moves}
     ops = [step.op if isinstance(step, Run) and i not in on_link else None for i, step in enumerate(plan.steps)]
     seconds = [0.0 if k is None else float(problem.seconds[k]) for k in ops]

@@ -80,7 +80,7 @@ class ValueSets:
         self._sums: dict[int, int] = {0: 0}
         self._scratch: dict[int, dict[int, RebuildCost]] = {free: {0: RebuildCost(0, 0)} for free in self.free}
         self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
-        self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
+        self._least: list[dict[int, int]] = [{} for _ in range(self.T)]
 
     def _set(self, values: list[int] | tuple[int, ...]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
@@ -150,11 +150,11 @@ class ValueSets:
     def mandatory_bytes(self, t: int, held: int) -> int:
         """Bytes that every schedule has in memory in stage t beside the set ``held``."""
         touched = held & self._owing[t]
-        mandatory_bytes = self._owed[t].get(touched)
-        if mandatory_bytes is None:
-            mandatory_bytes = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
-            self._owed[t][touched] = mandatory_bytes
-        return mandatory_bytes
+        least = self._least[t].get(touched)
+        if least is None:
+            least = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
+            self._least[t][touched] = least
+        return least
 
     def from_scratch(self, t: int, values: int) -> RebuildCost:
         """Make free values in stage t from those that are not free, running every op for them again."""
@@ -215,18 +215,18 @@ def _debts(sets: ValueSets) -> list[MandatoryBytes]:
     for k, until in enumerate(tables.last_stage):
         closed.setdefault(until, []).extend(tables.outputs[k])
     for t in range(1, sets.T):
-        for source, path, mandatory_bytes in ending[t - 1]:
+        for source, path, least in ending[t - 1]:
             sources.append(source)
             for v in path:
-                left[v] += mandatory_bytes
+                left[v] += least
         sources += [v for v in closed.get(t - 1, ()) if v in sets.bit]
         for source in dict.fromkeys(sources):
             while path := _widest(sets, source, t, left):
-                mandatory_bytes, end = min(left[v] for v in path), tables.users[path[-1]][-1]
+                least, end = min(left[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
-                    left[v] -= mandatory_bytes
-                ending[end].append((source, path, mandatory_bytes))
-                found.append(MandatoryBytes(t, end, sum(sets.bit[v] for v in path), mandatory_bytes))
+                    left[v] -= least
+                ending[end].append((source, path, least))
+                found.append(MandatoryBytes(t, end, sum(sets.bit[v] for v in path), least))
         sources = []
     return found
 

@@ -366,4 +366,4 @@ def test_the_cases_that_are_long_as_others_prove_them_are_there() -> None:
         if file not in functions:
             nodes = ast.walk(ast.parse((ROOT / file).read_text()))
             functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        assert function in functions[file], f"{name} is no case any more: python -m tests.project.long"
+        assert function in functions[file], f"{name} is no case any more: python -m tests.suite.long"

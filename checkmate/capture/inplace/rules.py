@@ -125,7 +125,7 @@ def positions(node: fx.Node) -> tuple[int, ...]:
 
 
 def positions_to_try(node: fx.Node) -> tuple[int, ...]:
-    """The arguments to try to write kernels, by types, shapes and strides, also if one is a part of its memory.
+    """The arguments to try to write over, by types, shapes and strides, also if one is a part of its memory.
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """

@@ -23,7 +23,7 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
-    Patch("data_branches", OURS, "jumps, bool(), item(), checks", "a question on a tensor is answered"),
+    Patch("data_branches", OURS, "jumps, bool(), item(), checks", "a condition on data is evaluated"),
     Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("ctc_lengths", OURS, "calls of CTC's loss", "lengths known before the step are asked"),
@@ -36,7 +36,7 @@ PATCHES = (
     Patch("numpy_draws", OURS, "calls of np.random", "NumPy draws before the step; its arrays are inputs"),
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),
     Patch("recurrent", PROCESS, "the description of oneDNN's LSTM", "it has a workspace, of which nothing was known"),
-    Patch("boolean_indexing", OURS, "x[mask] and its like", "how much a known mask selects is asked before the step"),
+    Patch("boolean_indexing", OURS, "x[mask] and its like", "what a mask selects is counted before the step"),
     Patch("small_changes", OURS, "addcdiv and others, taken apart", "the parts round otherwise than the whole"),
     Patch("small_changes", OURS, "torch.backends.cudnn.flags", "on the CPU it changes nothing"),
     Patch("small_changes", OURS, "x.to() and its like", "where there is nothing to convert, it is x itself"),

@@ -1,11 +1,11 @@
 """Write tests/long.txt: the cases that run with ``-m long`` only, as others run all of their lines.
 
-    python -m tests.project.long [--least 1.0] [--others 1]     # after the commands of tests/project/covered.py
+    python -m tests.suite.long [--least 1.0] [--others 1]     # after the commands of tests/suite/covered.py
 
 Of each test function the cheapest case stays in the suite. Of the other cases of so many seconds or more, the dearest
 first, those become long of which each line of the product is run by so many others that stay. Cases that compare bits
 stay: what each op and each optimizer computes is a row of a table, and no line. So do cases that are named in
-tests/project/mutants.jsonl: they found a mistake that `tests.project.mutants` had planted.
+tests/suite/mutants.jsonl: they found a mistake that `tests.suite.mutants` had planted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import json
 import re
 from collections import Counter, defaultdict
 
-from tests.project.covered import ROOT, covering_tests, seconds_of_tests
-from tests.project.mutants import MUTANTS
+from tests.suite.covered import ROOT, covering_tests, seconds_of_tests
+from tests.suite.mutants import MUTANTS
 
 LIST = ROOT / "tests" / "long.txt"
 COMPARES_BITS = re.compile(r"bits|same_numbers|eager|gradients_are_those|of_the_kernel|as_the_kernel")
-HEAD = "# Cases of whose lines others run every one, by python -m tests.project.long: they run with -m long.\n"
+HEAD = "# Cases of whose lines others run every one, by python -m tests.suite.long: they run with -m long.\n"
 
 
 def main() -> None:

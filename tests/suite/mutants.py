@@ -1,11 +1,11 @@
 """Plant small mistakes in the product, one at a time, and name a test that finds each.
 
-    python -m tests.project.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0]    # after those of covered.py
+    python -m tests.suite.mutants [PATH ...] [--count 200] [--seconds 40] [--seed 0]    # after those of covered.py
 
 A mutant is one operator, comparison, constant or call of a function changed within the files that are named. The tests
 that run its line, by the coverage that was recorded, run in a fork of this process in which the function has the
 mutant's code: those of the same room first, short ones before long ones, for so many seconds at most, until one fails
-that passes without it. One row for each mutant is written, to tests/project/mutants.jsonl: where tests become fewer or
+that passes without it. One row for each mutant is written, to tests/suite/mutants.jsonl: where tests become fewer or
 other ones, the same mutants have to be found. A mutant that no test finds changes nothing that matters, or a test is
 missing.
 """
@@ -29,11 +29,11 @@ from typing import Any
 
 import pytest
 
-from tests.project.covered import ROOT, covering_tests, seconds_of_tests
+from tests.suite.covered import ROOT, covering_tests, seconds_of_tests
 
 SPINE = ("checkmate/core", "checkmate/codegen/emit.py", "solvers/common/incumbent.py", "solvers/plan_cache.py")
 SPINE += ("profiling/measure.py", "solvers/linear/equations.py", "checkmate/memory/meter.py", "checkmate/verification")
-MUTANTS = ROOT / "tests" / "project" / "mutants.jsonl"
+MUTANTS = ROOT / "tests" / "suite" / "mutants.jsonl"
 SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
