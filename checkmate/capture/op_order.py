@@ -90,7 +90,7 @@ class TracedStep:
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def reads_overwritten(self, node: fx.Node) -> str | None:
-        """The name of the overwritten input that this op reads and depends on; an update goes on with what is there."""
+        """Name the overwritten input that this op reads and depends on; an update goes on with the new value."""
         if is_mutating(node) or done_with_gradients(node) or _is_outside_its_running_statistics(node):
             return None
         storages = (storage(tensor) for a in node.all_input_nodes for tensor in tensors(a.meta.get("val")))
@@ -168,7 +168,7 @@ def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _needed_in_forward(step: TracedStep, ops: Collection[fx.Node]) -> set[fx.Node]:
-    """The ops of the forward: those its results depend on, and those that must run once before any gradient."""
+    """Collect the ops of the forward: its results depend on them, or they must run once before any gradient."""
 
     def must_run(n: fx.Node) -> bool:
         return n in ops and n not in step.after_tangent and bool(step.pinned(n)) and not _has_tag_is_backward(n)

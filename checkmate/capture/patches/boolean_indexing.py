@@ -137,7 +137,7 @@ def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
 
 
 def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """One of these functions; ``self`` is a tensor where it is called as its method."""
+    """Answer a call of these functions; ``self`` is a tensor where it is called as its method."""
     given = [self, *args] if isinstance(self, TensorVariable) else [args[0].realize(), *args[1:]] if args else []
     is_known = given and "out" not in kwargs and given[0].is_tensor()
     result = how(tx, *given, **kwargs) if is_known else None

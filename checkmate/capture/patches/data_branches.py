@@ -231,7 +231,7 @@ def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwa
 
 
 def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """One of PyTorch's checks, whose condition may be a tensor, or a number from one."""
+    """Evaluate a check of PyTorch's, whose condition may be a tensor, or a number from one."""
     names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     condition = given.get("cond", given.get("condition"))
