@@ -4,6 +4,9 @@ The gradient of a convolution's input is made of the incoming gradient and the w
 input along, for its shape; as an argument it would have to be at hand, made again if need be. The same holds for the
 backwards of poolings. In its place stands memory of the operating system that nobody writes to: its pages are one page
 of zeros, which takes no memory however large it is, and no allocator counts it.
+
+The kernel is chosen by the memory format that the input's strides suggest, those of dimensions of one element among
+them. Tracing may describe these otherwise than eager PyTorch has them, so an input stays where they decide.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def forget_inputs(graph: fx.Graph) -> None:
         return
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         grad, x, weight, _, *geometry, wanted = node.args
-        if wanted == [True, False, False] and len(node.users) == 1 and _is_alike(x, grad, weight):
+        if wanted == [True, False, False] and len(node.users) == 1 and _can_forget(x, grad, weight):
             (gradient,) = node.users
             node.meta["val"] = gradient.meta["val"]
             node.target, node.args = convolution_backward_input, (grad, weight, *_layout(x), *geometry)
@@ -77,14 +80,35 @@ def forget_inputs(graph: fx.Graph) -> None:
             graph.erase_node(gradient)
     for node in graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default):
         grad, x, *geometry, indices = node.args
-        if _is_alike(x, grad):
+        if _can_forget(x, grad):
             node.target, node.args = max_pool2d_backward, (grad, indices, *_layout(x), *geometry)
 
 
-def _is_alike(x: fx.Node, *others: fx.Node) -> bool:
-    """True if all are on the CPU, in one type."""
+def _can_forget(x: fx.Node, *others: fx.Node) -> bool:
+    """True if all are on the CPU, in one type, and x has one memory format, whatever strides say nothing of."""
     tensors = [n.meta["val"] for n in (x, *others)]
-    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+    alike = all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+    return alike and has_certain_format(tensors[0].shape, tensors[0].stride())
+
+
+def has_certain_format(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the strides of dimensions with several elements say if a batch of images is stored channels last.
+
+    PyTorch asks for strides that do not fall from the channels over columns and rows to the batch, each as large as
+    the extent of the one before (``is_channels_last_strides`` of c10). A dimension of one element has its place there.
+
+    >>> has_certain_format((8, 3, 5, 5), (75, 1, 15, 3)), has_certain_format((1, 3, 5, 5), (75, 25, 5, 1))
+    (True, True)
+    >>> has_certain_format((8, 1, 5, 5), (25, 1, 5, 1))  # or (25, 25, 5, 1): in memory the same
+    False
+    """
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[d] != 1:
+            if stride[d] < least:
+                return True
+            least = stride[d] * shape[d]
+    return 1 not in shape
 
 
 def _layout(x: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ from torch import nn
 
 import checkmate
 from checkmate.backends.tensor_state import same_bits
-from checkmate.capture.inplace.shape_only import convolution_backward_input, max_pool2d_backward, stand_in
+from checkmate.capture.inplace.shape_only import (
+    convolution_backward_input,
+    has_certain_format,
+    max_pool2d_backward,
+    stand_in,
+)
 from checkmate.memory import measure_peak
+from checkmate.torch_internals.descriptions import suggest_memory_format
 from tests.support.sampling import every, in_turn
 
 aten = torch.ops.aten
@@ -74,3 +81,49 @@ def test_a_step_needs_no_input_for_its_gradient() -> None:
     readers = {op.target: [problem.graph.values[v].name for v in op.inputs] for op in problem.graph.ops}
     assert "max_pool2d_with_indices[0]" not in readers["checkmate.convolution_backward_input"]
     assert "convolution" not in readers["checkmate.max_pool2d_backward"]
+
+
+def test_a_certain_format_is_that_of_all_strides_of_one_element() -> None:
+    """PyTorch's own answer is the oracle, over all strides that a dimension of one element may have."""
+    rng = random.Random(0)
+    certain = 0
+    for _ in range(2000):
+        n = rng.choice((4, 5))
+        order, shape = rng.sample(range(n), n), _sizes(rng, n, 1, 2, 3)
+        stride, step = [0] * n, 1
+        for d in order:
+            stride[d], step = step, step * shape[d]
+        ones = [d for d in range(n) if shape[d] == 1]
+        formats = set()
+        for steps in product(*([0, 1, 2, 3, 6, 18, 10**6] for _ in ones)):
+            for d, other in zip(ones, steps, strict=True):
+                stride[d] = other
+            x = torch.empty_strided(shape, stride, device="meta")
+            formats.add(suggest_memory_format(x))
+            assert has_certain_format(shape, stride) == has_certain_format(x.shape, [*x.stride()])
+        if has_certain_format(shape, stride):
+            certain += 1
+            assert len(formats) == 1, (shape, stride)
+    assert certain > 500
+
+
+class _OneChannel(nn.Module):
+    """A convolution of a map that a norm and a view have made, whose channel has two possible strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.norm, self.conv = nn.Conv2d(2, 1, 3, padding=1), nn.LayerNorm(1), nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mixed(x)
+        places = self.norm(x.flatten(2).transpose(1, 2))
+        kept = places.transpose(1, 2).view(x.shape) * x
+        return self.conv(kept) + kept
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_map_of_one_channel_has_the_gradient_of_plain_pytorch() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        net, x = _OneChannel(), torch.randn(4, 2, 7, 7)
+        checkmate.verify(lambda x, net=net: (net(x) ** 2).sum(), x)

@@ -81,6 +81,7 @@ _CONTIGUOUS = {
     *(aten.mse_loss_backward.default, aten.native_layer_norm_backward.default, aten.pow.Scalar),
     aten.smooth_l1_loss_backward.default,
 }
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
 
 
@@ -301,6 +302,22 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
     return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
 
 
+def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
+    """A view of another shape with eager PyTorch's strides of dimensions of one element.
+
+    A convolution chooses its kernel by them where they alone say whether images are stored channels last.
+    """
+    numbers = (*args[0].shape, *args[0].stride(), *result.shape, *result.stride())
+    if 1 not in result.shape or not all(isinstance(n, int) for n in numbers):
+        return result
+    with outside_tracing():
+        view = op(torch.empty_strided(args[0].shape, args[0].stride(), device="meta"), result.shape)
+    if view.stride() == result.stride():
+        return result
+    with mode:
+        return aten.as_strided.default(args[0], view.shape, view.stride(), result.storage_offset())
+
+
 def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the dispatch of fake tensors so that results have the strides and types of the CPU's kernels."""
 
@@ -313,6 +330,8 @@ def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
             pairs = zip(results, TYPES[op](given), strict=True)
             with mode:
                 return tuple(x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs)
+        if op in _VIEWS and isinstance(results, FakeTensor):
+            return _as_eager_views(mode, op, args, results)
         if op not in _DESCRIBED_WRONG:
             return results
 

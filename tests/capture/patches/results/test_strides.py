@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -338,3 +340,29 @@ def test_a_write_to_an_expanded_input_is_refused() -> None:
         checkmate.Unsupported, match=r"share memory\n.*test_strides.py:\d+ in step: y\[0\] = 1.0[^$]*clone"
     ):
         checkmate.trace(step, torch.ones(6, requires_grad=True), torch.ones(6).expand(4, 6))
+
+
+def test_views_of_another_shape_lie_as_in_eager_pytorch() -> None:
+    """Strides of dimensions of one element, too: a convolution may choose its kernel by them."""
+    rng = random.Random(0)
+    compared = 0
+    for _ in range(1000):
+        shape = [rng.choice((1, 1, 2, 3)) for _ in range(rng.choice((2, 3, 4, 5)))]
+        strides, step = [0] * len(shape), 1
+        for d in rng.sample(range(len(shape)), len(shape)):
+            strides[d], step = step, step * shape[d]
+        factors = [n for n in shape if n > 1]
+        wanted = [math.prod(factors)] if rng.random() < 0.3 else rng.sample(factors, len(factors))
+        for _ in range(rng.choice((0, 1, 2))):
+            wanted.insert(rng.randrange(len(wanted) + 1), 1)
+        x = torch.empty_strided(shape, strides)
+        try:
+            eager = x.view(wanted)
+        except RuntimeError:  # its memory is in another order
+            continue
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+            views = fake.view(wanted), aten._unsafe_view.default(fake, wanted)
+        assert [view.stride() for view in views] == [eager.stride()] * 2, (shape, strides, wanted)
+        compared += 1
+    assert compared > 500
