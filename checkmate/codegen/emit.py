@@ -226,12 +226,14 @@ class _Writer:
     def _run(self, step: Run) -> None:
         op = step.op
         node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
+        # An op of autograd's own hands over what is at hand.
         if node is None:
             joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
             results = joint.forward_outputs if op < joint.graph.forward_length else joint.backward_outputs
             nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
             self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return
+        # A copy of the node, named by how often it ran; a draw that runs again repeats its numbers.
         n = self.times[node]
         self.times[node] += 1
         name = f"{node.name}{AGAIN}{n}" if n else node.name
@@ -248,6 +250,7 @@ class _Writer:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")
             copy.meta[OVER] = self.over[op, step.over]
+        # What it makes is at hand under the nodes that name it.
         made = [one for v in outputs for one in self.joint.nodes_of_value[v]]
         if node in made:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan

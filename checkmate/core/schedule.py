@@ -165,6 +165,7 @@ class Schedule:
         T, V = len(graph.ops), len(graph.values)
         if R.shape != (T, T) or S.shape != (T, V):
             return [f"R and S have shapes {R.shape} and {S.shape}, not {(T, T)} and {(T, V)}"]
+        # R: each op runs in its own stage, none of a later one, and none more often than it may.
         absent = np.flatnonzero(~R.diagonal())
         found = [f"(8a) R[{t}, {t}] = 0: {graph.ops[t].name} does not run in its own stage" for t in absent]
         found += [f"(8c) R[{t}, {k}] = 1 though {k} > {t}" for t, k in np.argwhere(np.triu(R, 1))]
@@ -174,6 +175,7 @@ class Schedule:
         for k, by in problem.limits.last_stage.items():
             for t in np.flatnonzero(R[by + 1 :, k]) + by + 1:
                 found.append(f"overwritten: R[{t}, {k}] = 1 though {graph.ops[by].name} has overwritten what it reads")
+        # S: an op reads what is kept or made, and only what is at hand is kept.
         for t, k in np.argwhere(np.tril(R)):
             for v in graph.ops[k].inputs:
                 value = graph.values[v]
@@ -189,6 +191,7 @@ class Schedule:
             p = graph.values[v].producer
             if p is not None and not S[p + 1 :, v].all():
                 found.append(f"output: {graph.values[v].name} is a result of the step but is not kept to its end")
+        # U: the budget holds.
         if budget is not None and not found:
             U = self.memory(problem)
             for t, k in np.argwhere(U > budget):

@@ -214,15 +214,18 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     results, limits = set(graph.outputs), problem.limits
     links, started = _Links(problem), set[int]()
     for i, step in enumerate(plan.steps):
+        # At the boundary no op is under way, and what a rule has made again is gone.
         if i == plan.boundary:
             for k in sorted(started):
                 yield f"{graph.ops[k].name} is under way when the backward begins"
             for v in sorted(limits.recomputed & at_hand):
                 yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
+        # A step on the links to the second memory.
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue
         yield from (f"step {i} {fault}" for fault in (*links.touched(step), *_touched(step, started, graph)))
+        # A value goes: it is at hand, an op makes it, and it is no result.
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
@@ -230,22 +233,27 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
                 yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
             at_hand.discard(step.value)
             continue
+        # An op reads what is at hand.
         op, does = graph.ops[step.op], "starts" if isinstance(step, Start) else "runs"
         for v in op.inputs:
             if v not in at_hand:
                 yield f"step {i} {does} {op.name} without its input {graph.values[v].name}"
+        # Ops run for the first time in the order of the graph; what reads inputs only may start sooner.
         begun = step.op in started
         soon = isinstance(step, Start) and all(graph.values[v].producer is None for v in op.inputs)
         if times[step.op] == 0 and ((step.op > turn and not soon) or (step.op < turn and not begun)):
             yield f"step {i} {does} {op.name} before {graph.ops[min(turn, len(times) - 1)].name}"
+        # No op reads what another one has overwritten.
         for v in op.inputs:
             by = graph.overwritten_by.get(v, step.op)
             if step.op < by and times[by]:
                 yield f"step {i} {does} {op.name} after {graph.ops[by].name} has overwritten {graph.values[v].name}"
+        # Each phase has its own ops.
         if i < plan.boundary and op.phase == "backward":
             yield f"step {i} {does} {op.name} of the backward in the forward"
         if i >= plan.boundary and op.phase == "forward" and times[step.op] == 0:
             yield f"step {i} {does} {op.name} of the forward for the first time in the backward"
+        # What the op makes is at hand once it ends.
         if isinstance(step, Start):
             if not op.link:
                 yield f"step {i} starts {op.name}, which no link carries"
@@ -260,10 +268,12 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
             turn += 1
         if isinstance(step, Start):
             continue
+        # What it writes over is gone.
         if step.over is not None:
             if step.over not in dict(problem.savings[step.op]):
                 yield f"step {i} runs {op.name} over {graph.values[step.over].name}, which no way of it does"
             at_hand.discard(step.over)
+    # In the end every op has run, as often as it may, and the results are at hand.
     for k, op in enumerate(graph.ops):
         if times[k] == 0:
             yield f"{op.name} never runs"
@@ -277,6 +287,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
     yield from links.left()
+    # Both memories hold what the simulator counts.
     if not plan.runs or (budget is None and problem.host is None):
         return
     usage = simulate(plan, problem)

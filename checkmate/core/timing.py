@@ -89,6 +89,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
     for step in plan.steps:
         at = now
         tick += isinstance(step, (Run, Start, Fetch))
+        # An op: it waits for its link, takes its outputs and workspace, and frees the latter when it ends.
         if isinstance(step, (Run, Start)):
             k, outputs, link = step.op, graph.ops[step.op].outputs, graph.ops[step.op].link
             most = here + (0 if k in started else sum(sizes[v] for v in outputs) + workspace[k])
@@ -99,6 +100,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
                 yield Event(step, at, now, here, there, run, tick, *started[k])
                 continue
             run += 1
+            # An op that was started holds its bytes already: wait for its end.
             if k in started:
                 begin, end = started.pop(k)
                 now, here = max(now, end), here - workspace[k]
@@ -108,11 +110,13 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
                 carried |= {link: now} if link else {}
                 end = now
             at_hand.update(outputs)
+            # What it writes over goes.
             if step.over in at_hand:
                 here -= sizes[step.over]
                 at_hand.remove(step.over)
             yield Event(step, at, now, most, there, run, tick, begin, end)
             continue
+        # A step of one value: transfers go beside ops, one after another on each link.
         size, begin, end = sizes[step.value], 0.0, 0.0
         if isinstance(step, Free):
             if step.value in at_hand:

@@ -59,6 +59,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
         """Bytes of what op k makes that counts as its workspace now: other ops take it over."""
         return sum(int(problem.sizes[w]) for w in graph.ops[k].outputs if w in sent)
 
+    # Behind each op that makes values which are sent, an op for each that fetches it.
     ops, seconds, workspace = list[Op](), list[float](), list[int]()
     place = list[int]()  # of each plain op
     plain, fetched = list[int | None](), list[int | None]()  # of each op, the plain one, or the value that it fetches
@@ -78,6 +79,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
             workspace.append(0)
         plain += [k, *[None] * len(going)]
         fetched += [None, *going]
+    # The rest of the problem by the new places of ops.
     values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
     ways = tuple(
         replace(w, op=place[w.op], makes=None if w.makes in sent else w.makes, workspace=w.workspace + inside(w.op))

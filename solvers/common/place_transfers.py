@@ -108,6 +108,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
     for i, event in enumerate(happens):
         if i == boundary:
             plan.boundary = len(plan.steps)
+        # A value goes when nobody needs it, if its copy has arrived; else as soon as that has.
         if isinstance(event, Free):
             v = event.value
             if v not in plan.here or v in plan.leaving:
@@ -119,8 +120,10 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             if plan.sending[v] <= plan.seconds:
                 plan.arrive(v)
             continue
+        # Copies that have arrived meanwhile.
         for v in [v for v, end in plan.sending.items() if end <= plan.seconds and v in plan.leaving]:
             plan.arrive(v)
+        # A value is needed again: it has not gone yet, or it is fetched at no time here.
         if isinstance(event, MustBeBack):
             v = event.value
             if v in plan.leaving:  # it has not gone yet
@@ -139,16 +142,19 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
                 plan.add(Drop(v))
                 plan.there.discard(v)
             continue
+        # An op runs, once the old copies of what it writes have arrived and there is room.
         outputs = problem.graph.ops[event.op].outputs
         for v in (*outputs, *(() if event.over is None else (event.over,))):
             if v in plan.sending:
                 plan.arrive(v)
         if not plan.run(event):
             return None
+        # Send what it made and is needed again later.
         for v in outputs:
             if last_back.get(v, -1) > i and v not in plan.there and v not in plan.sending:
                 plan.sending[v] = busy = max(busy, plan.seconds) + host.seconds_to_send(plan.sizes[v])
                 plan.add(Send(v))
+    # At the end of the step everything has arrived, and no copy stays.
     if boundary >= len(happens):
         plan.boundary = len(plan.steps)
     for v in list(plan.sending):
@@ -179,6 +185,7 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
                 since[gone] = position + 1
         elif isinstance(step, Fetch):
             needs.append((position, since[step.value]))
+    # From the last fetch to the first: each ends when it is needed, or when the next one begins.
     begins: dict[int, list[Step]] = {}
     busy = float("inf")
     for position, first in reversed(needs):
@@ -187,10 +194,12 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
         size = int(sizes[step.value])
         busy = min(busy, plan.now[position]) - host.seconds_to_fetch(size)
         wanted = max(first, bisect_right(plan.now, busy) - 1)
+        # It begins after the last step at which there is no room for it.
         full = np.flatnonzero(live[wanted:position] + size > budget)
         begin = wanted + int(full[-1]) + 1 if len(full) else wanted
         live[begin:position] += size
         begins.setdefault(begin, []).insert(0, step)
+    # The steps with each fetch at its new place.
     moved: list[Step] = []
     boundary = 0
     for position, step in enumerate(steps):

@@ -61,12 +61,14 @@ def milp(
     """
     problem, budget, unit = task.problem, task.budget, cost_unit(task.problem)
     method = "milp" if formulation == "strengthened" else f"milp ({formulation})"
+    # A budget below what is at hand in any schedule needs no model.
     if (needed := problem.unavoidable_bytes).max() > budget:
         incumbent.prove(float("inf"))
         worst = problem.graph.ops[int(needed.argmax())].name
         most = exact_bytes(budget)
         message = f"at least {exact_bytes(needed.max())} are at hand while {worst} runs, and the budget is {most}"
         return Remarks(message, method=method)
+    # Solve; again with a smaller budget where the answer is over it by the tolerance of the solver.
     if start is not None and obeys_limits(problem, start.R):
         incumbent.offer(start.R, "start")
     known, margin = incumbent.R, 0

@@ -224,18 +224,21 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     """The model of these moments, ascending; with rows about spans of segments, without a second memory only."""
     graph, model = problem.graph, Model()
     T, V, m = len(graph.ops), len(graph.values), len(moments)
+    # Values that are at hand for good are no columns: inputs, results, with a second memory the small ones.
     made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
     held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
     host = problem.host
     if host is not None:
         held |= negligible(problem)
     useful, read = map(np.array, lives(graph, problem.limits.last_stage))
+    # R: each new op of a segment runs in it; one of before may run again while anybody reads it.
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
     ends = np.array([*moments, T - 1])[:, None]
     k = np.arange(T)
     first = (begins <= k) & (k <= ends)
     pinned = np.array([op.pinned is not None for op in graph.ops])
     R_there = first | ((k < begins) & (useful >= begins) & ~pinned)
+    # X: what a moment may carry, that is made by then and read at it or later.
     own = np.zeros((m, V), dtype=bool)
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
@@ -245,6 +248,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     over = np.zeros((m, V), dtype=bool)
     for i, o in enumerate(moments):
         over[i, [v for v, _ in problem.savings[o]]] = True
+    # The columns.
     price = problem.seconds / cost_unit(problem) if host is None else 0.0
     R = model.variables(R_there, lower=first, cost=price, integer=True)
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
@@ -252,6 +256,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.recomputed])] = NONE
     links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held)
     x = Relaxed(model, R, X, carried, model.variables(over), links)
+    # The rows.
     _depend(x, problem, begins[:, 0], made_by, held)
     _keep(x, begins[:, 0], made_by)
     _fit(x, problem, budget, moments, made_by)

@@ -138,6 +138,7 @@ class Line:
         """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
+        # The places: every stage and op that may run there, in the order in which they would.
         places = places_of(problem, R)
         for t in reversed([t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]):
             begin, end = np.searchsorted(places[:, 0], [t, t + 1])
@@ -150,6 +151,7 @@ class Line:
         self.seconds = np.array(tables.seconds)[self.op]
         self.cost = float(self.seconds[self.on].sum())
         self.place = {(t, k): p for p, (t, k) in enumerate(places.tolist())}
+        # Per value the places that read or make it; the values that may go, cheapest seconds per byte first.
         self.touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]  # (place, it makes the value)
         for p, k in enumerate(self.op_at):
             for v in tables.inputs[k]:
@@ -164,8 +166,10 @@ class Line:
         self.cheap = np.array(sorted(movable, key=lambda v: tables.seconds[tables.producer[v]] / tables.size[v]), int)
         self.begins = np.array([touches[0][0] if touches else 0 for touches in self.touches])
         self.ends = np.array([touches[-1][0] if touches else 0 for touches in self.touches])
+        # For offers at one place.
         self.asked_at, self.around = -1, self.cheap  # the place that offers were last for, and values touched around it
         self.barred = np.zeros(len(tables.producer), dtype=bool)  # values that are not at hand or not idle there
+        # The bytes at each place, counted value by value.
         self.bytes_at = np.zeros(len(places), dtype=np.int64)
         self.max_runs, self.runs_of = tables.max_runs, np.bincount(self.op[self.on], minlength=T)
         self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
