@@ -119,6 +119,7 @@ def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Soluti
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
     told = unfinished.start.cost
 
+    # A thread tells of what the search knows.
     def look() -> None:
         nonlocal told
         while not over.wait(TELL_SECONDS):
@@ -144,6 +145,7 @@ def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Soluti
     finally:
         over.set()
         looking.join()
+    # The answer, kept on disk and told.
     if found.schedule is None or found.cost >= unfinished.start.cost:  # it never is worse, but for what sums round
         found = replace(unfinished.start, bound=max(unfinished.start.bound, min(found.bound, unfinished.start.cost)))
     unfinished.keep(found, unfinished.seconds)

@@ -133,10 +133,12 @@ def largest_sizes(
         found = solution if is_within(solution, cap) else found
         return is_within(solution, cap)
 
+    # By estimates from two sizes.
     end = LARGEST + 1
     plain = largest_size(lambda n: as_plain(estimated(n), update_bytes).keep_all_peak <= room, 0, end, size)
     keep_all = largest_size(lambda n: estimated(n).keep_all_peak <= room, 0, end, size)
     planned = largest_size(has_plan, keep_all, end, max(1, keep_all))
+    # From these on by traced sizes, where there is time.
     checked = False
     if deadline - time.perf_counter() > TRACES * trace_seconds:
         searches = [

@@ -65,6 +65,7 @@ class Insert:
         updates = self.updates.of_parameters()
         primals = {n.meta["desc"].idx: n for n in graph.find_nodes(op="placeholder") if _is_input(n)}
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
+        # Whose gradient each result of the backward is.
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
         by_storage: dict[int, int] = {}  # the position of a parameter
         flows_on = False  # a gradient, to whatever stands before the step
@@ -84,6 +85,7 @@ class Insert:
                 flows_on = True
         if not flows_on:
             _refuse_unreached(self.updates, {update.optimizer for _, update in found.values()})
+        # Write their updates, in the order in which the backward makes the gradients.
         made = {node: n for n, node in enumerate(graph.nodes)}
         found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}  # as the backward makes them
         if found:

@@ -360,6 +360,7 @@ def _what_it_is(given: object) -> str:
 
 def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
     name, kind = type(optimizer).__name__, known(optimizer)
+    # What updates otherwise than a parameter after the other.
     if isinstance(optimizer, optim.LBFGS):
         raise Unsupported(f"{name} runs the step several times for one update: there is no one plan. {_INSTEAD}")
     if kind is None:
@@ -381,6 +382,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"{name} {'reads' if kind in _WHOLE else 'may read'} rows, columns or norms of a whole parameter, and each "
             f"rank has a shard of it only. {_INSTEAD}"
         )
+    # What is done beside the class's own step.
     _refuse_replaced(optimizer)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -388,6 +390,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
+    # What nobody has looked at.
     if kind is None:
         refuse_unknown(optimizer, _INSTEAD, promised=alone)
         if keep and not is_named(optimizer):

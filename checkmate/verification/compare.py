@@ -133,6 +133,7 @@ def compare_with_plain(
 
     with reach.put_back():
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
+    # The bits.
     compared = _compare(partial(run, plain), partial(run, compiled), device, place)
     expected, found = compared.plain, compared.compiled
     plan = backend.plans[-1] if backend.plans else None
@@ -140,6 +141,7 @@ def compare_with_plain(
     is_loss = [t.ndim for t in expected.outputs.values()] == [0]
     followed = plan if calls == 1 and is_loss else None
     resident = followed.problem.resident if followed else 0
+    # The bytes, in both memories.
     foretold = None
     if followed is not None:
         check_peak(resident + found.use.peak, followed, device, backend.limit(followed))

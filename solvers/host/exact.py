@@ -83,6 +83,7 @@ def milp(
     if formulation != "strengthened" or engine != "highs":
         asked = f"formulation={formulation!r}, engine={engine!r}"
         raise ValueError(f"With a second memory there is formulation='strengthened', engine='highs', not {asked}.")
+    # The cheapest plan that sends nothing.
     seconds = SHARE_OF_RECOMPUTATION * task.clock.left
     alone = Incumbent(task.within(seconds, problem=task.problem.with_host(None)))
     linear.milp(alone.task, alone, start=start, target=target)
@@ -102,11 +103,13 @@ def milp(
         with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
             offer(found)
 
+    # The program with transfers, and each of its answers as a plan.
     asked_for = {"time_limit": task.clock.left, "gap": task.gap, "threads": task.threads}
     result = highs.run(program.model, on_incumbent=on_incumbent, **asked_for)  # type: ignore[arg-type]
     incumbent.prove(result.bound * unit)
     if incumbent.is_infeasible:
         return Remarks("no plan has all that ops need at hand within the budget")
+    # The sets of values around the ones that the best answer sends.
     sent = sendable(task.problem)
     if result.x is not None:
         offer(result.x)
@@ -159,6 +162,7 @@ class Program:
         self.touch, self.model = Touches.of(problem), Model()
         graph, T = problem.graph, len(problem.graph.ops)
         _, plain = equations.build(problem, budget)  # which runs can be of use, and fit
+        # Which values are at hand when a stage begins, which it needs, and over which its op may write.
         v, made_by = self.touch.values()
         read = np.array(lives(graph, problem.limits.last_stage)[1])
         stage = np.arange(T)[:, None]
@@ -169,6 +173,7 @@ class Program:
             needed[k, [*op.inputs]] = True
             over[k, [w for w, _ in problem.savings[k]]] = True
         own[made_by, v] = True
+        # The columns: R, S, what is written over; H, Out and In at the end of a stage, E and F before its op.
         soon = may_go(problem, S)
         going = soon & after(S, False)
         columns = self.model.variables
@@ -181,11 +186,13 @@ class Program:
         self.over = columns(over, name="OVER", integer=True)  # op t writes over v when it runs for the first time
         self.H, self.Out, self.In = (columns(going, name=name, integer=True) for name in ("H", "Out", "In"))
         self.E, self.F = (columns(soon, name=name, integer=True) for name in "EF")
+        # The parts of transfers that a stage takes, and its seconds D.
         q, p = (columns(going, name=name) for name in "qp")
         self.o, self.f, self.e, self.c = (columns(soon, name=name) for name in "ofec")
         self.D = columns((T,), name="D", upper=INF, cost=1.0)
         # (T, V) each: where a value that is at hand in stage t is from, in a row that is at most 0
         self.sources = [(self.here, -1.0), (before(self.over), 1.0), (self.made, -1.0), (self.F, -1.0)]
+        # The rows.
         self.carry("send", (q, self.e, self.E, self.o), self.Out)
         self.carry("fetch", (p, self.c, self.F, self.f), self.In)
         self.have_inputs()

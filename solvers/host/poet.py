@@ -65,6 +65,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
     known, plain = equations.build(problem, budget)  # where R, S, FREE and OVER can be one, and how large U
     model, seconds = Model(), problem.seconds / equations.cost_unit(problem)
     R, S, FREE, OVER, U = (family != NONE for family in (plain.R, plain.S, plain.FREE, plain.OVER, plain.U))
+    # R, S, FREE, OVER, U of recomputation alone: SRam is S.
     x = equations.Variables(
         R=model.variables(R, name="R", lower=np.eye(len(R)), cost=seconds, integer=True),
         S=model.variables(S, name="SRam", integer=True),
@@ -73,6 +74,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         U=model.variables(U, name="U", upper=np.where(U, known.upper[plain.U], 0.0)),
         touches=plain.touches,
     )
+    # Pages: at hand after the ops of a stage (K), in the second memory (SSd), sent and fetched there.
     away = may_go(problem, S & after(S, False))
     out, back = link_seconds(problem, problem.host)
     K = model.variables(after(S, False), name="K", integer=True)
@@ -92,6 +94,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         pairs(model, name, first, others, upper=upper)
     unit = equations.size_unit(problem)
     model.constrain("fit there", [(SSd, problem.sizes / unit)], upper=problem.host.budget / unit)
+    # The bytes of both memories.
     equations.begin_stage(model, x, problem)
     equations.run_and_free(model, x, problem)
     equations.fit(model, x, problem, budget)

@@ -51,6 +51,7 @@ class ValueSets:
         tables = Tables.of(problem)
         self.problem, self.tables, self.T = problem, tables, len(tables.inputs)
         self.forward_length = problem.graph.forward_length
+        # The values that sets are of: those above the grain that may go. A set is an int, a bit for each.
         large = {v for savings in tables.savings for v, saved in savings if saved > grain} | tables.recomputed
         moving = [
             v
@@ -61,6 +62,7 @@ class ValueSets:
         self.bit = {v: 1 << i for i, v in enumerate(self.values)}
         self.size = [tables.size[v] for v in self.values]
         self.producer = [tables.producer[v] for v in self.values]
+        # Per op, or per stage, its sets and bytes.
         self.inputs = [self._set(vs) for vs in tables.inputs]
         self.outputs = [self._set(vs) for vs in tables.outputs]
         self.working = [  # per op: workspace, and what it makes that is a result or that nobody reads
@@ -75,6 +77,7 @@ class ValueSets:
         self.free = self._free()  # per stage, values whose ops may run again in it
         self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # and in no later one
         self.base = self._base()  # per stage: bytes that are resident or results made before it
+        # What is computed once for many sets.
         self._eights = _sums_of_eights(self.size)
         self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
