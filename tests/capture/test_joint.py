@@ -245,3 +245,11 @@ def test_constants_that_nothing_reads_are_let_go() -> None:
     ):
         capture(step, Backend(planner))(torch.ones(8))
         assert len(held.pop()) == expected
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_number_that_is_made_a_tensor_is_captured() -> None:
+    """As `torch.func.vmap` does of the two, where nothing is differentiated."""
+    mask, weight = torch.ones(4), torch.randn(4, requires_grad=True)
+    certificate = checkmate.verify(lambda w: (w * torch.func.vmap(lambda row: row.softmax(0) * 2)(mask)).sum(), weight)
+    assert certificate.repeats

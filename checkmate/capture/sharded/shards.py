@@ -128,7 +128,8 @@ class Shards:
             Unsupported: naming one.
         """
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-            i = getattr(viewed(node.args[0]).meta.get("desc"), "idx", None)
+            (source,) = node.all_input_nodes or (None,)  # a number that is made a tensor is no input
+            i = None if source is None else getattr(viewed(source).meta.get("desc"), "idx", None)
             if i in self.layouts and kept[i] and is_converted(node):
                 raise Unsupported(
                     f"{names[i]} is a DTensor, and autocast converts it where it is read. Convert it yourself: the "
