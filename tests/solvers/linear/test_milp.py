@@ -482,3 +482,29 @@ def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.M
 def test_brute_force_knows_the_chain() -> None:
     every = oracle.outcomes(dags.unit_chain(2))
     assert optimum(every, 3) == milp(dags.unit_chain(2), 3).cost
+
+
+def in_larger_bytes(problem: Problem, times: int) -> Problem:
+    """The problem whose sizes and workspaces are all multiples of a number of bytes."""
+    values = tuple(replace(value, size_bytes=times * value.size_bytes) for value in problem.graph.values)
+    profile = problem.profile
+    ways = tuple(replace(way, workspace=times * way.workspace) for way in profile.ways)
+    larger = replace(
+        profile, workspace_bytes=times * profile.workspace_bytes, resident_bytes=times * problem.resident, ways=ways
+    )
+    return replace(problem, graph=replace(problem.graph, values=values), profile=larger)
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_bytes_that_no_value_fills_change_nothing(formulation: str) -> None:
+    """The model of a budget in bytes is that in units of six, and of what is left over no more than a unit matters."""
+    for seed in range(12):
+        problem = random_problem_with_ways(seed)
+        larger = in_larger_bytes(problem, 6)
+        least = int(problem.unavoidable_bytes.max())
+        for budget, left_over in ((least, 5), (least + 3, 1), (least + 10**6, 4)):
+            plain, _ = build(*without_spare(problem, budget), formulation=formulation)
+            other, _ = build(*without_spare(larger, 6 * budget + left_over), formulation=formulation)
+            assert abs(plain.matrix() - other.matrix()).max() < 1e-9
+            for mine, its in ((plain.upper, other.upper), (plain.row_upper, other.row_upper)):
+                assert mine == pytest.approx(its, abs=1e-9)
