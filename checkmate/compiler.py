@@ -21,7 +21,7 @@ from checkmate.backends.capture_cache import CaptureCache, capture
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.plan_swap import Planning
-from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
+from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.refused_backwards import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
@@ -197,28 +197,16 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def new_backend(
-    options: Options,
-    updates: Insert | None = None,
-    elsewhere: SecondMemories | None = None,
-    budget: Budget | None = None,
-) -> Backend:
-    """Make the backend of a step, with its updates if these are part of it.
-
-    ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for. ``budget``: that of
-    several backends of one step; None: one of its own.
-    """
-    budget = budget or Budget(options)
-    planner = Planner(options, budget)
+def new_backend(planner: Planner, elsewhere: SecondMemories | None, updates: Insert | None = None) -> Backend:
+    """Make the backend of a step, with its updates if these are part of it; ``elsewhere``: where values may wait."""
+    options = planner.options
     return Backend(
-        planner.plan,
+        planner,
         profile=options.costs,
         new_arena=arenas(options.memory, cache=options.cache),
-        begin=planner.begin,
         updates=updates,
-        elsewhere=elsewhere or options.elsewhere,
+        elsewhere=elsewhere,
         overlap=options.overlap,
-        budget=budget,
     )
 
 
@@ -263,7 +251,7 @@ class CompiledStep(Planned, Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
         self._fn, self._options = fn, options
-        self._backend = new_backend(options) if backend is None else backend
+        self._backend = new_backend(Planner(options), options.elsewhere) if backend is None else backend
         self._backends, self._verify = [self._backend], options.verify
         self._run = CaptureCache(fn, self._backend, options.max_plans)
         if self._verify is None and not is_tried():

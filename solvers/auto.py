@@ -175,7 +175,8 @@ def _least(search: Portfolio, task: Task) -> None:
         )  # at once: to drop runs takes long
         runs = least_plan(problem, budget, task.clock)
         search.incumbent.offer_runs(runs, "least")
-        if search.incumbent.plan is not None:  # no search but this knows plans of which R does not say all
+        plan = search.incumbent.plan
+        if plan is not None and not plan.is_a_schedule:  # no search but this knows plans of which R does not say all
             search.incumbent.offer_runs(exchange_runs(task, runs), "least")
 
 
@@ -198,7 +199,8 @@ def _bound(search: Portfolio, task: Task) -> None:
 def _neighbourhoods(search: Portfolio, task: Task) -> None:
     """Look around the best plan, and around what that finds."""
     best = search.incumbent
-    if best.R is not None and best.plan is None and not search.neighbourhoods.is_over(best.R):
+    is_schedule = best.plan is not None and best.plan.is_a_schedule
+    if best.R is not None and is_schedule and not search.neighbourhoods.is_over(best.R):
         best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
 
 

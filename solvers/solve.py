@@ -1,4 +1,4 @@
-"""The front door: choose a method, let it offer plans and bounds, certify the best of them, and say what happened.
+"""The front door: choose a method, let it offer plans and bounds, answer with the best, and say what happened.
 
 On the main path, 9 of 16: see docs/idea.md.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -101,13 +101,17 @@ def solve(
     problem = problem if rules is None else with_rules(problem, rules)
     check_limits(time_limit, gap)
     own_patience = options.pop("patience", inf)
+    check_method(method, options if start is None else {**options, "start": start})
+    refuse_unknown_rules(problem, method)
+    check_host(method, has_host=problem.host is not None)
+    within = parse_bytes(budget)
     about: dict[str, Any] = {"method": method, "gap": gap, "progress": progress, "watch": watch, **options}
     split = start.problem.splits if isinstance(start, Solution) else problem.splits
     clock = Clock()
 
     def find(one: Problem, seconds: float, patience: float) -> Solution:
         begin = start if split == one.splits else None
-        return attempt(one, budget, time_limit=seconds, start=begin, patience=min(patience, own_patience), **about)
+        return attempt(one, within, time_limit=seconds, start=begin, patience=min(patience, own_patience), **about)
 
     solution = cheapest_split(problem, find, time_limit)
     solution = with_halved(solution) if solution.plan is not None else refused(solution, time_limit=time_limit)
@@ -116,7 +120,7 @@ def solve(
 
 def attempt(
     problem: Problem,
-    budget: int | float | str,
+    budget: int,
     *,
     method: str = "auto",
     time_limit: float = 60.0,
@@ -129,30 +133,26 @@ def attempt(
 ) -> Solution:
     """Solve a problem as it is, not split further; an answer without a plan does not say why.
 
+    The question was checked: the method takes the options, follows the rules, and has the second memory that it needs.
     ``patience``: seconds after which "auto" ends if there is no plan.
     """
     if start is not None:
-        options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
+        options["start"] = start if method == "auto" else as_schedule(problem, start)
     if patience < time_limit and method == "auto":
-        options = {**options, "patience": patience}
-    chosen = check_method(method, options)
-    refuse_unknown_rules(problem, method)
-    check_host(chosen, has_host=problem.host is not None)
-    budget = parse_bytes(budget)
-    check_limits(time_limit, gap)
+        options["patience"] = patience
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
-    incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, **common))
-    clock = incumbent.task.clock
+    task, chosen = Task(problem, budget, Clock(time_limit), gap, **common), METHODS[method]
+    incumbent, clock = Incumbent(task), task.clock
     if watch is not None:
         watch(incumbent)
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
-            solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"))
+            about: dict[str, Any] = {"bound": inf, "seconds": clock.elapsed}
+            solution = Solution(Status.INFEASIBLE, problem, budget, method, **about)
         elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:
             solution = _without_host(chosen, incumbent, options)
-    solution = replace(solution, seconds=clock.elapsed)
     log.info("%s", solution)
     return solution
 
@@ -236,24 +236,20 @@ def with_halved(solution: Solution) -> Solution:
     return replace(solution, details={**solution.details, "halved": halved})
 
 
-def check_method(name: str, options: dict[str, Any]) -> Method:
-    """The method of this name, if it takes these options; else a ValueError names the known ones."""
+def check_method(name: str, options: Collection[str] = ()) -> None:
+    """Raise a ValueError where no method has this name, or it has no such option; it names the known ones."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
-    method = METHODS[name]
-    unknown = [option for option in options if option not in method.options]
-    if unknown:
-        raise ValueError(
-            f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(method.options) or 'none'}."
-        )
-    return method
+    known = METHODS[name].options
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(known) or 'none'}.")
 
 
-def check_host(method: Method, *, has_host: bool) -> None:
+def check_host(method: str, *, has_host: bool) -> None:
     """Raise a ValueError for a method that is for problems with a second memory where there is none."""
-    if method.needs_host and not has_host:
+    if METHODS[method].needs_host and not has_host:
         raise ValueError(
-            f"Method {method.name!r} is for a step with a second memory. Give it one: compile(host_budget=...), or "
+            f"Method {method!r} is for a step with a second memory. Give it one: compile(host_budget=...), or "
             "problem.with_host(Host(budget, send=bytes_per_second, fetch=bytes_per_second))."
         )
 

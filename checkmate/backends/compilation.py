@@ -17,9 +17,9 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends import ranks
-from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
+from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
-from checkmate.backends.planner import Budget
+from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, serving, within
 from checkmate.backends.step_problem import (
     guard_bytes,
@@ -67,7 +67,7 @@ from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
-from checkmate.memory.available import Available, available
+from checkmate.memory.available import available
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure, forget
 from checkmate.profiling.source import Source
@@ -111,15 +111,13 @@ class Call:
 class Backend:
     """Compile each graph that `torch.compile` captures, by a plan; a graph without gradients runs as it is."""
 
-    planner: Callable[..., Solution]  # of a problem, and of bytes left beside the plan where these are any
+    planner: Planner | Callable[[Problem], Solution]  # the latter knows of no budget
     lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
     profile: Source = MEASURE  # of the costs of ops
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
-    begin: Find | None = None  # as the planner, but with the first plan, while a better one is looked for
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
-    budget: Budget | None = None  # finds the bytes when the first graph is planned; None: those of its plan
 
     running: list[SwappablePlan] = field(default_factory=list)  # the training graphs, in the order of capture
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
@@ -146,7 +144,7 @@ class Backend:
 
     def limit(self, plan: Solution) -> int:
         """The bytes that a running step may take; its plan may leave some of them free for its guards."""
-        return plan.budget if self.budget is None else self.budget.limit
+        return self.planner.limit if isinstance(self.planner, Planner) else plan.budget
 
     @contextmanager
     def capturing(self, call: Call) -> Iterator[None]:
@@ -336,12 +334,15 @@ class _Compilation:
 
         # Its plan.
         replays = Replays.now(device, limit) if limit and not fakes else None
-        at_once = backend.begin is None or not is_swappable(joint)
-        find: Find = (lambda *asked: (backend.planner(*asked), None)) if at_once else backend.begin  # type: ignore[assignment]
-        try:
-            plan, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
-        except InfeasibleBudget as error:
-            raise error if backend.budget is None else backend.budget.explained(error) from None
+        planner = backend.planner
+        if isinstance(planner, Planner):
+            find = partial(planner.plan, go_on=is_swappable(joint))
+            try:
+                plan, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+            except InfeasibleBudget as error:
+                raise planner.explained(error) from None
+        else:
+            plan, unfinished = planner(problem), None
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
@@ -375,25 +376,26 @@ class _Compilation:
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
         """Find the bytes that the step may take where they are not named, before anything is measured; 0: any."""
-        backend = self.backend
-        if backend.budget is None:
+        backend, planner = self.backend, self.backend.planner
+        if not isinstance(planner, Planner):
             return 0
+        if planner.total:
+            return planner.limit
+        if fakes:
+            raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:
             return unread_bytes(reach, (), device, backend.block_bytes)
 
-        def look() -> Available:
-            if fakes:
-                raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
-            states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
-            held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)
-            return available(device, held, in_arena=self.memory is not None, sharing=ranks.sharing_machine())
-
+        states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
+        held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)
+        there = available(device, held, in_arena=self.memory is not None, sharing=ranks.sharing_machine())
         exchange = None if updates is None else updates.exchange
         least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
         trained = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
-        return backend.budget.find(look, least, 2 * bytes_of(*trained) if updates is None else 0)
+        planner.find_budget(there, least, 2 * bytes_of(*trained) if updates is None else 0)
+        return planner.limit
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger("checkmate.memory")
 
 TRIES = 4  # plans that are looked for, each with more of the budget set aside, before the lowest of all
 GIVEN, HELD = "allocated_peak", "reserved_peak"  # in the details of a plan: bytes
-Find = Callable[..., tuple[Solution, UnfinishedSearch | None]]  # of a problem, and bytes beside the plan
+Find = Callable[[Problem, int], tuple[Solution, UnfinishedSearch | None]]  # of a problem, and bytes beside the plan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from math import inf
 from typing import Any, Literal, TypedDict, get_args
@@ -26,7 +26,7 @@ from checkmate.profiling.source import Choice, Source, source_of
 from checkmate.solvers import plan_cache
 from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused, with_halved
+from checkmate.solvers.solve import cheapest_split, check_host, check_method, refuse_unknown_rules, refused, with_halved
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -76,8 +76,9 @@ class Options:
         RuleError: if a rule is none.
         ValueError: if another option has no such value.
 
-    >>> Options(budget="1 GB", reserve="100 MB").set_aside
-    100000000
+    >>> options = Options(budget="1 GB", reserve="100 MB")
+    >>> options.total, options.set_aside
+    (1000000000, 100000000)
     """
 
     budget: Bytes = "fit"  # what there is
@@ -120,7 +121,7 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
             raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {self.max_plans!r}.")
-        method = check_method(self.method, {})
+        check_method(self.method)
         check_positive("time_limit", self.time_limit, " of seconds")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
@@ -132,8 +133,8 @@ class Options:
         if self.rules is not None:
             check(self.rules)
             object.__setattr__(self, "rules", {**self.rules})  # as they are now
-        check_host(method, has_host=self.host_budget is not None)
-        _ = Budget(self), self.elsewhere  # numbers of bytes, or an error
+        check_host(self.method, has_host=self.host_budget is not None)
+        _ = self.total, self.set_aside, self.host_bytes  # each is read once, or an error
 
     @property
     def patience(self) -> float:
@@ -145,31 +146,46 @@ class Options:
         """The source of the costs of ops."""
         return source_of(self.profile, cache=self.cache)
 
-    @property
-    def elsewhere(self) -> SecondMemories | None:
-        """The second memory, in which values may wait; None: there is none."""
-        host, budget = self.host, self.host_budget
-        if budget is None:
-            if host is not None:
-                raise ValueError(
-                    f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".'
-                )
-            return None
-        room = parse_bytes(budget)
-        if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
-            raise ValueError(
-                f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
-                'files, or "pinned" for a step on CUDA.'
-            )
-        return SecondMemories(host, room, cache=self.cache)
+    @cached_property
+    def share(self) -> float | None:
+        """The share of the free memory that the budget is; None: it is in bytes."""
+        return parse_share(self.budget)
 
-    @property
+    @cached_property
+    def total(self) -> int:
+        """Bytes of the budget; 0: a share of the free memory, which is found when a step is planned."""
+        return parse_bytes(self.budget) if self.share is None else 0
+
+    @cached_property
     def set_aside(self) -> int:
         """Bytes of the budget that are left to what the step does not know."""
         try:
             return 0 if self.reserve is None or self.reserve == 0 else parse_bytes(self.reserve)
         except BudgetError as error:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes of the second memory; 0: there is none."""
+        host = self.host
+        if self.host_budget is None:
+            if host is not None:
+                raise ValueError(
+                    f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".'
+                )
+            return 0
+        count = parse_bytes(self.host_budget)
+        if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
+            raise ValueError(
+                f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
+                'files, or "pinned" for a step on CUDA.'
+            )
+        return count
+
+    @property
+    def elsewhere(self) -> SecondMemories | None:
+        """The second memory of one step, in which values may wait; None: there is none."""
+        return SecondMemories(self.host, self.host_bytes, cache=self.cache) if self.host_bytes else None
 
 
 # Options that earlier versions had, with their values, and what to write instead.
@@ -191,132 +207,106 @@ def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
     return f"{way_in} has no option {name!r}. {meant}"
 
 
-class Budget:
-    """The bytes of one step: named by its options, or a share of the free memory when it is first planned.
+class Planner:
+    """Plans the graphs that are captured of one step, within its budget.
 
-    What was found stays: further graphs of the step are planned within the same. A copy of the step, or one that is
-    loaded on another machine, looks for itself.
+    The budget is named by the options, or a share of the free memory when the step is first planned. What was found
+    stays for further graphs; a copy of the step, or one that is loaded on another machine, looks for itself. The last
+    batch of an epoch is smaller: earlier plans help.
 
-    >>> Budget(Options(budget="1 GB", reserve="100 MB")).limit
-    900000000
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> Planner(Options(budget="1 kB", reserve=996, cache=False)).plan(chain)[0].cost
+    4.0
     """
 
     def __init__(self, options: Options) -> None:
-        self._share = parse_share(options.budget)
-        self._reserve = options.reserve
-        self.total = 0 if self._share is not None else parse_bytes(options.budget)  # bytes; 0: not found yet
-        self.set_aside = options.set_aside  # bytes of it that are left to what the step does not know
-        self._said = ""
+        self.options = options
+        self.total, self.reserve = options.total, options.set_aside  # bytes; those of a share are not found yet: 0
+        self._found = ""  # where the bytes of a share come from
+        self._made: list[weakref.ref[Solution]] = []
+        self._named: set[str] = set()  # patterns that have named an op of a graph
 
     @property
     def limit(self) -> int:
         """Bytes that a step may take when it runs."""
-        return self.total - self.set_aside
+        return self.total - self.reserve
 
-    def find(self, look: Callable[[], Available], least: Callable[[int], int], state: int) -> int:
-        """Find the limit in bytes: as named, or once by looking at the free memory.
+    def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
+        """Take the budget's share of the free memory, which no options name in bytes.
 
         It is logged at INFO, as plans are, and not as a warning: nothing is wrong, and each rank would give one. What a
         step takes stands in its plans as well, and a refusal says all of it.
 
         Args:
-            look: finds what there is.
+            there: what there is.
             least: gives the least of these numbers of bytes on all ranks that need the same plan.
             state: bytes that an optimizer may come to hold beside the step, which are set aside where no reserve is
                 named.
         """
-        if self._share is not None and not self._said:
-            there = look()
-            self.total = max(1, least(rounded_down(int(self._share * there.bytes))))
-            self.set_aside = state if self._reserve is None else self.set_aside
-            share = "what there is" if self._share == 1 else f"{100 * self._share:g}% of what there is"
-            self._said = f"The budget is {share}, {exact_bytes(self.total)}: {there}."
-            if self._reserve is None and state:
-                self._said += (
-                    f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
-                    "parameter, as Adam does; reserve= says how much."
-                )
-            log.info("%s", self._said)
-        return self.limit
+        share = self.options.share
+        assert share is not None
+        self.total = max(1, least(rounded_down(int(share * there.bytes))))
+        of = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
+        self._found = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
+        if self.options.reserve is None and state:
+            self.reserve = state
+            self._found += (
+                f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
+                "parameter, as Adam does; reserve= says how much."
+            )
+        log.info("%s", self._found)
 
-    def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """A refusal that says where the bytes are from, if no one has named them."""
-        if not self._said:
-            return error
-        said = f"{error} {self._said}"
-        return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
+    def plan(
+        self, problem: Problem, beside: int = 0, *, go_on: bool = False
+    ) -> tuple[Solution, UnfinishedSearch | None]:
+        """Find the cheapest plan within the limit, less ``beside`` bytes.
 
-
-class Planner:
-    """Plans the graphs that are captured of one step. The last batch of an epoch is smaller: earlier plans help.
-
-    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> Planner(Options(budget=4, cache=False)).plan(chain).cost
-    4.0
-    """
-
-    def __init__(self, options: Options, budget: Budget | None = None) -> None:
-        self.options, self.budget = options, budget or Budget(options)
-        self._made: list[weakref.ref[Solution]] = []
-        self._named: set[str] = set()  # patterns that have named an op of a graph
-
-    def plan(self, problem: Problem, beside: int = 0) -> Solution:
-        """Find the cheapest plan within the budget, less its reserve and ``beside`` bytes.
+        ``go_on``: take the first plan, with a search to go on with if a better one may come. Ranks wait for the best.
 
         Raises:
             InfeasibleBudget: if no plan was found.
             RuleError: if a rule names nothing in this graph nor in one before, or cannot be obeyed.
         """
-        return self._plan(problem, self.budget.set_aside + beside, inf)[0]
-
-    def begin(self, problem: Problem, beside: int = 0) -> tuple[Solution, UnfinishedSearch | None]:
-        """Find a first plan, and a search to go on with if a better one may come. Ranks wait for the best."""
-        wait = inf if ranks.train_together() else self.options.patience
-        return self._plan(problem, self.budget.set_aside + beside, wait)
-
-    def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, UnfinishedSearch | None]:
-        options, total, problem = self.options, self.budget.total, self._ruled(problem)
-        if total <= reserve:
-            raise _nothing_left(problem, total, reserve)
-        unfinished_of: dict[int, UnfinishedSearch | None] = {}
+        options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
+        if self.total <= reserve:
+            raise _nothing_left(problem, self.total, reserve)
+        budget, together = self.total - reserve, ranks.train_together()
+        wait = options.patience if go_on and not together else inf
+        searches: dict[tuple[str, ...], UnfinishedSearch | None] = {}  # to go on with, by how the step is split
 
         def find(one: Problem, seconds: float, patience: float) -> Solution:
-            solution, unfinished = self._plan_one(one, total - reserve, wait, seconds, patience)
-            unfinished_of[id(solution)] = unfinished
-            return solution
+            asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}
+            earlier = [solution for known in self._made if (solution := known()) is not None]
 
-        look_on = wait == inf and not ranks.train_together()  # ranks, whose costs differ, have to ask alike
+            def begin() -> Solution:
+                about: dict[str, Any] = {"earlier": earlier, "cache": options.cache, "wait": wait, "patience": patience}
+                solution, searches[one.splits] = plan_cache.begin(one, budget, **asked, **about)
+                return solution
+
+            return ranks.one_plan(begin, one, budget, **asked)
+
+        look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
         if solution.plan is None:
             why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
             about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
-            solution = ranks.one_plan(why, solution.problem, total - reserve, **about)
+            solution = ranks.one_plan(why, solution.problem, budget, **about)
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             note = (
                 f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest)} in all." if reserve else ""
             )
-            raise InfeasibleBudget(f"{solution.message}{note}", budget=total, min_budget=smallest, op=op)
-        unfinished, solution = unfinished_of[id(solution)], with_halved(solution)
+            raise InfeasibleBudget(f"{solution.message}{note}", budget=self.total, min_budget=smallest, op=op)
+        solution = with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
-        return solution, unfinished
+        return solution, searches.get(solution.problem.splits)
 
-    def _plan_one(
-        self, problem: Problem, within: int, wait: float, seconds: float, patience: float
-    ) -> tuple[Solution, UnfinishedSearch | None]:
-        """Plan a problem as it is, not split further; an answer without a plan does not say why."""
-        options, unfinished = self.options, None
-        earlier = tuple(solution for known in self._made if (solution := known()) is not None)
-        asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}
-
-        def find() -> Solution:
-            nonlocal unfinished
-            found, unfinished = plan_cache.begin(
-                problem, within, earlier=earlier, cache=options.cache, wait=wait, patience=patience, **asked
-            )
-            return found
-
-        return ranks.one_plan(find, problem, within, **asked), unfinished
+    def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """A refusal that says where the bytes are from, if no one has named them."""
+        if not self._found:
+            return error
+        said = f"{error} {self._found}"
+        return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
         """With the rules. One that named an op before is no mistake where a part of the step is left out."""
@@ -328,6 +318,7 @@ class Planner:
             log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
         ruled = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
         self._named |= named
+        refuse_unknown_rules(ruled, self.options.method)
         return ruled
 
 

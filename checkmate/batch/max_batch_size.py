@@ -139,7 +139,7 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
         baselines = (baselines,)
     names = BASELINES if baselines is True else () if baselines is False else tuple(baselines)
     for name in names:
-        check_method(name, {})
+        check_method(name)
     return names
 
 

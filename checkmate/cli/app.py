@@ -21,24 +21,28 @@ import sys
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
+from checkmate import batch, fitting
+from checkmate.cli.arguments import add_to, flag, host_of, option, seconds
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
 from checkmate.units import format_bytes, parse_bytes, parse_share
+from checkmate.version import __version__
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
+    from checkmate.core.solution import Solution
     from checkmate.profiling.data_sheets import Device
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
+Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        args = parser_of(_COMMANDS).parse_args(argv)
+        args = _parser().parse_args(argv)
     except SystemExit as end:  # argparse has said why, or has shown the help
         return int(end.code or 0)
     if args.verbose:  # log everything on standard error; otherwise a line shows what goes on, on a terminal
@@ -84,32 +88,25 @@ def _say(message: str, code: int) -> int:
 def _plan(args: argparse.Namespace) -> int:
     args.budget = _bytes_of(args)
     _check(args)  # before anything that takes time
-    from checkmate.batch.sized_steps import arguments_of
+    host, profile = host_of(args), _profile(args)
     from checkmate.tracing import trace
 
-    profile, make = _profile(args), _target(args)
-    step, batch = make(args.size) if args.size else make()
-    positional, named = arguments_of(batch)
-    try:
+    step, positional, named = _example(args)
+    with _on_its_batch(args):
         problem = trace(step, *positional, profile=profile, **named)
-    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
-        if args.debug:
-            raise
-        raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
     if args.save_problem:
         problem.to_json(args.save_problem)
-    return _answer(args, with_host(args, problem))
+    return _answer(args, problem if host is None else problem.with_host(host))
 
 
 def _solve(args: argparse.Namespace) -> int:
     _check(args)
-    return _answer(args, with_host(args, _read(args.problem)))
+    return _answer(args, _read(args))
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse a budget, a rule, a second memory or a method that is none."""
+    """Refuse a budget, a rule or a method that is none."""
     parse_bytes(args.budget)
-    host_of(args)
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
 
@@ -118,33 +115,42 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
 
-def _read(path: str) -> Problem:
+def _read(args: argparse.Namespace) -> Problem:
+    """The problem of a file, with the second memory asked for, if one is."""
     from checkmate.core.problem import Problem
 
     try:
-        return Problem.from_json(path)
+        problem = Problem.from_json(args.problem)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {args.problem}: {error.strerror or error}") from None
+    host = host_of(args, problem.host)
+    return problem if host is problem.host else problem.with_host(host)
 
 
-def _answer(args: argparse.Namespace, problem: Problem) -> int:
-    """Solve, and show what was found."""
+def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
     from checkmate.core.rules import read_rules
     from checkmate.solvers.solve import solve
 
     limits = {"time_limit": args.time_limit, "gap": args.gap}
     rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
-    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    return solve(problem, args.budget, method=args.method, rules=rules, **limits)
+
+
+def _answer(args: argparse.Namespace, problem: Problem) -> int:
+    """Solve, and show what was found."""
+    solution = _solution(args, problem)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
     if args.report and solution.plan is not None:
         from checkmate.webpage.page import report
 
         report(solution, args.report)
-    if args.json:
-        _out_json(solution_record(solution))
-    elif solution.plan is not None:
-        _out(str(solution))
+    if args.json or solution.plan is not None:
+        _show(args, solution_record(solution), str(solution))
+    return _ended(solution)
+
+
+def _ended(solution: Solution) -> int:
     if solution.plan is None:
         return _say(solution.message or solution.status.meaning, REFUSED)
     return INTERRUPTED if solution.interrupted else DONE
@@ -157,23 +163,20 @@ def _report(args: argparse.Namespace) -> int:
             f"checkmate plan {args.problem} --budget {args.budget} --report plan.html"
         )
     _check(args)
-    from checkmate.core.rules import read_rules
     from checkmate.solvers.frontier import frontier
-    from checkmate.solvers.solve import solve
     from checkmate.webpage.page import report
 
-    problem, rules = with_host(args, _read(args.problem)), read_rules(args.rule) if args.rule else None
-    limits = {"time_limit": args.time_limit, "gap": args.gap}
-    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    solution = _solution(args, _read(args))
     if solution.plan is None:
-        return _say(solution.message or solution.status.meaning, REFUSED)
+        return _ended(solution)
+    limits = {"methods": [args.method], "time_limit": args.time_limit, "gap": args.gap}
+    rows = frontier(solution.problem, **limits) if args.frontier else None
     out = args.out or Path(args.problem).name.removesuffix(".gz").removesuffix(".json") + ".html"
-    rows = frontier(solution.problem, methods=[args.method], **limits) if args.frontier else None
     page = report(solution, out, frontier=rows, prices=args.prices).resolve()
     _show(args, {**solution_record(solution), "page": str(page)}, str(page))
     if args.open and not webbrowser.open(page.as_uri()):
         return _say(f"no browser was found here; open {page}", DONE)
-    return INTERRUPTED if solution.interrupted else DONE
+    return _ended(solution)
 
 
 def _frontier(args: argparse.Namespace) -> int:
@@ -181,7 +184,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
     methods = [name.strip() for name in args.methods.split(",")]
     limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
-    rows = frontier(with_host(args, _read(args.problem)), args.budget, methods=methods, **limits)
+    rows = frontier(_read(args), args.budget, methods=methods, **limits)
     _show(args, rows.records(), repr(rows))
     return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
 
@@ -189,7 +192,7 @@ def _frontier(args: argparse.Namespace) -> int:
 def _max_batch(args: argparse.Namespace) -> int:
     args.budget = _bytes_of(args)
     parse_bytes(args.budget)
-    host = asked_host(args)
+    host = host_of(args)
     from checkmate.batch.max_batch_size import max_batch_size
 
     profile, make = _profile(args), _target(args)
@@ -204,19 +207,9 @@ def _max_batch(args: argparse.Namespace) -> int:
     both(args.smallest)  # what is wrong with the function is said before anything else
     if not (args.quiet or args.verbose or sys.stderr.isatty()):
         _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
-    found = max_batch_size(
-        lambda size: both(size)[0],
-        lambda size: both(size)[1],
-        budget=args.budget,
-        max_overhead=args.max_overhead,
-        baselines=args.baselines,
-        measure=args.measure,
-        profile=profile,
-        smallest=args.smallest,
-        largest=args.largest,
-        time_limit=args.time_limit,
-        host=host,
-    )
+    names = ("budget", "max_overhead", "baselines", "measure", "smallest", "largest", "time_limit")
+    about = {name: getattr(args, name) for name in names}
+    found = max_batch_size(lambda n: both(n)[0], lambda n: both(n)[1], profile=profile, host=host, **about)
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE
 
@@ -224,31 +217,44 @@ def _max_batch(args: argparse.Namespace) -> int:
 def _fits(args: argparse.Namespace) -> int:
     if args.budget is not None:
         parse_bytes(args.budget)
-    host = asked_host(args)
+    host = host_of(args)
     if args.device:
         _known_device(args.device)
     from torch import optim
 
-    from checkmate.batch.sized_steps import arguments_of
     from checkmate.fitting.fits import fits
     from checkmate.fitting.stand_ins import trained
 
     chosen = None if args.optimizer is None else getattr(optim, args.optimizer, None)
     if args.optimizer is not None and not (isinstance(chosen, type) and issubclass(chosen, optim.Optimizer)):
         raise UsageError(f"torch.optim has no optimizer {args.optimizer!r}")
-    make = _target(args)
-    step, batch = make(args.size) if args.size else make()
-    positional, named = arguments_of(batch)
+
+    step, positional, named = _example(args)
     optimizer = None if chosen is None else chosen(trained((step, positional, named)))
     about: dict[str, Any] = {"device": args.device, "budget": args.budget, "host": host, "time_limit": args.time_limit}
-    try:
+    with _on_its_batch(args):
         found = fits(step, *positional, optimizer=optimizer, everything=args.everything, **about, **named)
-    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
+    _show(args, found.summary(), repr(found))
+    return DONE if found.fits else REFUSED
+
+
+def _example(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The user's step, with its batch as arguments."""
+    from checkmate.batch.sized_steps import arguments_of
+
+    step, given = _target(args)(*([args.size] if args.size else []))
+    return step, *arguments_of(given)
+
+
+@contextmanager
+def _on_its_batch(args: argparse.Namespace) -> Iterator[None]:
+    """Name the step where it fails, as plain PyTorch does as well."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
         if args.debug:
             raise
         raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
-    _show(args, found.summary(), repr(found))
-    return DONE if found.fits else REFUSED
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -410,15 +416,89 @@ def _write_json(path: str, document: Any) -> None:
         json.dump(finite(document), file, allow_nan=False)
 
 
-_COMMANDS = {
-    "plan": _plan,
-    "solve": _solve,
-    "report": _report,
-    "frontier": _frontier,
-    "max-batch": _max_batch,
-    "fits": _fits,
-    "demo": _demo,
-    "methods": _methods,
-    "doctor": _doctor,
-    "selftest": _selftest,
-}
+_HOST = ("--host-budget", "--host-rate", "--host-one-link")
+_LIMITS = ("--time-limit", "--gap")
+_SOLVING = ("--budget", "--method", "--save-plan", "--report", "--rule", *_HOST, *_LIMITS)
+_TARGET = """\
+TARGET is module:function or file.py:function, found from the current folder.
+The function returns (step, batch): a module or function as checkmate.compile
+takes it, and an example batch for it: a tuple of arguments, a dict of named
+ones, or one tensor. """
+_WITH_SIZE = "With --size N it is called with N.\n"
+_PAGE = """\
+It prints the path of the page, which needs no network. Of a step that is not in a
+file yet, checkmate plan TARGET --budget BYTES --report FILE writes the same page,
+and --save-problem FILE what this command reads.
+"""
+_OF_FITS = """\
+The step gives the loss. The optimizer's update, of all parameters that have
+gradients, is part of what is looked at.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="checkmate", description="Plan training steps within a budget of bytes.", epilog="checkmate COMMAND --help"
+    )
+    parser.add_argument("--version", action="version", version=f"checkmate {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(run: Run, summary: str, *options: str, about: str = "", **changed: dict[str, Any]) -> None:
+        name, description = run.__name__[1:].replace("_", "-"), f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip()
+        as_written = argparse.RawDescriptionHelpFormatter
+        made = commands.add_parser(name, help=summary, description=description, formatter_class=as_written)
+        made.set_defaults(run=run)
+        others = {f"--{name.replace('_', '-')}": settings for name, settings in changed.items()}
+        add_to(made, ("--json", "--quiet", "--verbose", "--debug", *options), others)
+
+    target = ("target", "--device", "--profile")
+    about = f"{_TARGET}{_WITH_SIZE}"
+    command(_plan, "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
+    command(_solve, "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)
+    command(
+        _report,
+        "a plan as one HTML page to look at, from a problem file and a budget",
+        *("problem", "--budget", "-o", "--open", "--frontier", "--prices", "--method", "--rule", *_HOST, *_LIMITS),
+        about=_PAGE,
+    )
+    command(
+        _frontier,
+        "cost against peak of a problem file, for many budgets",
+        *("problem", "--budget", "--methods", "--jobs", *_HOST, *_LIMITS),
+        budget=option("BYTES", "by default from the smallest to keeping all", nargs="+"),
+    )
+    command(
+        _max_batch,
+        "find the largest batch that fits",
+        *(*target, "--budget", "--max-overhead", "--baselines", "--measure", *_HOST),
+        *("--smallest", "--largest", "--time-limit"),
+        about=f"{_TARGET}It is called with the size: an integer that may mean anything.\n",
+        time_limit=seconds(batch.TIME_LIMIT),
+    )
+    command(
+        _fits,
+        "say whether a training step fits a device, and what would make it fit",
+        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--everything", "--time-limit"),
+        about=f"{about}{_OF_FITS}",
+        device=option("NAME", "such as rtx4090; by default the one here, whose ops are measured"),
+        budget=option("BYTES", "such as 16GB, in place of the device's room"),
+        time_limit=seconds(fitting.TIME_LIMIT),
+    )
+    command(
+        _demo,
+        "train two small networks within budgets of bytes, and compare with plain PyTorch; about 90 s",
+        *("--steps", "--quick"),
+        quick=flag("a second for each plan, and each step timed once"),
+    )
+    command(_methods, "list the methods with their options")
+    command(_doctor, "versions, device, solver and cache of this installation")
+    command(
+        _selftest,
+        "whether steps keep bits and budgets on a device: a list of checks, each in a process of its own",
+        *("--device", "--quick", "--only", "--time-limit"),
+        json=option("FILE", "write all that was found, for a report"),
+        device=option("NAME", "cuda (default), cuda:1 or cpu", default="cuda"),
+        time_limit=option("S", "for each check, by default 120 or 180 s", type=float),
+    )
+    return parser

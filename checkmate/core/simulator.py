@@ -190,7 +190,7 @@ def cost(plan: Plan, problem: Problem) -> float:
     return float(sum(problem.seconds[k] for k in plan.runs))
 
 
-def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]:
+def verify(plan: Plan, problem: Problem, budget: int | None = None, usage: Usage | None = None) -> list[str]:
     """Everything that is wrong with a plan, in words; empty when nothing is.
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
@@ -202,11 +202,13 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
     started is carried by a link, begins at its turn at the latest, and before it only where all that it reads is there
     before the step begins, ends at its turn at the earliest and on the same side of the boundary, and what it reads and
     makes is not touched in between; the simulated peaks are within the budgets of both memories.
+
+    ``usage``: of `simulate`, where the plan was simulated already.
     """
-    return list(_faults(plan, problem, budget))
+    return list(_faults(plan, problem, budget, usage))
 
 
-def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
+def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | None) -> Iterator[str]:
     graph = problem.graph
     at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
     times = [0] * len(graph.ops)
@@ -290,7 +292,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     # Both memories hold what the simulator counts.
     if not plan.runs or (budget is None and problem.host is None):
         return
-    usage = simulate(plan, problem)
+    usage = usage or simulate(plan, problem)
     if problem.host is not None and usage.host_peak > problem.host.budget:
         most, room = exact_bytes(usage.host_peak), exact_bytes(problem.host.budget)
         yield f"copies in the second memory take {most}, more than its budget of {room}"

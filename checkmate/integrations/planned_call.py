@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from checkmate.backends.compilation import Backend
-from checkmate.backends.planner import Budget, Options, Planner
+from checkmate.backends.planner import Options, Planner
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -145,8 +145,7 @@ class PlannedCall(Planned):
         args = given[1:] if self._is_bound else given
         options, kept = self._options, self.loop.kept(module, args, kwargs)
         self.kept = kept
-        beside = options.set_aside + kept.total
-        total = Budget(options).total  # 0: what there is, found when the step is planned
+        beside, total = options.set_aside + kept.total, options.total
         of = format_bytes(total) if total else options.budget
         log.info("of the budget of %s training keeps %s beside each step", of, kept)
         trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)

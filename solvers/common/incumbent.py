@@ -1,8 +1,9 @@
 """The best plan and the best bound of a task yet, shared by all methods and stages of a solve.
 
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
-solvers fails, still has its best plan, and a person at a terminal sees the gap close. Every Solution is made by
-`certify`, which lowers the schedule to a plan, verifies and simulates it.
+solvers fails, still has its best plan, and a person at a terminal sees the gap close. What is offered is lowered to a
+plan, simulated and verified before it is taken, and this very plan is the answer; a plan that comes from elsewhere, as
+from a file or another process, passes `certify`.
 On the main path, 12 of 16: see docs/idea.md.
 """
 
@@ -19,9 +20,10 @@ from checkmate.core import simulator
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import Usage
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.schedules import as_matrix, cost_of, lowered, peak_of
+from checkmate.solvers.common.schedules import as_matrix, cost_of, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
@@ -52,14 +54,23 @@ class Incumbent:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.R: np.ndarray | None = None  # (T, T) bool
-        self.plan: Plan | None = None  # of R, where that does not say all of it
-        self.cost = float("inf")  # seconds, of R
+        self.best: Solution | None = None  # verified; the bounds are those below
+        self.cost = float("inf")  # seconds, of the best
         self.bound = task.problem.least_cost  # seconds that every plan within the budget takes
         self.least_peak: int | None = None  # bytes, of all schedules that were simulated
         self.found: dict[str, float] = {}  # by whom -> the last cost that was the least so far
         self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each notable change
         self._lock = threading.Lock()  # solvers report from threads of their own
+
+    @property
+    def R(self) -> np.ndarray | None:
+        """The runs of the best plan, (T, T) bool; it may say more than these."""
+        return None if self.best is None or self.best.schedule is None else self.best.schedule.R
+
+    @property
+    def plan(self) -> Plan | None:
+        """The best plan."""
+        return None if self.best is None else self.best.plan
 
     @property
     def gap(self) -> float:
@@ -85,16 +96,11 @@ class Incumbent:
         Raises:
             SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
         """
-        problem, budget = self.task.problem, self.task.budget
-        cost = cost_of(problem, R)
+        problem, cost = self.task.problem, cost_of(self.task.problem, R)
         if cost >= self.cost:
             return False
-        plan = lowered(problem, R)
-        if R.diagonal().all() and not self._is_within(simulator.simulate(plan, problem).peak):
-            return False
-        if wrong := simulator.verify(plan, problem, budget):
-            raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
-        return self._keep(R.copy(), None, cost, by)
+        schedule = Schedule.from_runs(problem.graph, R.copy())
+        return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
 
     def offer_runs(self, stages: list[list[int]], by: str) -> bool:
         """As `offer`, for the ops that run in each stage, in any order and as often as need be.
@@ -115,33 +121,32 @@ class Incumbent:
         Raises:
             SolverError: if it breaks another rule than the budgets.
         """
-        problem, budget = self.task.problem, self.task.budget
+        problem = self.task.problem
         trimmed = simulator.without_idle_values(plan, problem)
         if trimmed is not plan and not simulator.verify(trimmed, problem):  # a rule may ask to keep some
             plan = trimmed
-        cost, usage = simulator.cost(plan, problem), simulator.simulate(plan, problem)
-        there = 0 if problem.host is None else problem.host.budget
-        if cost >= self.cost or not self._is_within(usage.peak) or usage.host_peak > there:
-            return False
-        if wrong := simulator.verify(plan, problem, budget):
-            raise SolverError(f"The plan of {by} is wrong: {wrong[0]}.")
-        return self._keep(Schedule.of_plan(problem.graph, plan).R, plan, cost, by)
+        cost = simulator.cost(plan, problem)
+        return cost < self.cost and self._take(plan, None, cost, f"The plan of {by}", by)
 
-    def _keep(self, R: np.ndarray, plan: Plan | None, cost: float, by: str) -> bool:
-        """Take a verified plan, if it still is the cheapest."""
+    def _take(self, plan: Plan, schedule: Schedule | None, cost: float, what: str, by: str) -> bool:
+        """Simulate and verify a plan, or that of a schedule, and keep it if it fits and still is the cheapest."""
+        problem, budget = self.task.problem, self.task.budget
+        usage, there = simulator.simulate(plan, problem), 0 if problem.host is None else problem.host.budget
+        complete = schedule is None or schedule.R.diagonal().all()  # else it is wrong, and not too large
+        if complete and (not self._is_within(usage.peak) or usage.host_peak > there):
+            return False
+        if schedule is not None and (roomier := simulator.without_slower_ways(plan, problem, budget)) is not plan:
+            plan, usage = roomier, simulator.simulate(roomier, problem)
+        schedule = schedule or Schedule.of_plan(problem.graph, plan)
+        best = _verified(problem, budget, schedule, plan, usage, what)
         with self._lock:
             if cost >= self.cost:
                 return False
             if contradicts(self.bound, cost):
-                log.log(
-                    _gravity(plan),
-                    "a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s",
-                    self.bound,
-                    by,
-                    cost,
-                )
-                self.bound = self.task.problem.least_cost
-            self.R, self.plan, self.cost, self.found[by] = R, plan, cost, cost
+                said = "a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s"
+                log.log(_gravity(plan), said, self.bound, by, cost)
+                self.bound = problem.least_cost
+            self.best, self.cost, self.found[by] = best, cost, cost
             self._record(by)
         return True
 
@@ -164,30 +169,25 @@ class Incumbent:
                 if bound > last * (1 + NOTABLE):
                     self._record("bound")
 
-    def now(self, method: str) -> Solution:
-        """The best plan with its bound, certified, while the search goes on."""
+    def now(self, method: str, **fields: Any) -> Solution:
+        """The best plan with its bound, while the search goes on."""
         with self._lock:
-            found, bound = self._found, min(self.bound, self.cost)
-        return certify(self.task.problem, self.task.budget, found, method=method, bound=bound)
+            best, bound = self.best, self.bound
+        assert best is not None
+        return _with_bound(best, bound, method=method, **fields)
 
     def solution(self, method: str, remarks: Remarks) -> Solution:
-        """Answer with the best plan, certified, and remarks; or say that there is none."""
-        task, method, spent = self.task, remarks.method or method, self.task.clock.elapsed
-        about: dict[str, Any] = {"bound": self.bound, "message": remarks.message, "seconds": spent}
-        if self.R is None:
+        """Answer with the best plan and remarks; or say that there is none."""
+        task, method = self.task, remarks.method or method
+        about: dict[str, Any] = {"message": remarks.message, "details": remarks.details}
+        if self.best is None:
             status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
-            about |= {"details": remarks.details, "stuck": remarks.stuck}
+            about |= {"bound": self.bound, "stuck": remarks.stuck, "seconds": task.clock.elapsed}
             return Solution(status, task.problem, task.budget, method, **about)
-        about["interrupted"] = remarks.interrupted
-        answer = certify(task.problem, task.budget, self._found, method=method, **about)
-        low, high = answer.bound, answer.cost  # what differs from them does in the last digit of a sum
+        answer = self.now(method, **about, interrupted=remarks.interrupted)
+        spent, low, high = task.clock.elapsed, answer.bound, answer.cost  # others differ in the last digit of a sum
         path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
-        return replace(answer, details={**remarks.details, "trajectory": [*path, (spent, high, low)]})
-
-    @property
-    def _found(self) -> np.ndarray | Plan:
-        assert self.R is not None
-        return self.R if self.plan is None else self.plan
+        return replace(answer, seconds=spent, details={**answer.details, "trajectory": [*path, (spent, high, low)]})
 
     def line(self) -> str:
         """Describe the overhead, the gap and the time in a line for the terminal."""
@@ -198,7 +198,7 @@ class Incumbent:
         return peak <= self.task.budget
 
     def _plan(self) -> str:
-        return "no plan yet" if self.R is None else f"step {self._over(self.cost)}, gap {self.gap:.2%}"
+        return "no plan yet" if self.best is None else f"step {self._over(self.cost)}, gap {self.gap:.2%}"
 
     def _over(self, seconds: float) -> str:
         return f"{seconds / (self.task.problem.keep_all_cost or 1.0) - 1:+.2%}"
@@ -215,7 +215,7 @@ def _gravity(plan: Plan | None) -> int:
 
 
 def certify(
-    problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: object
+    problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: Any
 ) -> Solution:
     """Verify and simulate R (T, T), or a plan of which R may not say all, and make it a Solution.
 
@@ -230,21 +230,32 @@ def certify(
     else:
         schedule = Schedule.from_runs(problem.graph, found)
         plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
-    if wrong := simulator.verify(plan, problem, budget):
+    best = _verified(problem, budget, schedule, plan, simulator.simulate(plan, problem), f"The schedule of {method}")
+    return _with_bound(best, bound, method=method, **fields)
+
+
+def _verified(problem: Problem, budget: int, schedule: Schedule, plan: Plan, usage: Usage, what: str) -> Solution:
+    """A plan that was simulated as a Solution, once it is verified; nothing is proven of it."""
+    if wrong := simulator.verify(plan, problem, budget, usage):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
+        raise SolverError(f"{what} is wrong: {wrong[0]}{more}.")
     cost = simulator.cost(plan, problem)
+    return Solution(Status.FEASIBLE, problem, budget, "", schedule, plan, cost, peak=usage.peak)
+
+
+def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> Solution:
+    """A verified plan with a bound as `certify` takes it."""
+    problem, plan, cost = best.problem, best.plan, best.cost
+    assert plan is not None
     if contradicts(bound, cost):
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
         bound = problem.least_cost
-    T = len(problem.graph.ops)
     one_clock = not plan.sent and not problem.graph.links
-    runs_once = one_clock and len(plan.runs) == T  # the least there is, whatever is lost in its sum
+    runs_once = one_clock and len(plan.runs) == len(problem.graph.ops)  # the least, whatever is lost in its sum
     bound = max(problem.least_cost, bound)  # in this order, what is no number is no bound
     bound = cost if runs_once else min(bound, cost)
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
-    peak = simulator.simulate(plan, problem).peak
-    return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
+    return replace(best, status=status, method=method, bound=bound, **fields)
 
 
 def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: object) -> Solution:
@@ -254,9 +265,9 @@ def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0,
         SolverError: if it breaks a rule there or exceeds a budget.
     """
     assert known.schedule is not None
-    about = {"method": known.method, **fields}
+    about: dict[str, Any] = {"method": known.method, **fields}
     found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
-    return certify(problem, budget, found, bound=bound, **about)  # type: ignore[arg-type]
+    return certify(problem, budget, found, bound=bound, **about)
 
 
 def contradicts(bound: float, cost: float) -> bool:

@@ -51,7 +51,7 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
         inner = Incumbent(replace(task, problem=replace(task.problem, graph=task.problem.graph.without_links())))
         remarks = recompute(inner.task, inner)
         if inner.R is not None:
-            incumbent.offer_plan(inner.plan if inner.plan is not None else lowered(task.problem, inner.R), "links wait")
+            incumbent.offer_plan(_of(inner, task.problem), "links wait")
         return remarks
     search = _Search(task, incumbent, recompute)
     incumbent.prove(search.exposed.bound)
@@ -104,7 +104,7 @@ class _Search:
             if not room:
                 self.incumbent.prove(inner.bound + shares[""] * self.exposed.seconds)
             if inner.R is not None:
-                self._offer(inner.plan if inner.plan is not None else lowered(problem, inner.R), share)
+                self._offer(_of(inner, problem), share)
 
     def _offer(self, plan: Plan, share: float) -> None:
         problem = self.task.problem
@@ -114,6 +114,13 @@ class _Search:
         of_processor = times[[not op.link for op in problem.graph.ops]].sum()
         self.balance = float(on_link - of_processor)
         log.info("share %.3g: %.4g s of the processor, %.4g of the busiest link", share, of_processor, on_link)
+
+
+def _of(inner: Incumbent, problem: Problem) -> Plan:
+    """The best plan of the problem without links, for that with links."""
+    assert inner.plan is not None
+    assert inner.R is not None
+    return lowered(problem, inner.R) if inner.plan.is_a_schedule else inner.plan
 
 
 def _usual(sizes: list[int]) -> int:

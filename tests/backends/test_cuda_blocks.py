@@ -195,7 +195,7 @@ def chain() -> checkmate.Problem:
 
 def planned(budget: int, *more: int) -> Solution:
     planner = Planner(Options(budget=budget, cache=False))
-    return plan_in_blocks(planner.begin, chain(), Stand(budget, *more))[0]
+    return plan_in_blocks(planner.plan, chain(), Stand(budget, *more))[0]
 
 
 def test_a_plan_is_taken_once_no_more_is_given_than_the_budget() -> None:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.backends import compilation
-from checkmate.backends.planner import Budget, Options
 from checkmate.memory.available import Available, Limit, rounded_down
 from checkmate.units import exact_bytes, format_bytes
 from tests.support.bits import assert_same_bits
@@ -200,10 +199,11 @@ def test_without_data_nothing_says_what_there_is(there: There) -> None:
     assert there.asked == []
 
 
-def test_bytes_that_are_named_are_not_looked_for() -> None:
-    def look() -> Available:
-        raise AssertionError
-
-    budget = Budget(Options(budget="1 GB", reserve="100 MB"))
-    assert budget.find(look, lambda count: count, state=5) == budget.limit == 9 * 10**8
-    assert "what there is" not in str(budget.explained(checkmate.InfeasibleBudget("no", budget=1, min_budget=2, op="")))
+def test_bytes_that_are_named_are_not_looked_for(there: There) -> None:
+    step = checkmate.compile(Loss(), budget="1 GB", reserve="100 MB")
+    step(batch()).backward()
+    assert step.plans[0].budget == 9 * 10**8
+    with pytest.raises(checkmate.InfeasibleBudget) as error:
+        checkmate.compile(Loss(), budget=1000)(batch())
+    assert "what there is" not in str(error.value)
+    assert there.asked == []

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.networks import dags
@@ -81,12 +80,12 @@ def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:
 def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     problem = _problem()
     budget = _between(problem)
-    plan(problem, budget, time_limit=5)
+    found = plan(problem, budget, time_limit=5)
     assert [options["settle"] for options in solves] == [planning.WAVER]
     best = Incumbent(Task(problem, budget, Clock(100.0)))
     search = Portfolio(best.task, best, settle=0.01, known=None)
     assert best.worth(search.settle) == 1.0  # there is no plan yet
-    best.R, best.cost = np.eye(1, dtype=bool), 1.0
+    best.best, best.cost = found, 1.0
     shares = []
     for bound in (0.9, 0.99, 0.995, 0.999):
         best.bound = bound

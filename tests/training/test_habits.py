@@ -52,10 +52,10 @@ def quick(function: Habit) -> Habit:
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Whatever the budget says, plan close to the smallest at which ops run again."""
 
-    def plan(self: Planner, problem: Problem, reserve: int, wait: float) -> tuple[Solution, None]:
+    def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> tuple[Solution, None]:
         return solve(problem, ends_of(problem, time_limit=0.2).peak, method="auto", time_limit=0.2), None
 
-    monkeypatch.setattr(Planner, "_plan", plan)
+    monkeypatch.setattr(Planner, "plan", plan)
     yield
     torch._dynamo.reset()
 
