@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -16,8 +17,9 @@ collect_ignore = [  # importing them imports a trainer's library; docs/ecosystem
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test leans on what else the machine does."""
+    """No test leans on what else the machine does, and Inductor starts no processes to compile in."""
     count_own_seconds()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,13 @@ def _clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The clock on the wall for tests that wait without computing; they ask for it by a marker."""
     if request.node.get_closest_marker("wall_clock"):
         monkeypatch.setattr(time, "perf_counter", WALL)
+
+
+@pytest.fixture(autouse=True)
+def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops are timed a few times each: no test leans on how many seconds they take."""
+    if measure := sys.modules.get("checkmate.profiling.measure"):
+        monkeypatch.setattr(measure, "MOST_REPEATS", measure.LEAST_REPEATS)
 
 
 @pytest.fixture(autouse=True, scope="session")

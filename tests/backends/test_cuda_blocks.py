@@ -116,8 +116,9 @@ def test_a_budget_holds_in_blocks_that_are_foretold_to_the_byte(
 
 
 @pytest.mark.cuda
+@pytest.mark.long
 @simulated
-@MOSTLY_NOT
+@EXPANDABLE
 def test_so_does_that_of_a_step_with_convolutions_dropout_and_attention(
     allocator: Callable[[bool], None], expandable: bool
 ) -> None:

@@ -13,7 +13,7 @@ from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSear
 from checkmate.batch.sized_problems import SizedProblems
 from tests.batch.test_sized_problems import grown
 from tests.support.oracle import optimum, outcomes, random_problem
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 
 def _search_sizes(trace: Callable[[int], Problem], budget: int, **options: object) -> SizeSearch:
@@ -36,7 +36,7 @@ def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
     return optimum(outcomes(problem), budget) <= min(most_seconds(problem, overhead), 1e300)
 
 
-@in_turn(seed=range(12), overhead=[None, ONE_FORWARD, 0.1])
+@in_turn(seed=[*range(5), *map(long, range(5, 12))], overhead=[None, ONE_FORWARD, 0.1])
 def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | None) -> None:
     base = random_problem(seed, most_ops=4)
     budget = grown(base, 9, block=4).keep_all_peak

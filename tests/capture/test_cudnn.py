@@ -18,6 +18,7 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
+from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
 RESERVE = 24  # bytes
@@ -131,8 +132,15 @@ def test_pytorch_is_asked_who_does_it() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "memory_format"),
+    [
+        (True, torch.contiguous_format),
+        (False, torch.channels_last),
+        long(True, torch.channels_last),
+        long(False, torch.contiguous_format),
+    ],
+)
 def test_on_cuda_the_bits_are_those_of_eager(training: bool, memory_format: torch.memory_format) -> None:
     net = nn.BatchNorm2d(16).cuda().train(training)
     x = torch.randn(8, 16, 9, 9, device="cuda").to(memory_format=memory_format).requires_grad_()

@@ -196,7 +196,8 @@ def test_a_step_on_cuda_is_counted_in_blocks() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_step_on_cuda_keeps_its_budget(share: float) -> None:
     """What is in use elsewhere included; the certificate compares the numbers with plain PyTorch."""
     with torch.device("cuda"):
@@ -216,7 +217,7 @@ def test_a_step_on_cuda_keeps_its_budget(share: float) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)])
 def test_dropout_on_cuda_is_that_of_eager(dtype: torch.dtype) -> None:
     x = torch.rand(64, 65, dtype=dtype, device="cuda", requires_grad=True)
 

@@ -21,7 +21,7 @@ from checkmate import Problem, statusline
 from checkmate.cli.app import main
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import STATED
-from tests.support.processes import run_python
+from tests.support.processes import own_cache, run_fresh_python
 from tests.support.sampling import long
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     unit_chain(8).to_json(tmp_path / "chain.json")
     (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("my_step", None)
@@ -422,7 +422,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_module_runs_and_what_needs_no_pytorch_loads_none(folder: Path) -> None:
-    shown = run_python("-m", "checkmate", "--help")
+    shown = run_fresh_python("-m", "checkmate", "--help")
     for command in ("plan", "solve", "frontier", "max-batch", "methods", "doctor"):
         assert command in shown.stdout
     code = f"""
@@ -433,7 +433,7 @@ commands = [["methods"], ["solve", path, "--budget", "6"], ["frontier", path, "-
 codes = [main(command) for command in commands]
 sys.stderr.write(str(codes) + str("torch" in sys.modules))
 """
-    run = run_python("-c", code)
+    run = run_fresh_python("-c", code)
     assert run.stderr == "[0, 0, 0]False"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 from zipfile import ZipFile
@@ -11,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 import checkmate
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 ROOT = Path(__file__).parents[2]
 LINKS = ("solvers", "profiling")
@@ -75,7 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel and a source distribution of a checkout, and in ``again`` a wheel of the latter."""
     folder = tmp_path_factory.mktemp("install")
     (folder / "out").mkdir()
-    run_python("-c", BUILD, str(checked_out(folder / "checkout", links=True)), str(folder / "out"))
+    run_fresh_python("-c", BUILD, str(checked_out(folder / "checkout", links=True)), str(folder / "out"))
     return folder / "out"
 
 
@@ -97,7 +98,7 @@ def test_each_file_of_the_package_is_in_the_wheel_and_no_other(built: Path) -> N
 
 def test_a_checkout_without_symbolic_links_builds_the_same(built: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    run_python("-c", BUILD, str(checked_out(tmp_path / "checkout", links=False)), str(tmp_path / "out"))
+    run_fresh_python("-c", BUILD, str(checked_out(tmp_path / "checkout", links=False)), str(tmp_path / "out"))
     assert wheel(tmp_path / "out") == wheel(tmp_path / "out" / "again") == wheel(built)
 
 
@@ -113,9 +114,10 @@ def test_a_source_distribution_holds_files_and_no_links(built: Path) -> None:
 def test_the_first_example_runs_from_another_folder_with_the_wheel_alone(built: Path, tmp_path: Path) -> None:
     """Isolated, Python sees neither the folder that it runs in nor PYTHONPATH; no file that it imports is another's."""
     (file,) = built.glob("*.whl")
-    run_python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(tmp_path), str(file))
+    run_fresh_python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(tmp_path), str(file))
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
-    printed = run_python("-I", "-c", RUN, str(tmp_path), code).stdout
+    bytecode = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
+    printed = run_fresh_python("-I", *bytecode, "-c", RUN, str(tmp_path), code).stdout
     assert "  budget " in printed
     assert f" {checkmate.__version__}\n" in printed
 

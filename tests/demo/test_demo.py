@@ -13,7 +13,7 @@ from checkmate.demo import training
 from checkmate.demo.tasks import LIT, SEGMENTS, digit_batches, digits_task, documentation, text_batches, text_task
 from checkmate.demo.training import Row
 from tests.support.bits import assert_same_bits
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 KEPT = Row(
     "digits", budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, seconds=1.0, ratio=1.1, bitwise=True
@@ -23,7 +23,7 @@ KEPT = Row(
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_demo_keeps_its_promises() -> None:
-    printed = run_python("-m", "checkmate", "demo", "--steps", "2", "--quick").stdout
+    printed = run_fresh_python("-m", "checkmate", "demo", "--steps", "2", "--quick").stdout
     assert printed.count("  bitwise\n") >= 5
     assert "every number is plain PyTorch's" in printed
 

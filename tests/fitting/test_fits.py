@@ -25,7 +25,7 @@ from checkmate.fitting.memory_parts import without_parts
 from checkmate.profiling.data_sheets import DEVICES
 from tests.support import sampling
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_an_answer_that_is_known_is_given_at_once(page: Fits, tight: Fits, monke
     assert nothing.largest is not None
 
 
-@in_turn(data=[False, True])
+@in_turn(data=[False, long(True)])
 def test_slices_of_one_tensor_have_a_largest_batch(data: bool) -> None:
     """The usual batch of a language model, whose rows are not contiguous: the step reads it as it is at each size."""
     with torch.device("cpu" if data else "meta"):

@@ -95,7 +95,7 @@ def test_what_runs_again_is_what_the_plan_says(share: float) -> None:
     assert not any(DRAWS in n or "bernoulli" in n or "dropout" in n for n in both)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_less_of_the_budget_takes_less_memory() -> None:
     """Measured peaks fall with the share, where saving the fewest bytes would make all again at once."""
     module, found = _module(6, dropout=0.0), list[Any]()

@@ -38,12 +38,18 @@ from checkmate.profiling.measure import fill, measure_ops
 from checkmate.profiling.roofline import DEVICES, roofline_seconds
 from checkmate.profiling.source import profile_of
 from tests.support.bits import assert_same_bits
+from tests.support.processes import own_cache
+
+
+@pytest.fixture(autouse=True)
+def _few_repeats() -> None:
+    """As many as wherever steps are measured: these tests are about them."""
 
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cost_cache, "_known", {})
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
 
 
 def _net() -> nn.Module:

@@ -18,13 +18,13 @@ from checkmate.devices import CUDA
 from checkmate.profiling import measure
 from checkmate.profiling.cost_cache import OpTable, conditions_on, read, write
 from checkmate.profiling.measure import export
-from tests.support.processes import run_python
+from tests.support.processes import own_cache, run_python
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("checkmate.profiling.cost_cache._known", {})
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
 
 
 def _step(device: str = "cpu") -> tuple[object, Tensor]:

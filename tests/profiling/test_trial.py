@@ -24,6 +24,7 @@ from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.cost_cache import OpCost
 from checkmate.profiling.measure import export, measure_ops
+from tests.support.processes import own_cache
 
 aten = torch.ops.aten
 N = 3 * trial.LENGTH + 5
@@ -32,7 +33,7 @@ N = 3 * trial.LENGTH + 5
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cost_cache, "_known", {})
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
 
 
 def _node(op: Any, *args: Any) -> fx.Node:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import addresses
 from benchmarks.common.rows import read
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 
 def test_a_problem_of_minimalloc_is_a_row(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_problem_of_minimalloc_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_plans_make_is_placed(tmp_path: Path) -> None:
     out = tmp_path / "addresses.jsonl"
-    printed = run_python("-m", "benchmarks.addresses", "minimalloc", "vgg16", "--out", str(out)).stdout
+    printed = run_fresh_python("-m", "benchmarks.addresses", "minimalloc", "vgg16", "--out", str(out)).stdout
     rows = read(out)
     assert [row["name"] for row in rows[:7]] == [*"ABCDEF", "vgg16 1"]
     assert all(row["within_capacity"] for row in rows[:6])

@@ -25,7 +25,7 @@ from benchmarks.start.script import started
 from checkmate.backends.tensor_state import differing
 from checkmate.demo.training import train
 from tests.support.bits import assert_same_bits
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "results" / "step.jsonl"
     for times in (1, 2):
-        run_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
+        run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
         rows = read(out)
         assert len(rows) == 3 * times
     assert all(row["bitwise"] for row in rows)
@@ -59,7 +59,7 @@ def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
 @pytest.mark.long
 def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     out = tmp_path / "start.jsonl"
-    printed = run_python("-m", "benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out)).stdout
+    printed = run_fresh_python("-m", "benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out)).stdout
     rows = read(out)
     assert [(row["start"], row["from"]) for row in rows] == [
         *(("cold", None), ("cold", "another size"), ("warm", "plan cache"), ("warm", "plan cache"), ("alone", None)),
@@ -74,7 +74,7 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
     out = tmp_path / "loss.jsonl"
-    run_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
+    run_fresh_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
     plain, by_hand, *others = read(out)
     ours = [row for row in others if row["way"].startswith("checkmate")]
     assert not by_hand["same_bits"]
@@ -88,7 +88,7 @@ def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
     out = tmp_path / "arena.jsonl"
     options = ("--share", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
-    run_python("-m", "benchmarks.arena", "demo-text", *options)
+    run_fresh_python("-m", "benchmarks.arena", "demo-text", *options)
     (row,) = read(out)
     assert row["fallbacks"] == 0
     assert row["live_peak"] <= row["planned_bytes"]
@@ -102,7 +102,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
     asked = ["--device", "cpu", "--small", "--out", str(out), "--seconds", "600", "--jobs", "2"]
     items = ["machine", "unet", "whole", "second", "largest", "peers gpt2"]
-    printed = run_python("-m", "benchmarks.gpu", *asked, "--only", *items).stdout
+    printed = run_fresh_python("-m", "benchmarks.gpu", *asked, "--only", *items).stdout
     rows = read(out)
     within = [row for row in rows if row["item"].startswith("unet ") and "share" in row]
     assert {row["item"] for row in within} == {"unet float32", "unet bfloat16"}
@@ -112,7 +112,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert {row["item"] for row in rows if row.get("ended") == "at its end"} == {row["item"] for row in rows}
     assert printed.count("ended=at its end") == len({row["item"] for row in rows})
     assert {row["way"] for row in rows if "way" in row} == {"plain", "each block", "planned", "planned, by its plans"}
-    shown = run_python("-m", "benchmarks.gpu", "--table", str(out)).stdout
+    shown = run_fresh_python("-m", "benchmarks.gpu", "--table", str(out)).stdout
     assert len(shown.splitlines()) == len(rows)
 
 
@@ -152,7 +152,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_one(tmp_path: Path) -> None:
     """Items side by side, each in a process of its own. ``make gpu`` runs it, on the simulated one too."""
     out = tmp_path / "gpu.jsonl"
     asked = ["--small", "--out", str(out), "--seconds", "600", "--jobs", "2", "--only", "machine", "gpt2 f", "limit"]
-    run_python("-m", "benchmarks.gpu", *asked, **environment())
+    run_fresh_python("-m", "benchmarks.gpu", *asked, **environment())
     rows = read(out)
     (limited,) = (row for row in rows if "limit" in row)
     assert limited["plain_ran_out_of_memory"]

@@ -80,7 +80,7 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: None)
     assert any(name.startswith("gradient of layers.0.0.weight") for name in row["differs"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_peak_off_the_plan_is_found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     held: list[Tensor] = []
 

@@ -18,7 +18,7 @@ from benchmarks.common.rows import latest, read
 from benchmarks.solve import picture
 from checkmate.backends.planner import CompileOptions, Options
 from checkmate.cli.app import main
-from tests.support.processes import run_python
+from tests.support.processes import own_cache, run_fresh_python, run_python
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +276,7 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
     assert examples
     script = tmp_path / "page.py"
     script.write_text("\n".join(examples))
-    run_python(str(script), CHECKMATE_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    run_python(str(script), CHECKMATE_CACHE_DIR=own_cache(tmp_path / "cache"), PYTHONPATH=str(ROOT))
 
 
 def _options(call: Callable[..., Any]) -> dict[str, str]:
@@ -345,7 +345,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
 
 @pytest.mark.long
 def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
-    run_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path))
+    run_fresh_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path))
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
     assert "checkmate.explain_peak" in page

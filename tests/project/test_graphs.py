@@ -17,7 +17,7 @@ from checkmate import Problem, solve
 from checkmate.core.graph import Graph
 from checkmate.solvers.common.incumbent import TOLERANCE
 from tests.support import layered
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 from tests.support.versions import needs
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_a_file_is_what_is_traced_now(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_command_writes_a_file(tmp_path: Path) -> None:
-    run = run_python("-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path))
+    run = run_fresh_python("-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path))
     assert "vgg16   93" in run.stdout
     assert Problem.from_json(tmp_path / "vgg16.json.gz").profile.source == "roofline estimate for laptop CPU"
 
@@ -182,14 +182,14 @@ def test_the_report_has_the_smallest_budgets_where_they_were_looked_for() -> Non
 def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "results" / "solve.jsonl"
     command = ["-m", "benchmarks.solve", "resnet18", "--share", "0.6", "--out", str(out)]
-    run_python(*command, "--method", "next-use", "auto", "--time-limit", "3")
+    run_fresh_python(*command, "--method", "next-use", "auto", "--time-limit", "3")
     rows = read(out)
     assert [row["method"] for row in rows] == ["next-use", "auto"]
     for row in rows:
         assert row["peak"] <= row["budget"]
         assert 1 < row["bound_ratio"] <= row["cost_ratio"] < 1.2 or row["method"] == "next-use"
         assert 20e6 < row["loaded_rss"] <= row["peak_rss"] < 1e9
-    run_python(*command, "--method", "auto", "--memory-limit", "1 MB")
+    run_fresh_python(*command, "--method", "auto", "--memory-limit", "1 MB")
     last = read(out)[-1]
     assert last["status"] == "failed"
     assert last["message"]

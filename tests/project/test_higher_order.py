@@ -10,7 +10,7 @@ from benchmarks import higher_order
 from benchmarks.common.rows import Row, read
 from checkmate.capture.higher_order.table import AGAIN
 from checkmate.solvers.common.incumbent import TOLERANCE
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ from tests.support.processes import run_python
 def test_the_benchmark_plans_both_forms(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "rows.jsonl"
-    run_python("-m", "benchmarks.higher_order", "llama, both", "--quick", "--out", str(out))
+    run_fresh_python("-m", "benchmarks.higher_order", "llama, both", "--quick", "--out", str(out))
     before, now = read(out)
     assert (before["form"], now["form"]) == ("pinned", "free")
     assert before["higher"] == now["higher"] == 2 * 2 + 2 * (2 * 2 + 1)  # attention and norms, forward and backward

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import checkmate
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ sys.meta_path.insert(0, NoTorch())
 
 
 def _python(code: str) -> str:
-    return run_python("-c", code).stdout.strip()
+    return run_fresh_python("-c", code).stdout.strip()
 
 
 def test_every_solver_imports_without_torch() -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import processors
 from benchmarks.common.rows import read
 from benchmarks.common.suite import ROOT
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 TESTS = """
 import os
@@ -29,7 +29,7 @@ def test_a_row_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tests.write_text(TESTS)
     settings = ("ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2")
     options = ("--tests", str(tests), "--threads", "1", "--out", str(out))
-    printed = run_python("-m", "benchmarks.processors", *settings, *options).stdout
+    printed = run_fresh_python("-m", "benchmarks.processors", *settings, *options).stdout
     found = read(out)
     assert [(row["setting"], row["threads"]) for row in found] == [(setting, 1) for setting in settings]
     assert [(row["passed"], row["failed"], row["skipped"]) for row in found] == [(1, 0, 0), (0, 1, 0)]

@@ -83,6 +83,7 @@ def _halves(name: str, part: float) -> Iterator[dict[str, Any]]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_parts_of_a_name_and_a_process_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = Benchmark(
         "Parts.",

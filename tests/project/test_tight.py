@@ -10,7 +10,7 @@ from benchmarks import tight
 from benchmarks.common.rows import read
 from benchmarks.solve.comparison import HERE, load
 from checkmate.solvers.common.incumbent import TOLERANCE
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 
 def test_a_row_is_of_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_the_table_and_the_lines_show_the_last_rows_of_the_longest_limit() -> No
 @pytest.mark.long
 def test_the_command_appends_rows_and_draws_them(tmp_path: Path) -> None:
     out = tmp_path / "tight.jsonl"
-    run_python("-m", "benchmarks.tight", "vgg16", "--times", "1.5", "1.1", "--time-limit", "1", "--out", str(out))
+    run_fresh_python("-m", "benchmarks.tight", "vgg16", "--times", "1.5", "1.1", "--time-limit", "1", "--out", str(out))
     rows = read(out)
     assert [(row["network"], row["times"], row["gap"] < 0.01) for row in rows] == [
         ("vgg16", 1.5, True),

@@ -22,7 +22,7 @@ from checkmate.errors import VerificationError
 from checkmate.selftest import checks, run
 from checkmate.selftest.checks import CHECKS
 from checkmate.selftest.run import Check, Finding, Result, Setting, run_all
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 
 CPU = Setting("cpu", quick=True)
@@ -32,7 +32,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def _whole(device: str, file: Path) -> dict[str, Any]:
     """What the command finds on a device."""
     command = ("-m", "checkmate", "selftest", "--device", device, "--quick", "--json", str(file))
-    printed = run_python(*command, **environment())
+    printed = run_fresh_python(*command, **environment())
     found: dict[str, Any] = json.loads(file.read_text())
     assert [check["name"] for check in found["checks"]] == [check.name for check in CHECKS]
     assert all(check["found"] in printed.stdout for check in found["checks"])
@@ -71,7 +71,7 @@ def test_what_is_forked_for_each_check_has_not_touched_the_device() -> None:
     """CUDA cannot be used in a fork of a process that has asked for a device."""
     names = ("is_available", "device_count", "current_device", "_lazy_init", "get_device_properties")
     refused = "".join(f"torch.cuda.{name} = None\n" for name in names)
-    run_python("-c", f"import torch\n{refused}import checkmate.selftest.checks")
+    run_fresh_python("-c", f"import torch\n{refused}import checkmate.selftest.checks")
 
 
 @pytest.mark.cuda

@@ -23,7 +23,7 @@ from checkmate.solvers.common import processes
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.plan_cache import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
-from tests.support.processes import ROOT, run_python
+from tests.support.processes import ROOT, run_fresh_python
 
 PATIENCE = 100.0  # seconds that nothing here takes
 UNET = ROOT / "benchmarks/problems/unet.json.gz"
@@ -230,7 +230,7 @@ class TestProcess:
 
     @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
     def test_it_ends_when_a_script_does(self, end: str) -> None:
-        assert _is_gone(int(run_python("-c", SEARCHING + end).stdout))
+        assert _is_gone(int(run_fresh_python("-c", SEARCHING + end).stdout))
 
     def test_it_ends_when_its_parent_is_killed_that_has_forked(self) -> None:
         """The forked process holds the other end of its input open."""

@@ -132,6 +132,7 @@ def test_policies_keep_what_they_say(step: Problem) -> None:
         assert again == of_layers | (gathered if gathering == "twice" else set()), policy
 
 
+@pytest.mark.long
 def test_letting_go_of_more_takes_less_room_and_more_time() -> None:
     problem = graph.read()
     costs, peaks = (

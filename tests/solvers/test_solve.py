@@ -28,7 +28,7 @@ from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import min_budget, solve
 from checkmate.units import exact_bytes
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import every, in_turn, slow
+from tests.support.sampling import every, in_turn, long, slow
 
 checkpoint_all = METHODS["checkpoint-all"].solve
 WITHOUT_HOST = [name for name, method in METHODS.items() if not method.needs_host]
@@ -74,7 +74,7 @@ def test_every_method_answers_to_its_name(method: str) -> None:
     assert solution.method in (method, "checkpoint-all")
 
 
-@in_turn(method=WITHOUT_HOST, seed=range(0, 30, 3))
+@in_turn(method=WITHOUT_HOST, seed=[*range(0, 30, 6), *map(long, range(3, 30, 6))])
 def test_every_method_is_verified_and_never_below_the_optimum(method: str, seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

@@ -3,9 +3,10 @@
     python -m tests.suite.long [--least 1.0] [--others 1]     # after the commands of tests/suite/covered.py
 
 Of each test function the cheapest case stays in the suite. Of the other cases of so many seconds or more, the dearest
-first, those become long of which each line of the product is run by so many others that stay. Cases that compare bits
-stay: what each op and each optimizer computes is a row of a table, and no line. So do cases that are named in
-tests/suite/mutants.jsonl: they found a mistake that `tests.suite.mutants` had planted.
+first, those become long of which each line of the product is run by so many others that stay. Of cases that compare
+bits so many stay that each value of each parameter is in one of them: what each op and each optimizer computes is a row
+of a table, and no line. Cases that are named in tests/suite/mutants.jsonl stay: they found a mistake that
+`tests.suite.mutants` had planted. What is in the list already and was not run stays in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import argparse
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 from tests.suite.covered import ROOT, covering_tests, seconds_of_tests
 from tests.suite.mutants import MUTANTS
@@ -36,20 +41,49 @@ def main() -> None:
         runs[line] = len(tests)
         for test in tests:
             lines_of[test].append(line)
-    left = Counter(test.partition("[")[0] for test in lines_of)
+    left = Counter(map(_function, lines_of))
     finders = {json.loads(row)["by"] for row in MUTANTS.read_text().splitlines()}
-    seconds, chosen = seconds_of_tests(), []
+    values = _values(test for test in lines_of if _compares_bits(test))
+    rows = Counter((_function(test), value) for test in values for value in values[test])  # by value, cases that stay
+    seconds = seconds_of_tests()
+    chosen = [test for test in LIST.read_text().splitlines()[1:] if test not in lines_of]
     for test in sorted(lines_of, key=lambda test: (-seconds[test], test)):
-        function = test.partition("[")[0]
+        function = _function(test)
         if seconds[test] < asked.least or left[function] == 1 or test in finders:
             continue
-        if COMPARES_BITS.search(function.partition("::")[2]):
+        of_test = [(function, value) for value in values.get(test, ())]
+        if _compares_bits(test) and not (of_test and all(rows[value] > 1 for value in of_test)):
             continue
         if all(runs[line] > asked.others for line in lines_of[test]):
             chosen.append(test)
             left[function] -= 1
             runs.subtract(lines_of[test])
+            rows.subtract(of_test)
     LIST.write_text(HEAD + "".join(f"{test}\n" for test in sorted(chosen)))
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def _compares_bits(test: str) -> bool:
+    return COMPARES_BITS.search(_function(test).partition("::")[2]) is not None
+
+
+def _values(tests: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """The parameters of each of these tests with their values, as pytest collects them."""
+    found: dict[str, list[tuple[str, str]]] = {test: [] for test in tests}
+
+    class Collected:
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            for item in items:
+                if item.nodeid in found and hasattr(item, "callspec"):
+                    found[item.nodeid] = [(name, repr(value)) for name, value in item.callspec.params.items()]
+
+    files = sorted({test.partition("::")[0] for test in found})
+    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *files], plugins=[Collected()])
+    return found
 
 
 if __name__ == "__main__":

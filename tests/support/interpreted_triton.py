@@ -24,8 +24,16 @@ def interpreted() -> Iterator[list[str]]:
 
     def run(self: Any, *args: Any, **options: Any) -> None:
         ran.append(self.fn.__name__)
-        _interpreted(self).run(*args, **options)
-        gc.collect()  # the interpreter holds the arguments in cycles
+        # The interpreter holds the arguments in cycles. They are young as long as nothing else is collected, and to
+        # look for them among all objects of a process with many tests takes longer than the kernel.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            _interpreted(self).run(*args, **options)
+        finally:
+            if collects:
+                gc.enable()
+        gc.collect(0)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         scope = _patch_lang(self.fn)  # which Triton's own call leaves in place, so that nothing compiles any more

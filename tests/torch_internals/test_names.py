@@ -20,7 +20,7 @@ from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # wh
 from checkmate.torch_internals import names
 from checkmate.torch_internals.names import LacksError, Name, Table
 from tests.project.test_layers import SOURCES
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 from tests.support.sampling import long
 
 _OURS = "checkmate.torch_internals"
@@ -170,7 +170,7 @@ def test_an_install_that_meets_something_missing_is_left_out(holder: Any) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_without_any_one_of_them_a_step_works_or_is_refused_by_its_name(row: Name) -> None:
-    said = run_python("-c", HIDDEN.format(name=row.name)).stdout.strip()
+    said = run_fresh_python("-c", HIDDEN.format(name=row.name)).stdout.strip()
     assert said in (("refused", "works") if row.without == names.NOTHING else ("works",)), said
 
 
@@ -179,12 +179,12 @@ def test_a_refusal_names_what_is_left_out() -> None:
     code = HIDDEN.format(name="ContextVarVariable.call_method")
     code = code.replace("torch.manual_seed(0)", "import contextvars; var = contextvars.ContextVar('var')")
     code = code.replace("compile(model,", "compile(lambda x: (var.reset(var.set(1)), model(x).sum())[1],")
-    said = run_python("-c", code).stdout
+    said = run_fresh_python("-c", code).stdout
     assert "On this PyTorch it leaves out: ContextVarVariable.call_method (checkmate doctor)." in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["_is_primal", *map(long, ("TensorVariable.nb_bool_impl", "register_op_impl"))])
 def test_without_one_of_them_a_step_works_or_is_refused_by_its_name(name: str) -> None:
-    said = run_python("-c", HIDDEN.format(name=name)).stdout.strip()
+    said = run_fresh_python("-c", HIDDEN.format(name=name)).stdout.strip()
     assert said == ("refused" if name == "_is_primal" else "works")

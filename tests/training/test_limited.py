@@ -19,6 +19,7 @@ from benchmarks.common.resident import give_back, status
 from benchmarks.hard_limit import MARGIN, PLENTY, limited, plan, told
 from checkmate.memory import build
 from tests.support.bits import assert_same_bits
+from tests.support.processes import fork_server
 
 WITHIN = 550_000_000  # bytes beside what a process has, of which a step may plan with half
 STEPS = 30  # `benchmarks/results/hard_limit.jsonl` has a hundred
@@ -89,7 +90,7 @@ def trains_without_a_budget() -> Iterator[dict[str, Any]]:
 
 def test_what_dies_plainly_trains_without_a_budget() -> None:
     """By the limit that it finds, to the same bits."""
-    plainly, found = apart(trains_without_a_budget)
+    plainly, found = apart(trains_without_a_budget, method=fork_server().get_start_method())
     assert "can't allocate memory" in plainly["plainly"]
     assert found["again"] > 0
     assert found["planned"] > WITHIN // 4

@@ -24,6 +24,7 @@ from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SECONDS = 0.3  # to plan
 
 
 class Net(nn.Module):
@@ -90,10 +91,10 @@ def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
         return net(x).square().mean()
 
     host: dict[str, Any] = {"host_budget": "100 MB", "host": "pinned"}
-    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=0.5).peak
-    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=0.5).peak
+    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=SECONDS).peak
+    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=SECONDS).peak
     assert beside < alone
-    compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=0.5, verify=True, **host)
+    compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=SECONDS, verify=True, **host)
     wanted = [*net.parameters()]
     found = torch.autograd.grad(compiled(x), wanted)
     assert compiled.plans[0].plan.sent
@@ -146,13 +147,13 @@ def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(sh
         return net(x).square().mean()
 
     problem = checkmate.trace(step, x)
-    least = checkmate.min_budget(problem, time_limit=1).peak
+    least = checkmate.min_budget(problem, time_limit=SECONDS).peak
     budget = least + int(share * (problem.keep_all_peak - least))
     try:
-        report = checkmate.verify(step, x, budget=budget, time_limit=1)
+        report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
     except checkmate.InfeasibleBudget as refusal:  # in blocks of the allocator
         budget = refusal.min_budget
-        report = checkmate.verify(step, x, budget=budget, time_limit=1)
+        report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
     assert report.measured_peak <= report.predicted_peak <= budget
     assert report.allocated_peak >= report.measured_peak
     assert report.foretold == (report.allocated_peak, report.reserved_peak) or not is_installed()
@@ -193,7 +194,7 @@ class Attention(nn.Module):
     ("draw", "target", "host"),
     [
         pytest.param(lambda: nn.Dropout(0.3), "native_dropout", None, marks=pytest.mark.long, id="dropout"),
-        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", "10 MB", id="dropout, host"),
+        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", "10 MB", marks=pytest.mark.long, id="dropout, host"),
         pytest.param(Attention, "_scaled_dot_product_efficient_attention", None, id="attention"),
         pytest.param(Noisy, "randn_like", None, marks=pytest.mark.long, id="noise"),
     ],
@@ -210,10 +211,10 @@ def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
         return net(x).square().mean()
 
     problem = checkmate.trace(step, x)
-    budget = checkmate.min_budget(problem, time_limit=1).peak
-    report = checkmate.verify(step, x, budget=budget, host_budget=host, time_limit=1)
+    budget = checkmate.min_budget(problem, time_limit=SECONDS).peak
+    report = checkmate.verify(step, x, budget=budget, host_budget=host, time_limit=SECONDS)
     assert report.measured_peak <= budget
-    compiled = checkmate.compile(step, budget=budget, host_budget=host, time_limit=1, wait="best")
+    compiled = checkmate.compile(step, budget=budget, host_budget=host, time_limit=SECONDS, wait="best")
     wanted = [*net.parameters()]
     torch.manual_seed(1)
     found = torch.autograd.grad(compiled(x), wanted)
@@ -311,8 +312,8 @@ def test_steps_on_two_streams_of_the_users() -> None:
     for stream in streams:  # on each, libraries take workspaces and keep them
         with torch.cuda.stream(stream):
             have_libraries_take_workspaces(xs[0].device)
-    budget = checkmate.min_budget(checkmate.trace(step, xs[0]), time_limit=1).peak
-    compiled, found = checkmate.compile(step, budget=budget, time_limit=1, wait="best"), []
+    budget = checkmate.min_budget(checkmate.trace(step, xs[0]), time_limit=SECONDS).peak
+    compiled, found = checkmate.compile(step, budget=budget, time_limit=SECONDS, wait="best"), []
     for x, stream in zip(xs * 2, streams, strict=True):
         with torch.cuda.stream(stream):
             found.append(torch.autograd.grad(compiled(x), wanted))
@@ -329,7 +330,7 @@ def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.Mon
         return net(x).square().mean()
 
     problem = checkmate.trace(step, x)
-    room = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
+    room = (checkmate.min_budget(problem, time_limit=SECONDS).peak + problem.keep_all_peak) // 2
     total = 64 * 10**9
     may_have = room + int(SHARE * total)  # with the margin
 
@@ -342,13 +343,13 @@ def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.Mon
 
     for nbytes, fraction in ((total - may_have, 1.0), (0, may_have / total)):
         others_hold(nbytes, fraction)
-        compiled = checkmate.compile(step, reserve=0, time_limit=1)
+        compiled = checkmate.compile(step, reserve=0, time_limit=SECONDS)
         compiled(x)
         (plan,) = compiled.plans
         # a fraction is no whole number of bytes, and a plan has less by what blocks are more than is asked for
         assert 0 <= rounded_down(room) - plan.budget <= 4 * room / STEPS
         assert plan.schedule.recomputed.sum() > 0
-        report = checkmate.verify(step, x, reserve=0, time_limit=1)
+        report = checkmate.verify(step, x, reserve=0, time_limit=SECONDS)
         assert plan.budget <= report.budget <= room
         assert report.measured_peak <= room
         assert report.allocated_peak <= room or not is_installed()

@@ -28,7 +28,7 @@ from checkmate.memory import measure_peak
 from examples.ranks import shard
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
-from tests.support.processes import start_ranks
+from tests.support.processes import own_cache, start_ranks
 from tests.support.sampling import long
 from tests.support.whole_steps import plain_step
 
@@ -275,7 +275,7 @@ SCENES = (
 
 def _run(rank: int, ranks: int, folder: str, names: tuple[str, ...] = ()) -> None:
     """Scenes in one process: starting several takes longer than they do."""
-    os.environ["CHECKMATE_CACHE_DIR"] = f"{folder}/{rank}"  # as on several machines: each rank measures for itself
+    os.environ["CHECKMATE_CACHE_DIR"] = own_cache(f"{folder}/{rank}")  # each measures for itself
     logging.getLogger("checkmate").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     count_own_seconds()

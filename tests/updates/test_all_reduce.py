@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,13 @@ import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.plan import Run
 from tests.support.bits import assert_same_bits
-from tests.support.processes import start_ranks
+from tests.support.processes import own_cache, start_ranks
 from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step, train_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
 WIDTH = 48
+SECONDS = 0.3  # to plan
 PATIENCE = timedelta(minutes=5)  # with ranks that wait for each other in vain
 
 
@@ -60,7 +61,7 @@ def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
 
 def _planned(loss_fn: Any, optimizer: Any, **options: Any) -> checkmate.TrainingStep:
     return checkmate.training_step(
-        loss_fn, optimizer, **{"budget": "1 GB", "wait": "best", "time_limit": 1.0, **options}
+        loss_fn, optimizer, **{"budget": "1 GB", "wait": "best", "time_limit": SECONDS, **options}
     )
 
 
@@ -120,13 +121,16 @@ def _same_numbers() -> None:
     assert len(sent) == 3 * 4 + 2
     buckets = sum(p.nbytes for p in _model().parameters())
     assert wrapped.problem.resident == problem.resident + buckets
-    _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=1.0).peak + buckets)
+    _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
     assert sent.intersection(run.op for run in plan.plan.steps if isinstance(run, Run) and run.over is not None)
 
 
 def _several_micro_batches() -> None:
     """Summed on each rank, and sent once."""
     _assert_as_plain(accumulate=2, clip_norm=0.1)
+
+
+def _several_micro_batches_without_a_norm() -> None:
     _assert_as_plain(accumulate=2)
 
 
@@ -294,15 +298,16 @@ SCENES = {
     ),
     3: (_as_gradients_are_averaged_one_by_one,),
 }
+MORE = (_several_micro_batches_without_a_norm,)
 
 
-def _run(rank: int, ranks: int, meeting: str, folder: str) -> None:
-    os.environ["CHECKMATE_CACHE_DIR"] = f"{folder}/{rank}"  # as on two machines: each rank measures for itself
+def _run(rank: int, ranks: int, scenes: Sequence[Callable[[], None]], meeting: str, folder: str) -> None:
+    os.environ["CHECKMATE_CACHE_DIR"] = own_cache(f"{folder}/{rank}")  # each measures for itself
     logging.getLogger("checkmate").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     count_own_seconds()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=PATIENCE)
-    for scene in SCENES[ranks]:
+    for scene in scenes:
         torch._dynamo.reset()
         try:
             scene()
@@ -311,6 +316,6 @@ def _run(rank: int, ranks: int, meeting: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [slow(2), long(3)])
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    start_ranks(_run, ranks, ranks, str(tmp_path / "meeting"), str(tmp_path))
+@pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES[2]), long(3, SCENES[3]), long(2, MORE)])
+def test_ranks(ranks: int, scenes: Sequence[Callable[[], None]], tmp_path: Path) -> None:
+    start_ranks(_run, ranks, ranks, scenes, str(tmp_path / "meeting"), str(tmp_path))

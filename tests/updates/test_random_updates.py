@@ -1,6 +1,6 @@
 """Random programs by random optimizers, plainly and as whole steps: five steps, bits and peaks.
 
-``CHECKMATE_UPDATES=500`` runs so many in place of 4; ``CHECKMATE_SEED=1`` draws others.
+``CHECKMATE_UPDATES=500`` runs so many in place of 2; ``CHECKMATE_SEED=1`` draws others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
 from tests.updates.test_optimizers import HAS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
-MANY = int(os.environ.get("CHECKMATE_UPDATES", "4"))
+MANY = int(os.environ.get("CHECKMATE_UPDATES", "2"))
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
 
 

@@ -102,6 +102,7 @@ def test_without_a_compiler_it_is_refused_before_anything_is_measured(monkeypatc
     assert model.linear.weight.grad is None
 
 
+@pytest.mark.long
 def test_estimated_for_a_gpu_it_takes_bytes_in_proportion_to_the_length() -> None:
     def step_of(attention: Any, length: int) -> Problem:
         with torch.device("meta"):

@@ -159,7 +159,7 @@ def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -
     assert report.measured_peak == report.predicted_peak < _floor(problem)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_by_a_transposed_embedding_are_split_to_the_byte(model: _Model) -> None:
     def step(tokens: Tensor) -> Tensor:
         logits = model.inner(model.words(tokens)) @ model.words.weight.T

@@ -55,7 +55,7 @@ def _in_parts(
 
 
 @pytest.mark.slow
-@in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=[*range(3), *map(long, range(3, 6))])
+@in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=[0, *map(long, range(1, 6))])
 def test_random_losses_have_the_bits_of_plain_pytorch(
     dtype: torch.dtype, upcast: bool, seed: int, threads: int
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import checkmate
 import checkmate.capture.patches as room
 from checkmate.capture.patches import OURS, PATCHES, PROCESS, WITHIN
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 FOLDER = Path(room.__file__).parent
 FILES = [
@@ -29,7 +29,7 @@ def test_every_module_is_on_the_list() -> None:
 
 def test_importing_checkmate_changes_nothing() -> None:
     code = "import checkmate, sys; print(*[name for name in sys.modules if name.split('.')[0] == 'torch'])"
-    assert run_python("-c", code).stdout.strip() == ""
+    assert run_fresh_python("-c", code).stdout.strip() == ""
 
 
 def _changed() -> Any:

@@ -18,7 +18,7 @@ from checkmate.solvers.common.task import Clock, OutOfTime
 from tests.solvers.baselines.test_baselines import STEPS, solve
 from tests.solvers.search.test_next_use import masked
 from tests.support.oracle import random_problem
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 
 @pytest.mark.parametrize("heuristic", ["h_full", "h_eq"])
@@ -143,7 +143,7 @@ def searched(problem: Problem, evicted: set[int], v: int, *, ancestors: bool, de
     return sum(tables.seconds[k] for k in {tables.producer[w] for w in found})
 
 
-@in_turn(seed=range(20))
+@in_turn(seed=[*range(8), *map(long, range(8, 20))])
 def test_neighbourhoods_are_those_of_a_search_after_every_change(seed: int) -> None:
     problem = random_problem(seed, most_ops=14)
     tables, rng = Tables.of(problem), np.random.default_rng(seed)

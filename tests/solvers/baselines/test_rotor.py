@@ -144,7 +144,7 @@ def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bo
         assert {v for v in late if graph.values[v].producer < graph.forward_length} <= allowed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     """Other schedules than persistent ones can be better; on most of these they are not."""
     hits = misses = 0

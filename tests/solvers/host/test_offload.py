@@ -53,6 +53,7 @@ def random_host(rng: np.random.Generator) -> Host:
     )
 
 
+@pytest.mark.long
 def test_a_fast_link_makes_recomputation_needless() -> None:
     problem = layers(12)
     budget = 8 * 6
@@ -65,6 +66,7 @@ def test_a_fast_link_makes_recomputation_needless() -> None:
     assert solution.plan.sent
 
 
+@pytest.mark.long
 def test_a_slow_link_changes_nothing() -> None:
     problem, budget = layers(12), 8 * 6
     solution = solve(problem.with_host(Host(10**6, send=1e-3, fetch=1e-3)), budget)

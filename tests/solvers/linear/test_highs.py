@@ -21,7 +21,7 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 from tests.support.sampling import in_turn
 
 milp = METHODS["milp"].solve
@@ -366,5 +366,5 @@ highs.export(model, sys.argv[1])
 
 
 def test_nothing_is_printed(tmp_path: Path) -> None:
-    run = run_python("-c", SCRIPT, str(tmp_path / "model.lp"))
+    run = run_fresh_python("-c", SCRIPT, str(tmp_path / "model.lp"))
     assert (run.stdout, run.stderr) == ("", "")

@@ -20,7 +20,7 @@ FOREVER = Clock()
 Make = Callable[..., Problem]
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(4), *map(long, range(4, 8))])
+@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(2), *map(long, range(2, 8))])
 def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, block: int) -> None:
     for seed in range(2000 + 10 * block, 2010 + 10 * block):
         problem = make(seed, most_ops=5 if seed % 10 == 0 else 4)

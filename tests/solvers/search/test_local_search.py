@@ -20,7 +20,7 @@ from checkmate.solvers.search.local_search import Line, exchange, exchange_runs,
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.all_plans import random_dag, smallest_peak
 from tests.support.oracle import random_problem, random_problem_with_ways
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 Make = Callable[..., Problem]
 
@@ -30,7 +30,7 @@ def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
     return simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem).bytes_at
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], seed=range(60))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=[*range(20), *map(long, range(20, 60))])
 def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
     problem = make(2000 + seed, most_ops=12)
     T = len(problem.graph.ops)

@@ -35,7 +35,7 @@ STEPS = {
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(4), *map(long, range(4, 10))])
+@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(2), *map(long, range(2, 10))])
 def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
         problem = make(seed, most_ops=5 if seed % 12 == 0 else 4)

@@ -26,7 +26,7 @@ from tests.support.oracle import (
     random_problem_with_ways,
     random_ruled_problem,
 )
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 Make = Callable[..., Problem]
 
@@ -42,7 +42,9 @@ def everywhere(problem: Problem) -> np.ndarray:
     return there
 
 
-@in_turn(make=[random_problem, random_problem_with_ways, random_ruled_problem], seed=range(20))
+@in_turn(
+    make=[random_problem, random_problem_with_ways, random_ruled_problem], seed=[*range(8), *map(long, range(8, 20))]
+)
 def test_with_all_places_free_the_best_is_that_of_brute_force(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
     known, start = outcomes(problem), np.eye(len(problem.graph.ops), dtype=bool)

@@ -20,7 +20,7 @@ from checkmate.solvers.common.schedules import as_matrix, peak_of
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every, in_turn
+from tests.support.sampling import every, in_turn, long
 
 Make = Callable[..., Problem]
 next_use = METHODS["next-use"].solve
@@ -68,7 +68,7 @@ def test_never_below_the_optimum_and_mostly_on_it(make: Make, seed: int) -> None
             check(solution)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finds_the_optimum_of_nearly_all_small_problems() -> None:
     hits = misses = 0
     for seed in range(120):
@@ -80,7 +80,7 @@ def test_finds_the_optimum_of_nearly_all_small_problems() -> None:
     assert misses <= 0.02 * hits
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], seed=range(40))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=[*range(15), *map(long, range(15, 40))])
 def test_the_memory_that_a_pass_counts_is_never_below_the_simulators(make: Make, seed: int) -> None:
     problem = make(1000 + seed, most_ops=16)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
@@ -100,7 +100,7 @@ def test_no_pressure_no_recomputation() -> None:
         assert solution.cost == pytest.approx(problem.keep_all_cost)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem = STEPS["unet"]
     budget = int(0.7 * problem.keep_all_peak)
@@ -193,7 +193,7 @@ def test_where_no_pass_fits_it_says_who_is_in_the_way() -> None:
     assert problem.graph.ops[solution.stuck].name in solution.message
 
 
-@in_turn(seed=range(0, 120, 2))
+@in_turn(seed=[*range(0, 40, 2), *map(long, range(40, 120, 2))])
 def test_the_smallest_budget_of_small_problems_is_exact(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     assert min_budget(problem).peak == interesting_budgets(outcomes(problem))[-1] + 1

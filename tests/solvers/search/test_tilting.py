@@ -15,14 +15,14 @@ from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.greedy import Tilts
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 next_use = METHODS["next-use"].solve
 
 SECONDS = 60.0  # not reached: the searches end by themselves, or find what they look for
 
 
-@in_turn(seed=range(12))
+@in_turn(seed=[*range(5), *map(long, range(5, 12))])
 def test_never_below_the_optimum_and_never_over_the_budget(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes import run_python
+from tests.support.processes import run_fresh_python
 
 pytestmark = pytest.mark.usefixtures("can_be_built")
 
@@ -40,7 +40,7 @@ assert least < 0.8 * most, (least, most)
 @pytest.mark.long
 def test_bits_and_bytes_on_a_device_that_only_torch_accelerator_knows() -> None:
     """At the smallest budget, between, and with room for all: dropout runs again as well."""
-    run_python(
+    run_fresh_python(
         "-c",
         BEGIN
         + A_BUDGET
@@ -70,7 +70,7 @@ for budget in (least, (least + most) // 2, most):
 @pytest.mark.long
 def test_values_wait_in_pinned_memory_beside_it() -> None:
     """Copies run as late as they may, and an access that nothing orders is an error."""
-    run_python(
+    run_fresh_python(
         "-c",
         BEGIN
         + A_BUDGET
@@ -86,7 +86,7 @@ assert lib.simulated_late_tasks() > late
 
 @pytest.mark.long
 def test_a_device_whose_allocator_keeps_no_counts_is_refused() -> None:
-    run_python(
+    run_fresh_python(
         "-c",
         BEGIN
         + """
