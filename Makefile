@@ -68,9 +68,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers --report
 
 bench-all: $(STAMP)
-	for each in examples step arena loss splits hard_limit start ways tight solve solve.stages \
-		solve.picture largest_batch whole_steps second_memory second_memory.measured sharded sharded.overlapping \
-		sharded.collectives sharded.meshes estimates.fits orders merged addresses processors higher_order; do \
+	for each in step arena loss hard_limit start ways tight solve solve.stages \
+		solve.picture largest_batch whole_steps second_memory second_memory.measured sharded \
+		estimates estimates.fits orders merged gpu_graphs higher_order peers.knapsack; do \
 		$(BIN)/python -m benchmarks.$$each || exit 1; done
 	$(MAKE) bench
 

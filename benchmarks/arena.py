@@ -25,7 +25,7 @@ from torch import nn
 
 import checkmate
 from benchmarks.common.resident import growth
-from benchmarks.common.rows import Row
+from benchmarks.common.rows import Column, Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Batch, Step
@@ -33,10 +33,6 @@ from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.demo.tasks import Task, digits_task, text_task
 from checkmate.memory import build
 
-HEADER = (
-    "network", "threads", "share", "planned", "plain", "allocator", "arena", "first step", "height", "outside",
-    "fallbacks", "time", "of plain",
-)  # fmt: skip
 Made = tuple[nn.Module, Step, Batch]
 
 
@@ -118,27 +114,28 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
     }
 
 
-def _cells(row: Row) -> list[str]:
-    planned = row["planned_bytes"]
-    return [
-        row["model"],
-        str(row["threads"]),
-        f"{row['share']:g}",
-        f"{planned:_}",
-        *(f"{row[f'{kind}_growth'] / planned:.3f}" for kind in ("plain", "allocator", "arena")),
-        *(f"{row[name] / planned:.3f}" for name in ("first_bytes", "arena_bytes", "outside_bytes")),
-        str(row["fallbacks"]),
-        f"{row['time_ratio']:.3f}x",
-        f"{row['plain_ratio']:.3f}x",
-    ]
+def _planned(key: str) -> Column:
+    """Bytes in proportion to what the plan takes."""
+    return lambda row: f"{row[key] / row['planned_bytes']:.3f}"
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "arena.jsonl",
     rows,
-    HEADER,
-    _cells,
+    {
+        "network": "{model}",
+        "threads": "{threads}",
+        "share": "{share:g}",
+        "planned": "{planned_bytes:_}",
+        **{kind: _planned(f"{kind}_growth") for kind in ("plain", "allocator", "arena")},
+        "first step": _planned("first_bytes"),
+        "height": _planned("arena_bytes"),
+        "outside": _planned("outside_bytes"),
+        "fallbacks": "{fallbacks}",
+        "time": "{time_ratio:.3f}x",
+        "of plain": "{plain_ratio:.3f}x",
+    },
     names=CASES,
     options={
         "threads": ((1,), "of PyTorch"),

@@ -5,9 +5,8 @@
 The networks of `benchmarks.graphs` on the meta device, traced as PyTorch dispatches on CUDA for this device: attention
 in one kernel, batch norm by cuDNN, dropout by its own generator; in float32, and in bfloat16 by autocast. No GPU runs
 anything. Costs and bytes are estimates, whose error `benchmarks/results/estimates.md` tells. Smallest budgets are with
-the loss at once, and in parts, whose bits the device would have to try. What is recomputed is a share of the step in
-the parts in which it is planned. A T5 in bfloat16 is refused, as plain PyTorch refuses it on an H100: attention by
-cuDNN has no gradient for a bias.
+the loss at once, and in parts, whose bits the device would have to try. A T5 in bfloat16 is refused, as plain PyTorch
+refuses it on an H100: attention by cuDNN has no gradient for a bias.
 """
 
 from __future__ import annotations
@@ -23,14 +22,8 @@ from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.graphs import DEVICE, GRAPHS
 from checkmate.solvers.search.min_budget import ends_of
-from checkmate.units import format_bytes, format_seconds
 
 KINDS = ("float32", "bfloat16")
-SHARES = (0.6, 0.4)  # of keeping everything: the budgets that are planned for
-HEADER = (
-    *("network", "type", "ops", "keep all", "smallest", "in parts", "step"),
-    *(f"at {share:.0%}, gap" for share in SHARES),
-)
 
 
 def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[Row]:
@@ -60,35 +53,27 @@ def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[
     row |= {"seconds": whole.keep_all_cost, "source": whole.profile.source}
     least, parts = ends_of(whole, time_limit=time_limit), checkmate.min_budget(whole, time_limit=time_limit)
     row |= {"least": least.peak, "bound": least.bound, "least_in_parts": parts.peak, "time_limit": time_limit}
-    for share in SHARES:
-        found = checkmate.solve(whole, int(share * whole.keep_all_peak), time_limit=time_limit)
-        fits = found.schedule is not None
-        row[f"at {share}"] = (
-            {"recomputed": found.overhead, "gap": found.gap} if fits else {"status": found.status.label}
-        )
     yield row
-
-
-def _cells(row: Row) -> list[str]:
-    if "refused" in row:
-        return [row["network"], row["kind"], "refused", *[""] * (len(HEADER) - 3)]
-    sizes = (format_bytes(row[key]) for key in ("keep_all", "least", "least_in_parts"))
-    plans = (row[f"at {share}"] for share in SHARES)
-    said = (f"{p['recomputed']:.1%}, {p['gap']:.2%}" if "recomputed" in p else p["status"] for p in plans)
-    return [row["network"], row["kind"], str(row["ops"]), *sizes, format_seconds(row["seconds"]), *said]
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "gpu_graphs.jsonl",
     as_on_gpu,
-    HEADER,
-    _cells,
+    {
+        "network": "{network}",
+        "type": "{kind}",
+        "ops": "{ops}|refused",
+        "keep all": "{keep_all:bytes}",
+        "smallest": "{least:bytes}",
+        "in parts": "{least_in_parts:bytes}",
+        "step": "{seconds:seconds}",
+    },
     names=[*GRAPHS],
     options={
         "kind": (KINDS, "types: float32, or bfloat16 by autocast"),
         "device": (DEVICE, "whose ops and costs"),
-        "time_limit": (10.0, "seconds for each smallest budget and each plan"),
+        "time_limit": (10.0, "seconds for each smallest budget"),
     },
     quick={"time_limit": 1.0},
     packages=("torch", "transformers", "highspy"),

@@ -41,7 +41,6 @@ SETTLING = {"plain": 0, "allocator": 0, "arena": 2}  # steps at full size before
 ROWS, SMALL = 72_000, 100  # of a batch
 GAIN = 2.4  # of a layer with what follows it: the variance stays what it is
 WIDTHS = (8, 20, 12, 28, 16, 36, 10, 24, 40, 14, 32, 18, 22, 12, 26, 36, 16, 30, 20, 8)
-HEADER = ("way", "growth / planned", "steps in the limit", "numbers", "ended by")
 
 
 class Training:
@@ -164,18 +163,17 @@ def rows(steps: int, share: float) -> Iterator[Row]:
         yield {"way": kind, **about, "growth": grown, "trained": trained, "bitwise": same, **done}
 
 
-def _cells(row: Row) -> list[str]:
-    ended = "" if row["error"] is None else row["error"].rpartition("DefaultCPUAllocator: ")[2]
-    numbers = "same bits" if row["bitwise"] else "–"
-    return [row["way"], f"{row['growth'] / row['planned_bytes']:.3f}", str(row["trained"]), numbers, ended]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "hard_limit.jsonl",
     rows,
-    HEADER,
-    _cells,
+    {
+        "way": "{way}",
+        "growth / planned": lambda row: f"{row['growth'] / row['planned_bytes']:.3f}",
+        "steps in the limit": "{trained}",
+        "numbers": lambda row: "same bits" if row["bitwise"] else "–",
+        "ended by": lambda row: (row["error"] or "").rpartition("DefaultCPUAllocator: ")[2],
+    },
     options={"steps": (100, "to train"), "share": (0.6, "of the bytes of keeping everything, for the plan")},
 )
 

@@ -21,12 +21,10 @@ from benchmarks.networks.llama import Llama
 from checkmate.core.problem import Problem
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes, format_seconds
 
 DEVICE, BATCH, HALF = "h100", 4, 0.5  # of keeping everything
 NETWORKS = ("llama, flex", "llama, triton", "llama, both")
 FORMS = ("pinned", "free")
-HEADER = ("network", "form", "keep all", "smallest", "no plan below", "step", "at half")
 
 
 def step_of(name: str, length: int, layers: int) -> Problem:
@@ -81,18 +79,19 @@ def planned(name: str, length: int, layers: int, time_limit: float) -> Iterator[
         }
 
 
-def _cells(row: Row) -> list[str]:
-    sizes = (format_bytes(row[key]) for key in ("keep_all", "smallest", "bound"))
-    half = "does not fit" if row["overhead"] is None else f"+{row['overhead']:.2%}"
-    return [row["network"], row["form"], *sizes, format_seconds(row["seconds"]), half]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "higher_order.jsonl",
     planned,
-    HEADER,
-    _cells,
+    {
+        "network": "{network}",
+        "form": "{form}",
+        "keep all": "{keep_all:bytes}",
+        "smallest": "{smallest:bytes}",
+        "no plan below": "{bound:bytes}",
+        "step": "{seconds:seconds}",
+        "at half": "+{overhead:.2%}|does not fit",
+    },
     names=NETWORKS,
     options={
         "length": (2048, "words of a sequence"),

@@ -1,4 +1,4 @@
-"""The largest batch within 16 GB of seven networks: of all methods together, of keeping everything, and of heuristics.
+"""The largest batch within 16 GB of six networks: of all methods together, of keeping everything, and of heuristics.
 
     python -m benchmarks.largest_batch [NETWORK ...] [--budget "16 GB"] [--device h100] [--time-limit 90]
 
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.networks.full_size import FCN8, MobileNetV1, SegNet
+from benchmarks.networks.full_size import FCN8, SegNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG19
-from checkmate.units import format_seconds
 
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
 
@@ -44,7 +43,6 @@ class Network:
 
 NETWORKS = {
     "vgg19": Network(lambda: VGG19(1000), paper_size=289, paper_ratio=289 / 167, paper_source="caption of Figure 7"),
-    "mobilenet": Network(lambda: MobileNetV1(1000), paper_size=1105, paper_ratio=5.1, paper_source="Section 6.4"),
     "mobilenetv2": Network(lambda: MobileNetV2(1000)),
     "resnet50": Network(lambda: resnet50(1000)),
     "unet": Network(
@@ -53,9 +51,6 @@ NETWORKS = {
     "fcn8": Network(lambda: FCN8(21), (416, 608), pixels=True),
     "segnet": Network(lambda: SegNet(12), (416, 608), pixels=True),
 }
-HEADER = (
-    "network", "ours", "one more", "keep all", "ratio", "paper", "best other", "fastest", "recomputed", "found in",
-)  # fmt: skip
 
 
 def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.LargestBatch:
@@ -100,35 +95,33 @@ def rows(name: str, budget: str, device: str, time_limit: float) -> list[Row]:
     return [row]
 
 
-def cells(row: Row) -> list[str]:
-    """A row of the table."""
+def _paper(row: Row) -> str:
+    size, ratio = row["paper_size"], row["paper_ratio"]
+    return "-" if size is None else f"to {size}" if ratio is None else f"{ratio:.2f}x to {size}"
+
+
+def _best_other(row: Row) -> str:
     others = {name: point["size"] for name, point in row["baselines"].items() if point is not None}
-    cut = row["cut_short"]
     best = max(others, key=lambda name: others[name], default=None)
-    if row["paper_ratio"] is not None:
-        paper = f"{row['paper_ratio']:.2f}x to {row['paper_size']}"
-    else:
-        paper = "-" if row["paper_size"] is None else f"to {row['paper_size']}"
-    return [
-        row["network"],
-        str(row["size"]),
-        row["next_size"],
-        str(row["keep_all"] or "-"),
-        "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-        paper,
-        "-" if best is None else f"{others[best]}{'+' if best in cut else ''} {best}",
-        f"{row['fastest']['size']}: {row['fastest']['throughput']:.0f}/s",
-        f"{row['points'][-1]['overhead']:.1%}",
-        format_seconds(row["seconds"]),
-    ]
+    return "-" if best is None else f"{others[best]}{'+' if best in row['cut_short'] else ''} {best}"
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "largest_batch.jsonl",
     rows,
-    HEADER,
-    cells,
+    {
+        "network": "{network}",
+        "ours": "{size}",
+        "one more": "{next_size}",
+        "keep all": "{keep_all}|-",
+        "ratio": "{ratio:.2f}x|-",
+        "paper": _paper,
+        "best other": _best_other,
+        "fastest": "{fastest[size]}: {fastest[throughput]:.0f}/s",
+        "recomputed": lambda row: f"{row['points'][-1]['overhead']:.1%}",
+        "found in": "{seconds:seconds}",
+    },
     names=NETWORKS,
     options={
         "budget": ("16 GB", "of the device"),

@@ -6,7 +6,7 @@ A layer that makes logits, behind two others, is trained here, on the CPU: plain
 `torch.utils.checkpoint` by hand, with PyTorch's own chunked `torch.nn.functional.linear_cross_entropy`, and by
 checkmate, within the bytes of these and within the fewest. Steps take turns; a row for each way has its peak as
 PyTorch's allocator counts it, parameters and batch included, the median of its seconds, and what differs from plain
-PyTorch. What is gained on language models at the size people train `benchmarks.splits` says.
+PyTorch. What is gained on language models at the size people train `benchmarks.gpu_graphs` says.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import distance, median_ratio, seconds_in_turn, step_and_back
 from checkmate.backends.tensor_state import differing
 from checkmate.demo.training import peak_of_step
-from checkmate.units import format_bytes, format_seconds
 
 CHUNKS = 8  # by hand
-HEADER = ("way", "budget", "peak", "step", "of plain", "numbers")
 TIME_LIMIT = 20.0  # seconds for each plan
 
 
@@ -108,19 +106,22 @@ def _trained(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor
     return [loss.detach(), *grads]
 
 
-def _shown(row: Row) -> list[str]:
-    budget = format_bytes(row["budget"]) if "budget" in row else ""
-    numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.1e}"
-    step = format_seconds(row["seconds"])
-    return [row["way"], budget, format_bytes(row["peak"]), step, f"{row['ratio']:.2f}", numbers]
+def _numbers(row: Row) -> str:
+    return "same bits" if row["same_bits"] else f"differ by {row['difference']:.1e}"
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "loss.jsonl",
     ways,
-    HEADER,
-    _shown,
+    {
+        "way": "{way}",
+        "budget": "{budget:bytes}",
+        "peak": "{peak:bytes}",
+        "step": "{seconds:seconds}",
+        "of plain": "{ratio:.2f}",
+        "numbers": _numbers,
+    },
     options={"rounds": (5, "of timed steps"), "small": (False, "few rows and classes")},
     quick={"small": True},
 )

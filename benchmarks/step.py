@@ -22,10 +22,6 @@ from benchmarks.networks import CASES
 from checkmate.backends.tensor_state import differing
 from checkmate.demo.training import peak_of_step, train
 
-HEADER = (
-    "network", "threads", "share", "budget", "predicted", "measured", "recomputed", "gap", "of plain", "plan", "bits",
-)  # fmt: skip
-
 
 def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: float) -> Iterator[Row]:
     """Measure one network at each share."""
@@ -69,28 +65,23 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
         }
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row["model"],
-        str(row["threads"]),
-        f"{row['share']:g}",
-        f"{row['budget']:_}",
-        f"{row['predicted_peak']:_}",
-        f"{row['measured_peak']:_}",
-        f"{row['overhead']:.1%}",
-        f"{row['gap']:.1%}",
-        f"{row['time_ratio']:.3f}x",
-        f"{row['plan_seconds']:.1f} s",
-        "same" if row["bitwise"] else "DIFFER",
-    ]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "step.jsonl",
     rows,
-    HEADER,
-    _cells,
+    {
+        "network": "{model}",
+        "threads": "{threads}",
+        "share": "{share:g}",
+        "budget": "{budget:_}",
+        "predicted": "{predicted_peak:_}",
+        "measured": "{measured_peak:_}",
+        "recomputed": "{overhead:.1%}",
+        "gap": "{gap:.1%}",
+        "of plain": "{time_ratio:.3f}x",
+        "plan": "{plan_seconds:.1f} s",
+        "bits": lambda row: "same" if row["bitwise"] else "DIFFER",
+    },
     names=CASES,
     options={
         "threads": ((1, 2), "of PyTorch"),

@@ -3,10 +3,9 @@
     python -m benchmarks.tight [NETWORK ...] [--times 1.02 1.1 ...] [--time-limit SECONDS]
     python -m benchmarks.tight --report     # from the rows: results/tight.md and results/tight.png
 
-A network is a graph of `benchmarks/problems`, or one that `make bench` trains, traced here: its name begins with
-"bench-". The smallest budget is what a plan is known for after ten seconds. One row for each network and budget; each
-network is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that the process
-computes, so that other work on the machine does not count.
+A network is a graph of `benchmarks/problems`. The smallest budget is what a plan is known for after ten seconds. One
+row for each network and budget; each network is a process of its own, on one thread, on Linux. Seconds, those of the
+limit too, are the ones that the process computes, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -15,36 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.rows import Row, latest, read
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, LEAST_SECONDS, figures, load
-from checkmate.core.answer import Table
-from checkmate.core.problem import Problem
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 
-TRAINED = "bench-"
-BENCH = ("gpt2", "lstm", "mobilenetv2", "resnet18", "resnet50", "unet", "vgg16", "vit")
-HEADER = ("network", "ops", "budget", "limit", "recomputed", "after a second", "gap", "first plan", "seconds")
 LEAST_GAP = 1e-5  # what is drawn for less: a logarithm has no zero
-
-
-def problem_of(name: str) -> Problem:
-    """The step of a network."""
-    if not name.startswith(TRAINED):
-        return load(name)
-    import torch
-
-    import checkmate
-    from benchmarks.peers.subjects import NETWORKS, Subject
-
-    subject = Subject.of(NETWORKS[name.removeprefix(TRAINED)], torch.device("cpu"))
-    return checkmate.trace(subject.plain, *subject.batch)
 
 
 def rows_of(name: str, times: Sequence[float], time_limit: float) -> list[Row]:
     """Solve in this process, in seconds that it computes."""
-    problem = problem_of(name)
+    problem = load(name)
     count_own_seconds()
     ends = min_budget(problem, time_limit=LEAST_SECONDS)
     found = []
@@ -69,41 +50,25 @@ def markdown(rows: Sequence[Row]) -> str:
         f"Made by `python -m benchmarks.tight` at {where_from(rows)}, one thread; seconds are those that the "
         "process computed, as the machine was busy with other work. Budgets are times the smallest budget that a plan "
         "is known for; the limit is that of seconds.",
-        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]),
+        BENCHMARK.table(in_order(rows)),
         "![Gap against distance from the smallest budget](tight.png)",
     )
 
 
-def _cells(row: Row) -> list[str]:
-    cost, early = row["cost_ratio"], row.get("second_ratio")  # older rows have none
-    return [
-        row["network"],
-        str(row["ops"]),
-        f"{row['times']:.2f}",
-        f"{row['time_limit']:g} s",
-        row["status"] if cost is None else f"{cost - 1:.2%}",
-        "–" if early is None else f"{early - 1:.2%}",
-        shown(row["gap"], ".2%"),
-        shown(row["first_plan_seconds"], ".1f", " s"),
-        f"{row['seconds']:.1f} s",
-    ]
-
-
 def lines_of(rows: Sequence[Row]) -> Iterator[tuple[str, list[float], list[float]]]:
     """For each network, of its longest time limit: how far budgets are from the smallest, and the gaps."""
-    longest: dict[tuple[str, float], Row] = {}
-    for row in in_order(rows):  # of one budget the longest limit comes last
-        longest[row["network"], row["times"]] = row
+    longest = {(row["network"], row["times"]): row for row in in_order(rows)}  # of one budget the longest comes last
     for network in dict.fromkeys(name for name, _ in longest):
         of = [row for (name, _), row in longest.items() if name == network and row["gap"] is not None]
         yield network, [row["times"] - 1 for row in of], [max(LEAST_GAP, row["gap"]) for row in of]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Gap against distance from the smallest budget, a line for each network."""
+def draw(file: Path) -> None:
+    """Gap against distance from the smallest budget, a line for each network, in a picture beside the rows."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    rows = read(file)
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="budget above the smallest", ylabel="gap")
     for i, (network, distances, gaps) in enumerate(lines_of(rows)):
@@ -113,29 +78,32 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def report(file: Path) -> None:
-    """Draw the picture beside the rows."""
-    draw(read(file), file.with_suffix(".png"))
+    figure.savefig(file.with_suffix(".png"), dpi=110, metadata={"Software": None})
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "tight.jsonl",
     rows_of,
-    HEADER,
-    _cells,
-    names=(*FILES, *(TRAINED + name for name in BENCH)),
-    default=FILES,
+    {
+        "network": "{network}",
+        "ops": "{ops}",
+        "budget": "{times:.2f}",
+        "limit": "{time_limit:g} s",
+        "recomputed": "{cost_ratio:beyond}|{status}",
+        "after a second": "{second_ratio:beyond}|–",  # older rows have none
+        "gap": "{gap:.2%}|–",
+        "first plan": "{first_plan_seconds:.1f} s|–",
+        "seconds": "{seconds:.1f} s",
+    },
+    names=FILES,
     options={
         "times": ([1.02, 1.05, 1.1, 1.2, 1.5], "the smallest budget"),
         "time_limit": (60.0, "seconds for each solve"),
     },
     packages=("numpy", "scipy", "highspy"),
     page=markdown,
-    report=report,
+    report=draw,
 )
 
 if __name__ == "__main__":

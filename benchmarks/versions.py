@@ -21,7 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common.rows import Row, append, documented, latest, origin, read
+from benchmarks.common.rows import Column, Row, append, documented, latest, origin, read
+from benchmarks.common.runner import table_of
 from benchmarks.common.suite import ROOT, counted
 from checkmate.core.answer import Table
 
@@ -44,8 +45,7 @@ QUICK = {
         *("tests/training/test_families.py", "tests/memory/test_arena.py"),
     ),
 }
-HEADER = ("PyTorch", "Python", "passed", "failed", "skipped", "left out", "minutes")
-OF_OTHERS = ("Python", "PyTorch", "NumPy", "SciPy", "tests", "passed", "failed", "skipped")
+COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed", "skipped")}
 
 
 def examined() -> Row:
@@ -61,20 +61,31 @@ def examined() -> Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """The last row of each version of PyTorch."""
-    found = sorted(latest(rows, "torch"), key=lambda row: [int(n) for n in _plain(row["torch"]).split(".")])
-    return Table(HEADER, list(map(_cells, found)), {*HEADER} - {"PyTorch", "left out"})
+    columns: dict[str, Column] = {
+        "PyTorch": lambda row: _plain(row["torch"]),
+        "Python": "{python}",
+        **COUNTS,
+        "left out": lambda row: ", ".join(row["left_out"]) or "nothing",
+        "minutes": lambda row: f"{row['seconds'] / 60:.0f}",
+    }
+    return table_of(columns, _last(rows, "torch"), {"left out"})
 
 
 def table_of_others(rows: Sequence[Row]) -> Table:
     """The last row of each Python: environments that are not those of the versions of PyTorch."""
-    found = sorted(latest(rows, "python"), key=lambda row: [int(n) for n in row["python"].split(".")])
-    return Table(OF_OTHERS, [_cells_of_other(row) for row in found], {"passed", "failed", "skipped"})
+    columns: dict[str, Column] = {
+        "Python": "{python}",
+        "PyTorch": lambda row: _plain(row["torch"]),
+        "NumPy": "{numpy}",
+        "SciPy": "{scipy}",
+        "tests": lambda row: "a part" if row["quick"] else "the selection",
+        **COUNTS,
+    }
+    return table_of(columns, _last(rows, "python"), {*columns} - {*COUNTS})
 
 
-def _cells_of_other(row: Row) -> list[str]:
-    counts = [str(row[kind]) for kind in ("passed", "failed", "skipped")]
-    tests = "a part" if row["quick"] else "the selection"
-    return [row["python"], _plain(row["torch"]), row["numpy"], row["scipy"], tests, *counts]
+def _last(rows: Sequence[Row], of: str) -> list[Row]:
+    return sorted(latest(rows, of), key=lambda row: [int(n) for n in _plain(row[of]).split(".")])
 
 
 def needed() -> list[str]:
@@ -84,12 +95,6 @@ def needed() -> list[str]:
     )
     assert found is not None
     return re.findall(r'^ *"([\w-]+)', found[1], flags=re.MULTILINE)
-
-
-def _cells(row: Row) -> list[str]:
-    counts = [str(row[kind]) for kind in ("passed", "failed", "skipped")]
-    left_out = ", ".join(row["left_out"]) or "nothing"
-    return [_plain(row["torch"]), row["python"], *counts, left_out, f"{row['seconds'] / 60:.0f}"]
 
 
 def _plain(version: str) -> str:

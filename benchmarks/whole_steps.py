@@ -1,7 +1,6 @@
 """Whole training steps with AdamW, forward, backward and update: bytes, seconds and bits of each way to run them.
 
-    python -m benchmarks.whole_steps [NETWORK ...] [--time-limit 20] [--rounds 7]
-    python -m benchmarks.whole_steps --floors [NETWORK ...]
+    python -m benchmarks.whole_steps [NETWORK ...] [--size trained full] [--time-limit 20] [--rounds 7]
 
 The ways: the plain loop; checkpoints around each block; an optimizer for each parameter, stepped by a hook as soon as
 the gradient is there (`register_post_accumulate_grad_hook`), with and without checkpoints; `checkmate.compile` at its
@@ -11,9 +10,9 @@ buffers, batch and the optimizer's state included; for ours and plain PyTorch al
 of the process grows over ten steps, those bytes included. Steps of the plain loop and of a way take turns when they are
 timed. ``same bits``: parameters, buffers and state after three steps are those of the plain loop.
 
-``--floors``: the smallest budgets of steps at the size people train, traced without running them and estimated for an
-H100, with nothing in parts: of a planned forward and backward with the state that is to be reserved beside them, and of
-the whole step, plain and with gradients clipped.
+Of the size "full": the smallest budgets of steps at the size people train, traced without running them and estimated
+for an H100, with nothing in parts: of a planned forward and backward with the state that is to be reserved beside them,
+and of the whole step, plain and with gradients clipped.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ from torch import optim
 import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
-from benchmarks.common.rows import Row, latest
-from benchmarks.common.runner import Benchmark, document
+from benchmarks.common.rows import Column, Row, latest
+from benchmarks.common.runner import Benchmark, document, table_of
 from benchmarks.common.timing import median_ratio, seconds_in_turn
 from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.backends.tensor_state import differing, tensors_within
-from checkmate.core.answer import Table
 from checkmate.memory import measure_peak
-from checkmate.units import format_bytes
 from checkmate.updates.updates import Updates
 
 INTRO = """\
@@ -52,10 +49,18 @@ buffers and state after three steps."""
 OF_FLOORS = """Smallest budgets at the size people train, estimated for an H100, nothing in parts: of forward and
 backward planned by `checkmate.compile`, with the bytes of AdamW's state as reserve, and of the whole step, plain and
 with gradients clipped by their norm:"""
-NAMES = ("resnet50", "gpt2", "vit", "vgg16")
+TRAINED, FULL = "trained", "full"
+SIZES = {"resnet50": (TRAINED, FULL), "gpt2": (TRAINED,), "vit": (TRAINED,), "vgg16": (TRAINED, FULL)}
 FLOOR = "floor"
-FLOORS = ("network", "state", "forward and backward, state reserved", "whole step", "less", "clipped", "less")
-HEADER = ("network", "way", "budget", "counted", "process", "step / plain", "numbers")
+FLOORS: dict[str, Column] = {
+    "network": "{model}",
+    "state": "{state_bytes:bytes}",
+    "forward and backward, state reserved": "{apart:bytes}",
+    "whole step": "{whole:bytes}",
+    "less": lambda row: f"{1 - row['whole'] / row['apart']:.1%}",
+    "clipped": "{clipped:bytes}",
+    "less, clipped": lambda row: f"{1 - row['clipped'] / row['apart']:.1%}",
+}
 STEPS = 10
 Loop = Callable[[], Any]
 
@@ -135,10 +140,10 @@ def _trained(subject: Subject, make: Callable[[], Way]) -> tuple[Way, Any]:
     return way, copy.deepcopy((subject.module.state_dict(), way.state()))
 
 
-def rows(name: str, time_limit: float, rounds: int, floors: bool) -> list[Row]:
+def rows(name: str, size: str, time_limit: float, rounds: int) -> list[Row]:
     """Measure all ways to train one network, or find the smallest budgets of one at full size."""
     torch.set_num_threads(1)
-    if floors:
+    if size == FULL:
         return [floor(name, time_limit)]
     subject = Subject.of(NETWORKS[name], torch.device("cpu"))
     whole = _ours(subject, 2**50, time_limit).plan
@@ -207,49 +212,33 @@ def floor(name: str, time_limit: float) -> Row:
     }
 
 
-def _floor_cells(row: Row) -> list[str]:
-    sizes = [f"{1 - row[name] / row['apart']:.1%}" for name in ("whole", "clipped")]
-    state, apart, whole, clipped = (format_bytes(row[name]) for name in ("state_bytes", "apart", "whole", "clipped"))
-    return [row["model"], state, apart, whole, sizes[0], clipped, sizes[1]]
-
-
-def _cells(row: Row) -> list[str]:
-    if row["way"] == FLOOR:
-        return _floor_cells(row)
-    return [
-        row["model"],
-        row["way"],
-        "" if row["budget"] is None else format_bytes(row["budget"]),
-        format_bytes(row["peak"]),
-        format_bytes(row["process"]) if row.get("process") else "",
-        f"{row['time_ratio']:.2f}",
-        "same bits" if row["same_bits"] else "differ",
-    ]
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """The document of the last row of each way to train a network."""
     last = latest((row for row in rows if row["way"] != FLOOR), "model", "way")
     floors = latest((row for row in rows if row["way"] == FLOOR), "model")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in last))
     intro = INTRO.format(commits=commits, cpu=last[-1]["cpu"].removesuffix(" Processor"))
-    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:])
-    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:])
-    return document("Whole training steps", intro, measured, OF_FLOORS, estimated)
+    return document("Whole training steps", intro, BENCHMARK.table(last), OF_FLOORS, table_of(FLOORS, floors))
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "whole_steps.jsonl",
     rows,
-    HEADER,
-    _cells,
-    names={**dict.fromkeys(NAMES), **GRAPHS},
-    default=NAMES,
+    {
+        "network": "{model}",
+        "way": "{way}",
+        "budget": "{budget:bytes}",
+        "counted": "{peak:bytes}|{whole:bytes}",
+        "process": "{process:bytes}",
+        "step / plain": "{time_ratio:.2f}",
+        "numbers": lambda row: "" if "same_bits" not in row else "same bits" if row["same_bits"] else "differ",
+    },
+    names=SIZES,
     options={
+        "size": (SIZES, "of the network: one that is trained here, or the smallest budgets at full size, estimated"),
         "time_limit": (20.0, "seconds to plan for one budget"),
         "rounds": (7, "of timed pairs of steps"),
-        "floors": (False, "smallest budgets at full size, estimated"),
     },
     page=markdown,
 )

@@ -3,8 +3,8 @@
     a product     sqrt(computing² + moving²)    as the loads of one tile hide behind another's products in part only
     all others    passes · bytes / bandwidth    of which those that the cache holds come from there
 
-The constants below are few, each with its reason; `benchmarks.estimates` holds what comes of them against measured ops
-and steps, and says which of these they were set by.
+The constants below are few, each with its reason; `benchmarks.estimates` holds what comes of them against measured
+steps, and says which of these they were set by.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather_into_tensor", "reduce_scatt
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # by PyTorch's names of the functional ones
 
 # What all-reduces of 8 ranks reach of an H100's data sheet in Vidur's table (Agrawal et al., MLSys 2024);
-# `benchmarks.sharded.collectives` holds it against those of 2 and of 4, and against others.
+# `tests/profiling/test_collectives.py` holds it against another table.
 LATENCY, EFFICIENCY = 28e-6, 0.8
 
 SIZES = tuple(4**n for n in range(6, 14))  # bytes of the whole: 4 KiB to 64 MiB

@@ -6,16 +6,19 @@ import argparse
 import json
 import platform
 import re
+import string
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from checkmate.core.solution import Solution
+from checkmate.units import format_bytes, format_seconds
 
 Row = dict[str, Any]
+Column = str | Callable[[Row], str]
 
 
 def origin(*packages: str) -> dict[str, str]:
@@ -68,9 +71,36 @@ def plan_facts(solution: Solution) -> Row:
     }
 
 
-def shown(figure: float | None, form: str, unit: str = "", missing: str = "–") -> str:
-    """A figure as text, or what stands for one that there is not."""
-    return missing if figure is None else f"{figure:{form}}{unit}"
+class _Cell(string.Formatter):
+    """Figures by their units; one that there is not is a `LookupError`."""
+
+    units: Mapping[str, Callable[[Any], str]] = {
+        "bytes": format_bytes,
+        "MB": lambda count: f"{count / 1e6:.1f} MB",
+        "seconds": format_seconds,
+        "beyond": lambda ratio: f"{ratio - 1:+.2%}".replace("-0.00%", "+0.00%"),  # what comes on top of 1
+    }
+
+    def format_field(self, value: Any, form: str) -> str:
+        if value is None:
+            raise LookupError
+        return self.units[form](value) if form in self.units else format(value, form)
+
+
+def cell(row: Row, column: Column) -> str:
+    """What a column shows of a row, by a function or a format; after a bar is what stands for figures that are not.
+
+    >>> cell({"peak": 2_000_000, "gap": None}, "{peak:bytes}, {gap:.2%}|{peak:bytes}|none")
+    '2.00 MB'
+    """
+    if not isinstance(column, str):
+        return column(row)
+    for form in column.split("|"):
+        try:
+            return _Cell().vformat(form, (), row)
+        except (LookupError, TypeError):  # of a part of what is None, too
+            continue
+    return ""
 
 
 def documented(about: str | None) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.apart import EndedEarly, apart
-from benchmarks.common.rows import Row, add_names, append, documented, origin, read
+from benchmarks.common.rows import Column, Row, add_names, append, cell, documented, origin, read
 from checkmate.core.answer import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -30,7 +30,7 @@ class Benchmark:
         about: the script's docstring.
         file: of the rows, in ``benchmarks/results``.
         measure: gives the rows of a case; a function of a module, since it is called in another process.
-        header, cells: the table that is printed: its heads, and what it shows of a row.
+        columns: of the table that is printed: by its head what it shows of a row.
         names: what there is to measure.
         default: which of these where none is named; all if it is empty.
         options: defaults of the other keyword arguments of `measure`, each with what it is.
@@ -45,8 +45,7 @@ class Benchmark:
     about: str | None
     file: str
     measure: Callable[..., Iterable[Row]]
-    header: Sequence[str]
-    cells: Callable[[Row], Sequence[str]]
+    columns: Mapping[str, Column]
     names: Collection[str] = ()
     default: Sequence[str] = ()
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -94,7 +93,7 @@ class Benchmark:
 
     def table(self, rows: Iterable[Row]) -> Table:
         """Rows as they are shown."""
-        return Table(self.header, [self.cells(row) for row in rows], self.header[1:])
+        return table_of(self.columns, rows)
 
     def run(self, arguments: Sequence[str] | None = None) -> None:
         """Measure what was asked for, append rows as they are made, print them, and write the pages of all rows.
@@ -133,9 +132,16 @@ class Benchmark:
                 rows = [self.ended(case, end)]
             for row in rows:
                 append(args.out, {**about, "asked": case, **row})
-                print("  ".join(self.cells(row)), flush=True)
+                print("  ".join(cell(row, column) for column in self.columns.values()), flush=True)
             made += rows
         return made
+
+
+def table_of(columns: Mapping[str, Column], rows: Iterable[Row], words: Collection[str] = ()) -> Table:
+    """Rows as columns show them; the first column, and those of words, have no numbers."""
+    heads = [*columns]
+    lines = [[cell(row, column) for column in columns.values()] for row in rows]
+    return Table(heads, lines, [head for head in heads[1:] if head not in words])
 
 
 def document(title: str, *parts: str | Table) -> str:

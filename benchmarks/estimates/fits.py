@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import checkmate
-from benchmarks.common.rows import Row
+from benchmarks.common.rows import Column, Row, cell
 from benchmarks.common.runner import Benchmark
-from checkmate.units import format_bytes, format_seconds
+from checkmate.units import format_bytes
 
 Made = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -57,10 +57,6 @@ def _resnet50() -> Made:
 
 
 NETWORKS: dict[str, Callable[[], Made]] = {"gpt2-xl": _gpt2_xl, "resnet50": _resnet50, "llama": _llama}
-HEADER = (
-    *("network", "device", "asked", "plain", "room", "recomputation", "parts", "second memory"),
-    *("way", "recomputed", "step", "largest batch", "answered in", "of the process"),
-)
 
 
 def rows(name: str, device: str, time_limit: float) -> list[Row]:
@@ -77,29 +73,39 @@ def rows(name: str, device: str, time_limit: float) -> list[Row]:
     return found
 
 
-def cells(row: Row) -> list[str]:
-    """A row of the table."""
-    smallest = ["-" if way["smallest"] is None else format_bytes(way["smallest"]) for way in row["ways"]]
-    best = None if row["fits_plainly"] else next((way for way in row["ways"] if way["fits"]), None)
-    how = ["as it is", "-", format_seconds(row["plain_seconds"])] if row["fits_plainly"] else ["none", "-", "-"]
-    if best is not None:
-        how = [best["name"], f"{best['overhead']:.1%}", format_seconds(best["seconds"])]
-    largest = row["largest"]
-    sizes = "-" if largest is None else f"{largest['plain']} / {largest['keep_all']} / {largest['planned']}"
-    spent = format_seconds(row["clock"]), format_seconds(row["process"])
-    return [
-        row["network"], row["name"], "everything" if row["everything"] else "the answer",
-        format_bytes(row["plain"]["peak"]), format_bytes(row["room"]), *smallest, *how,
-        sizes, *spent,
-    ]  # fmt: skip
+def _way(at: int) -> Column:
+    return lambda row: "-" if row["ways"][at]["smallest"] is None else format_bytes(row["ways"][at]["smallest"])
+
+
+def _best(form: Column) -> Column:
+    """Of the way to train that is answered with."""
+
+    def column(row: Row) -> str:
+        plain: Row = {"name": "as it is", "overhead": None, "seconds": row["plain_seconds"]}
+        way = plain if row["fits_plainly"] else next((way for way in row["ways"] if way["fits"]), {"name": "none"})
+        return cell(way, form)
+
+    return column
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "fits.jsonl",
     rows,
-    HEADER,
-    cells,
+    {
+        "network": "{network}",
+        "device": "{name}",
+        "asked": lambda row: "everything" if row["everything"] else "the answer",
+        "plain": "{plain[peak]:bytes}",
+        "room": "{room:bytes}",
+        **{name: _way(at) for at, name in enumerate(("recomputation", "parts", "second memory"))},
+        "way": _best("{name}"),
+        "recomputed": _best("{overhead:.1%}|-"),
+        "step": _best("{seconds:seconds}|-"),
+        "largest batch": "{largest[plain]} / {largest[keep_all]} / {largest[planned]}|-",
+        "answered in": "{clock:seconds}",
+        "of the process": "{process:seconds}",
+    },
     names=NETWORKS,
     options={
         "device": (("rtx4090", "h100"), "by its data sheet"),

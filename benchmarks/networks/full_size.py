@@ -73,29 +73,6 @@ class DenseNet(nn.Module):
         return self.head(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
 
 
-def _conv_norm_relu(before: int, after: int, stride: int = 1, kernel: int = 3, groups: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
-    return [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
-
-
-class MobileNetV1(nn.Module):
-    """Convolutions of each channel on its own, then of all channels point by point (Howard et al. 2017, Table 1)."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        layers, before = _conv_norm_relu(3, 32, stride=2), 32
-        for after, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2)):
-            layers += _conv_norm_relu(before, before, stride, groups=before) + _conv_norm_relu(before, after, kernel=1)
-            before = after
-        layers += _conv_norm_relu(before, before, groups=before) + _conv_norm_relu(before, before, kernel=1)
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(before, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of images."""
-        return self.head(self.features(x).mean(dim=(2, 3)))
-
-
 class FCN8(nn.Module):
     """VGG-16 made convolutional, its scores at three depths summed up (Long et al. 2015), without their crops."""
 
@@ -142,8 +119,11 @@ class SegNet(nn.Module):
 
     @staticmethod
     def _stage(widths: list[int]) -> nn.Sequential:
-        pairs = pairwise(widths)
-        return nn.Sequential(*(layer for before, after in pairs for layer in _conv_norm_relu(before, after)))
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of pixels."""

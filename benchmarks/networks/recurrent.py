@@ -44,22 +44,43 @@ class LibraryLSTM(nn.Module):
         return self.head(states)
 
 
-class CellLSTM(nn.Module):
-    """The same by `nn.LSTMCell`, called once a token."""
+class Segment(nn.Module):
+    """Some tokens of a long short-term memory (Hochreiter & Schmidhuber 1997), its loop over them in Python."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, cell: nn.LSTMCell, dropout: float) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.cell = nn.LSTMCell(width, width)
-        self.head = nn.Linear(width, vocabulary)
+        self.cell, self.dropout = cell, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, tokens, width) -> the same shape, and the state after the last token."""
+        states = []
+        for token in self.dropout(x).unbind(1):
+            hidden, memory = self.cell(token, (hidden, memory))
+            states.append(hidden)
+        return torch.stack(states, dim=1), hidden, memory
+
+
+class LSTM(nn.Module):
+    """A language model of two recurrent layers; a block is one layer's pass over a segment of the tokens."""
+
+    def __init__(self, vocabulary: int, width: int, segments: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        cells = [nn.LSTMCell(width, width) for _ in range(2)]
+        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell, dropout) for _ in range(segments)) for cell in cells)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        state = None
-        states = []
-        for x in self.embedding(tokens).unbind(1):
-            state = self.cell(x, state)
-            states.append(state[0])
-        return self.head(torch.stack(states, dim=1))
+        """Logits of tokens."""
+        x = self.embedding(tokens)
+        layers: Any = self.layers
+        for layer in layers:
+            hidden = memory = torch.zeros_like(x[:, 0])
+            out = []
+            for segment, part in zip(layer, x.chunk(len(layer), dim=1), strict=True):
+                part, hidden, memory = segment(part, hidden, memory)
+                out.append(part)
+            x = torch.cat(out, dim=1)
+        return self.head(x)
 
 
 Tree = int | tuple["Tree", "Tree"]  # a leaf is the position of its token

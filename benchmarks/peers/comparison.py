@@ -344,19 +344,18 @@ def rows_of(name: str, device: str, threads: int, knobs: Sequence[str], **option
     return compare(NETWORKS[name], wanted, partial(print, f"{name}:", file=sys.stderr, flush=True))
 
 
-def _cells(row: Row) -> list[str]:
-    way = [row["model"], row["family"], row["knob"]]
-    if "error" in row:
-        return [*way, "", "", row["error"]]
-    return [*way, f"{row['peak']:_}", f"{row['ratio']:.3f}", peers_report.numbers(row)]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "peers.jsonl",
     rows_of,
-    ("network", "way", "knob", "peak", "step / plain", "numbers"),
-    _cells,
+    {
+        "network": "{model}",
+        "way": "{family}",
+        "knob": "{knob}",
+        "peak": "{peak:_}",
+        "step / plain": "{ratio:.3f}",
+        "numbers": lambda row: row["error"] if "error" in row else peers_report.numbers(row),
+    },
     names=NETWORKS,
     options={
         "device": ("cpu", "of PyTorch"),

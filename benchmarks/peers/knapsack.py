@@ -18,8 +18,6 @@ import gc
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -27,33 +25,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.rows import Row, latest, shown
+from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import distance, median_ratio, seconds_in_turn
 from benchmarks.networks import Case, classifier, images, language_model, tokens
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vit import ViT
 from checkmate.backends.tensor_state import same_bits
-from checkmate.core.answer import Table
 from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.inductor import SMALLEST_SHARE, KnapsackSolver
 from checkmate.memory import measure_peak
 
-PEERS = ("dp", "greedy", "ilp")
 OURS, AT_ITS_BYTES, DEFAULT = "checkmate", "checkmate, dp's bytes", "no budget"
-HEADER = (
-    "network",
-    "backend",
-    "share",
-    "solver",
-    "peak",
-    "held",
-    "time",
-    "gradients",
-    "asked",
-    "planned in",
-    "simulated",
-)
+SOLVERS = ("dp", "greedy", "ilp", OURS, AT_ITS_BYTES)
+Run = Callable[[], Tensor]
 
 
 def _gpt2() -> nn.Module:
@@ -80,90 +65,70 @@ _CASES = (
 NETWORKS = {case.name: case for case in _CASES}
 
 
-@dataclass
-class Compiled:
-    """A step compiled by one solver, what it made, and what it took."""
-
-    solver: str
-    share: float
-    run: Callable[[], Tensor] = field(repr=False)
-    row: Row = field(default_factory=dict)
-
-
 def rows(name: str, backend: str, share: list[float], rounds: int) -> Iterator[Row]:
     """Measure one network by all solvers."""
     torch.set_num_threads(1)
     module, step, batch = NETWORKS[name].make(0)
     resident = sum(t.nbytes for t in (*module.parameters(), *module.buffers(), *batch))
     state = {key: tensor.clone() for key, tensor in module.state_dict().items()}
-
-    def loss() -> Tensor:
-        return step(*batch)
-
-    def compiled(solver: str, of: float, chooses: Any, expected: Sequence[Tensor] | None) -> Compiled | None:
-        found = _compile(loss, backend, solver, of, chooses)
+    clear = partial(module.zero_grad, set_to_none=True)
+    expected: list[Tensor] = []
+    compiled: list[tuple[Row, Run]] = []
+    budget = None  # the bytes at which dp was measured
+    for of, solver in [(1.0, DEFAULT), *((of, solver) for of in share for solver in SOLVERS)]:
+        row: Row = {"network": name, "backend": backend, "solver": solver, "share": of}
+        ours = {OURS: KnapsackSolver(), AT_ITS_BYTES: KnapsackSolver(budget)}
+        chooses: Any = ours.get(solver, "dp" if solver == DEFAULT else solver)
         module.load_state_dict(state)
-        if (gradients := _first_step(module, found)) is None:
-            return None
-        _measure(module, found, resident)
-        simulated = getattr(getattr(chooses, "choice", None), "peak", None)
-        known = gradients if expected is None else expected
-        same = all(same_bits(a, b) for a, b in zip(gradients, known, strict=True))
-        found.row |= {"simulated": simulated, "same_bits": same, "difference": distance(gradients, known)}
-        found.row["gradients"] = gradients
-        return found
-
-    plain = compiled(DEFAULT, 1.0, "dp", None)
-    assert plain is not None
-    expected = plain.row.pop("gradients")
-    steps = [plain]
-    for of in share:
-        budget = 0
-        for solver in (*PEERS, OURS, AT_ITS_BYTES):
-            ours = {OURS: KnapsackSolver(), AT_ITS_BYTES: KnapsackSolver(budget or None)}
-            at = SMALLEST_SHARE if solver == AT_ITS_BYTES else of
-            found = compiled(solver, at, ours.get(solver, solver), expected)
-            if found is None:
-                yield {"network": name, "backend": backend, "solver": solver, "share": of, "measured_peak": None}
-                continue
-            found.share = of
-            found.row |= {"budget": budget if solver == AT_ITS_BYTES else None}
-            del found.row["gradients"]
-            steps.append(found)
-            budget = found.row["measured_peak"] if solver == "dp" else budget
-    names = {f"{i}": found for i, found in enumerate(steps)}
-    taken = seconds_in_turn(
-        {key: partial(_step, found) for key, found in names.items()}, rounds, partial(_clear, module)
-    )
-    for key, found in names.items():
-        yield {
-            "network": name,
-            "backend": backend,
-            "solver": found.solver,
-            "share": found.share,
-            "resident": resident,
-            **found.row,
-            "time_ratio": median_ratio(taken[key], taken["0"]),
-            "seconds": sorted(taken[key])[len(taken[key]) // 2],
-            "rounds": rounds,
-        }
+        clear()
+        run = _compiled(lambda: step(*batch), backend, SMALLEST_SHARE if solver == AT_ITS_BYTES else of, chooses, row)
+        if run is None:
+            yield {**row, "measured_peak": None}
+            continue
+        gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        expected = expected or gradients
+        for _ in range(2):  # the second is measured
+            clear()
+            use = measure_peak(partial(_step, run))
+        clear()
+        held = measure_peak(run).final
+        gc.collect()
+        row |= {"resident": resident, "measured_peak": resident + use.peak, "held_bytes": held}
+        row |= {"budget": budget if solver == AT_ITS_BYTES else None}
+        row["simulated"] = getattr(getattr(chooses, "choice", None), "peak", None)
+        row["same_bits"] = all(same_bits(a, b) for a, b in zip(gradients, expected, strict=True))
+        row["difference"] = distance(gradients, expected)
+        if solver == "dp":
+            budget = row["measured_peak"]
+        compiled.append((row, run))
+    steps = {str(i): partial(_step, run) for i, (_, run) in enumerate(compiled)}
+    taken = [*seconds_in_turn(steps, rounds, clear).values()]
+    for (row, _), seconds in zip(compiled, taken, strict=True):
+        ratio, middle = median_ratio(seconds, taken[0]), sorted(seconds)[len(seconds) // 2]
+        yield {**row, "time_ratio": ratio, "seconds": middle, "rounds": rounds}
 
 
-def _compile(loss: Callable[[], Tensor], backend: str, solver: str, share: float, chooses: Any) -> Compiled:
+def _compiled(loss: Run, backend: str, share: float, chooses: Any, row: Row) -> Run | None:
+    """A step that is compiled, and has run once from one random state; None where no plan stays within the budget."""
     own = types.FunctionType(loss.__code__.replace(), loss.__globals__, closure=loss.__closure__)
-    run = torch.compile(own, backend=backend, dynamic=False)
+    run: Run = torch.compile(own, backend=backend, dynamic=False)
     config: Any = torch._functorch.config
-    row: Row = {"was_asked": False, "planning_seconds": 0.0}
-
-    def first() -> Tensor:
-        with ExitStack() as stack:
-            stack.enter_context(config.patch(activation_memory_budget=share, activation_memory_budget_solver=chooses))
-            stack.enter_context(config.patch(enable_autograd_cache=False))  # it does not tell dp, greedy and ilp apart
-            stack.enter_context(_timed(row))
-            return run()
-
-    row["first"] = first
-    return Compiled(solver, share, run, row)
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    try:
+        with (
+            config.patch(activation_memory_budget=share, activation_memory_budget_solver=chooses),
+            config.patch(enable_autograd_cache=False),  # it does not tell dp, greedy and ilp apart
+            _timed(row),
+        ):
+            result = run()
+        result.backward()
+    except Exception as error:
+        if not isinstance(getattr(error, "inner_exception", error), InfeasibleBudget):
+            raise
+        return None
+    row["compile_seconds"] = time.perf_counter() - began
+    return run
 
 
 def _timed(row: Row) -> Any:
@@ -171,6 +136,7 @@ def _timed(row: Row) -> Any:
     from torch._functorch import partitioners
 
     call = partitioners._optimize_runtime_with_given_memory
+    row |= {"was_asked": False, "planning_seconds": 0.0}
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -183,40 +149,8 @@ def _timed(row: Row) -> Any:
     return patch.object(partitioners, "_optimize_runtime_with_given_memory", timed)
 
 
-def _first_step(module: nn.Module, found: Compiled) -> list[Tensor] | None:
-    """The gradients of a step; None where no plan stays within the budget."""
-    _clear(module)
-    torch.manual_seed(0)
-    began = time.perf_counter()
-    try:
-        found.row.pop("first")().backward()
-    except Exception as error:
-        if not isinstance(getattr(error, "inner_exception", error), InfeasibleBudget):
-            raise
-        return None
-    found.row["compile_seconds"] = time.perf_counter() - began
-    gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    _clear(module)
-    return gradients
-
-
-def _measure(module: nn.Module, found: Compiled, resident: int) -> None:
-    _step(found)
-    _clear(module)
-    use = measure_peak(partial(_step, found))
-    _clear(module)
-    forward = measure_peak(found.run)
-    found.row |= {"measured_peak": resident + use.peak, "held_bytes": forward.final}
-    del forward
-    gc.collect()
-
-
-def _step(found: Compiled) -> None:
-    found.run().backward()
-
-
-def _clear(module: nn.Module) -> None:
-    module.zero_grad(set_to_none=True)
+def _step(run: Run) -> None:
+    run().backward()
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -229,34 +163,27 @@ def markdown(rows: Sequence[Row]) -> str:
         "networks (see the script). Peaks are measured, with parameters, buffers and batch; held: bytes between the "
         "forward and the backward; times are relative to the step without a budget, and so are gradients: bit by bit, "
         "or else by their largest difference in each tensor, in proportion to its largest element.",
-        Table(HEADER, [_cells(row) for row in last], HEADER),
+        BENCHMARK.table(last),
     )
-
-
-def _cells(row: Row) -> list[str]:
-    if row["measured_peak"] is None:
-        return [row["network"], row["backend"], f"{row['share']:g}", row["solver"], "none", *["–"] * 6]
-    return [
-        row["network"],
-        row["backend"],
-        f"{row['share']:g}",
-        row["solver"],
-        f"{row['measured_peak'] / 1e6:.1f} MB",
-        f"{row['held_bytes'] / 1e6:.1f} MB",
-        f"{row['time_ratio']:.2f}",
-        "same bits" if row["same_bits"] else f"off by {row['difference']:.0e}",
-        "yes" if row["was_asked"] else "no",
-        f"{row['planning_seconds']:.1f} s",
-        "–" if row["simulated"] is None else shown(row["simulated"] / 1e6, ".1f", " MB"),
-    ]
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "knapsack.jsonl",
     rows,
-    HEADER,
-    _cells,
+    {
+        "network": "{network}",
+        "backend": "{backend}",
+        "share": "{share:g}",
+        "solver": "{solver}",
+        "peak": "{measured_peak:MB}|none",
+        "held": "{held_bytes:MB}|–",
+        "time": "{time_ratio:.2f}|–",
+        "gradients": lambda row: cell(row, "same bits" if row.get("same_bits") else "off by {difference:.0e}|–"),
+        "asked": lambda row: "–" if "was_asked" not in row else "yes" if row["was_asked"] else "no",
+        "planned in": "{planning_seconds:.1f} s|–",
+        "simulated": "{simulated:MB}|–",
+    },
     names=NETWORKS,
     options={
         "backend": (("aot_eager", "inductor"), "of torch.compile"),

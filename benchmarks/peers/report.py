@@ -14,18 +14,13 @@ from typing import Any
 
 from scipy.stats import wilcoxon
 
-from benchmarks.common.rows import Row, read, shown
-from benchmarks.common.runner import document, where_from
+from benchmarks.common.rows import Column, Row, cell, read
+from benchmarks.common.runner import document, table_of, where_from
 from benchmarks.peers.settings import EAGER, OURS
 from checkmate.core.answer import Table
 
 SIGNIFICANT = 0.05
-HEADER = (
-    "way", "knob", "peak", "process", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap",
-    "numbers", "ours",
-)  # fmt: skip
 KEY = ("model", "family", "fingerprint")  # of rows that allocate the same, one by one
-NUMBERS = {*HEADER} - {"way", "knob", "numbers"}
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "compile + checkpoint", "compile budget")
 STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apart
     OURS: ("o-", "#0072b2"),
@@ -137,13 +132,19 @@ def short(rows: Sequence[Row]) -> str:
     there = compared(min(exact, key=lambda row: row[by]), worked, by) if exact else None
     least = min((row for row in worked if row["family"] == OURS), key=lambda row: row[by])
     chosen += [least] if there is None or there[0] is least else [there[0], least]
-    cells = []
-    for row in chosen:
-        name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
-        name = f"**{name}**" if row["family"] == OURS else name
-        cells.append((name, _process(row), _bytes(row["peak"]), f"{row['ratio']:.2f}", numbers(row)))
-    heads = (chosen[0]["model"], "process", "counted", "step / plain", "numbers")
-    return Table(heads, cells, {"process", "counted", "step / plain"}).markdown()
+    columns: dict[str, Column] = {
+        chosen[0]["model"]: _called,
+        "process": "{process:MB}",
+        "counted": "{peak:MB}",
+        "step / plain": "{ratio:.2f}",
+        "numbers": numbers,
+    }
+    return table_of(columns, chosen, {"numbers"}).markdown()
+
+
+def _called(row: Row) -> str:
+    name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
+    return f"**{name}**" if row["family"] == OURS else name
 
 
 def render(rows_file: Path) -> None:
@@ -189,66 +190,64 @@ def page(runs: dict[str, list[Row]], folder: str) -> str:
 
 
 def _overall(runs: dict[str, list[Row]]) -> str:
-    heads = (
-        "network", "plain", "least peak, ours", "least peak, peers", "by", "least resident, ours",
-        "least resident, peers", "ours there", "peers with other numbers", "same bits",
-        "ours faster", "even", "slower", "out of reach", "worst",
-    )  # fmt: skip
-    cells = [_overall_cells(summary(rows)) for rows in runs.values()]
-    return Table(heads, cells, {*heads} - {"network", "by"}).markdown()
-
-
-def _overall_cells(s: Row) -> list[str]:
-    peer, there = s["peer"], s["at least"]
-    return [
-        s["model"],
-        _bytes(s["eager"]),
-        "–" if s["ours"] is None else _bytes(s["ours"]),
-        "–" if peer is None else _bytes(peer["peak"]),
-        "–" if peer is None else f"{peer['family']} {peer['knob']}",
-        *("–" if (held := s[f"least resident, {who}"]) is None else _bytes(held) for who in ("ours", "peers")),
-        "–" if there is None else f"{there[1]:.2f} of its time",
-        *(str(s[key]) for key in ("wrong", "exact", "faster", "even", "slower", "out of reach")),
-        shown(s["worst"], ".2f"),
-    ]
+    columns: dict[str, Column] = {
+        "network": "{model}",
+        "plain": "{eager:MB}",
+        "least peak, ours": "{ours:MB}|–",
+        "least peak, peers": "{peer[peak]:MB}|–",
+        "by": "{peer[family]} {peer[knob]}|–",
+        "least resident, ours": "{least resident, ours:MB}|–",
+        "least resident, peers": "{least resident, peers:MB}|–",
+        "ours there": "{at least[1]:.2f} of its time|–",
+        "peers with other numbers": "{wrong}",
+        "same bits": "{exact}",
+        "ours faster": "{faster}",
+        "even": "{even}",
+        "slower": "{slower}",
+        "out of reach": "{out of reach}",
+        "worst": "{worst:.2f}|–",
+    }
+    return table_of(columns, map(summary, runs.values()), {"by"}).markdown()
 
 
 def _section(model: str, rows: Sequence[Row], folder: str) -> list[str | Table]:
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
+    columns: dict[str, Column] = {
+        "way": "{family}",
+        "knob": "{knob}",
+        "peak": "{peak:MB}",
+        "process": "{process:MB}",
+        "beyond": lambda row: f"{row['beyond'] / eager['beyond']:.3f}",
+        "step": "{ratio:.3f}",
+        "spread": "{ratio_low:.3f} – {ratio_high:.3f}",
+        "first step": "{first_step_seconds:.1f} s",
+        "planned": "{plan_seconds:.1f} s",
+        "recomputed": "{overhead:.1%}",
+        "gap": "{gap:.1%}",
+        "numbers": numbers,
+        "ours": lambda row: _verdict(row, worked),
+    }
     ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
     parts: list[str | Table] = [
         f"## {model}",
-        f"{eager['ops']} ops; parameters, buffers and batch {_bytes(eager['resident'])}, gradients "
-        f"{_bytes(eager['gradients'])}; {len(eager['ratios'])} rounds; a plain step takes {eager['seconds']:.2f} s.",
+        cell(
+            eager,
+            "{ops} ops; parameters, buffers and batch {resident:MB}, gradients {gradients:MB}; "
+            f"{len(eager['ratios'])} rounds; a plain step takes {{seconds:.2f}} s.",
+        ),
         f"![{model}: time of a step against its peak]({folder}/{model}.png)",
-        Table(HEADER, [_cells(row, eager, worked) for row in ordered], NUMBERS),
+        table_of(columns, ordered, {"knob", "numbers"}),
     ]
-    failed = [f"{row['family']} {row['knob']}: {row['error']}" for row in rows if "error" in row]
-    return [*parts, *(["\n".join(f"- Failed: {text}" for text in failed)] if failed else [])]
+    failed = [f"- Failed: {row['family']} {row['knob']}: {row['error']}" for row in rows if "error" in row]
+    return [*parts, *(["\n".join(failed)] if failed else [])]
 
 
-def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:
-    against = compared(row, rows) if row["family"] in PEERS and same_bits(row) else None
-    if against is not None:
-        verdict = f"{against[1]:.2f} {against[2]}"
-    else:
-        verdict = "out of reach" if row["family"] in PEERS and same_bits(row) else ""
-    return [
-        row["family"],
-        row["knob"],
-        _bytes(row["peak"]),
-        _process(row),
-        f"{row['beyond'] / eager['beyond']:.3f}",
-        f"{row['ratio']:.3f}",
-        f"{row['ratio_low']:.3f} – {row['ratio_high']:.3f}",
-        f"{row['first_step_seconds']:.1f} s",
-        shown(row.get("plan_seconds"), ".1f", " s", missing=""),
-        shown(row.get("overhead"), ".1%", missing=""),
-        shown(row.get("gap"), ".1%", missing=""),
-        numbers(row),
-        verdict,
-    ]
+def _verdict(peer: Row, rows: Sequence[Row]) -> str:
+    if peer["family"] not in PEERS or not same_bits(peer):
+        return ""
+    against = compared(peer, rows)
+    return "out of reach" if against is None else f"{against[1]:.2f} {against[2]}"
 
 
 def numbers(row: Row) -> str:
@@ -259,14 +258,6 @@ def numbers(row: Row) -> str:
     if row["within_tolerance"]:
         return f"{', '.join(wrong)} differ by rounding, {row['off']:.0e}"
     return f"{', '.join(wrong)} differ by {row['off']:.0%}"
-
-
-def _process(row: Row) -> str:
-    return _bytes(row["process"]) if "process" in row else ""
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
 
 
 def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

@@ -89,17 +89,11 @@ def rows_of(name: str, rows: str) -> Iterator[Row]:
     yield from measure(latest(read(Path(rows)))[name], partial(print, f"{name}:", file=sys.stderr, flush=True))
 
 
-def _cells(row: Row) -> list[str]:
-    found = row["error"] if "error" in row else f"{row['process']:_}"
-    return [row["model"], row["family"], row["knob"], found]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "peers_resident.jsonl",
     rows_of,
-    ("network", "way", "knob", "process"),
-    _cells,
+    {"network": "{model}", "way": "{family}", "knob": "{knob}", "process": "{process:_}|{error}"},
     names=NETWORKS,
     options={"rows": (str(RESULTS / "peers.jsonl"), "of the comparison")},
 )

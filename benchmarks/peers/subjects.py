@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.recurrent import LSTM
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG16
@@ -95,45 +96,6 @@ class SmallVGG16(VGG16):
             if isinstance(layer, nn.MaxPool2d):
                 stages.append([])
         self.features = nn.Sequential(*(nn.Sequential(*stage) for stage in stages if stage))
-
-
-class Segment(nn.Module):
-    """Some tokens of a long short-term memory (Hochreiter & Schmidhuber 1997), its loop over them in Python."""
-
-    def __init__(self, cell: nn.LSTMCell, dropout: float) -> None:
-        super().__init__()
-        self.cell, self.dropout = cell, nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, tokens, width) -> the same shape, and the state after the last token."""
-        states = []
-        for token in self.dropout(x).unbind(1):
-            hidden, memory = self.cell(token, (hidden, memory))
-            states.append(hidden)
-        return torch.stack(states, dim=1), hidden, memory
-
-
-class LSTM(nn.Module):
-    """A language model of two recurrent layers; a block is one layer's pass over a segment of the tokens."""
-
-    def __init__(self, vocabulary: int, width: int, segments: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
-        cells = [nn.LSTMCell(width, width) for _ in range(2)]
-        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell, dropout) for _ in range(segments)) for cell in cells)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of tokens."""
-        x = self.embedding(tokens)
-        layers: Any = self.layers
-        for layer in layers:
-            hidden = memory = torch.zeros_like(x[:, 0])
-            out = []
-            for segment, part in zip(layer, x.chunk(len(layer), dim=1), strict=True):
-                part, hidden, memory = segment(part, hidden, memory)
-                out.append(part)
-            x = torch.cat(out, dim=1)
-        return self.head(x)
 
 
 def _residual_stages(module: Any) -> list[nn.Module]:

@@ -18,20 +18,17 @@ from typing import Any
 import torch
 
 import checkmate
-from benchmarks.common.rows import Row, latest, shown
+from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import seconds_in_turn, step_and_back
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.core.answer import Table
 from checkmate.core.timing import timing
 from checkmate.solvers.search.min_budget import ends_of
-from checkmate.units import format_bytes
 
 ALONE = "recomputation"
 WHERE = ("file:/dev/shm", "file:")
 HOST_BUDGET = 2 * 10**9  # bytes
 TIME_LIMIT = 20.0  # seconds to plan
-HEADER = ("network", "budget", "way", "step / plain", "planned", "peak", "there", "sent", "numbers")
 
 
 def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
@@ -75,30 +72,25 @@ def markdown(rows: Sequence[Row]) -> str:
         f"Made by `python -m benchmarks.second_memory.measured` at {where_from(rows)}, one thread: each network "
         "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
         "steps.",
-        Table(HEADER, [_cells(row) for row in last], HEADER[1:]),
+        BENCHMARK.table(last),
     )
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row["network"],
-        format_bytes(row["budget"]),
-        row["way"],
-        shown(row["time_ratio"], ".2f"),
-        shown(row["planned_ratio"], ".2f"),
-        format_bytes(row["peak"]),
-        row["rates"] or "",
-        format_bytes(row["sent"]),
-        "same bits" if row["same_bits"] else "other bits",
-    ]
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "second_memory_measured.jsonl",
     rows_of,
-    HEADER,
-    _cells,
+    {
+        "network": "{network}",
+        "budget": "{budget:bytes}",
+        "way": "{way}",
+        "step / plain": "{time_ratio:.2f}",
+        "planned": "{planned_ratio:.2f}",
+        "peak": "{peak:bytes}",
+        "there": "{rates}",
+        "sent": "{sent:bytes}",
+        "numbers": lambda row: "same bits" if row["same_bits"] else "other bits",
+    },
     names=tuple(NETWORKS),
     default=("gpt2",),
     options={

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, latest, read, renewed, shown
+from benchmarks.common.rows import Row, cell, latest, read, renewed
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, HERE, figures, load
 from checkmate.core.answer import Table
 from checkmate.core.host import Host
 from checkmate.core.timing import timing
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes
 
 PAGE = HERE.parent / "docs" / "comparison.md"
 BUDGETS = (0.4, 0.3)
@@ -31,7 +30,7 @@ PCIE_5 = Host(256 * 10**9, send=55e9, fetch=55e9)
 ALONE = "recomputation"
 METHODS = (ALONE, "auto", "offload-all", "capuchin", "poet")
 HEAD = "with a second memory"  # of the table on the page
-HEADER = ("network", "ops", "budget", "method", "step", "bound", "gap", "sent", "waited", "seconds")
+STEP = "{cost_ratio:.3f}|{status}"
 
 
 def rows_of(name: str, share: float, method: str, time_limit: float) -> Iterator[Row]:
@@ -69,7 +68,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f"Made by `python -m benchmarks.second_memory` at {where_from(rows)}, one thread, within {limits} "
         "seconds that the process computed. Ops are estimated for an H100, whose host is reached at 55 GB/s each way. "
         "A step is relative to one that keeps everything; all are simulated alike, what is waited for included.",
-        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]),
+        BENCHMARK.table(in_order(rows)),
     )
 
 
@@ -79,33 +78,11 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     cases = list(dict.fromkeys((row["network"], row["share"]) for row in in_order(rows)))
     lines = []
     for network, share in cases:
-        of = {method: found.get((network, share, method)) for method in METHODS}
-        steps = ["" if row is None else _step(row) for row in of.values()]
-        ours = of["auto"]
-        gap = "" if ours is None else shown(ours["gap"], ".1%")
-        lines.append([network, f"{share:.0%}", *steps, gap])
+        of = {method: found.get((network, share, method), {}) for method in METHODS}
+        steps = [cell(row, STEP) for row in of.values()]
+        lines.append([network, f"{share:.0%}", *steps, cell(of["auto"], "{gap:.1%}")])
     heads = (HEAD, "budget", ALONE, "**checkmate**", *METHODS[2:], "gap of ours")
     return {HEAD: Table(heads, lines, heads[1:]).markdown()}
-
-
-def _step(row: Row) -> str:
-    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio']:.3f}"
-
-
-def _cells(row: Row) -> list[str]:
-    cost, bound = row["cost_ratio"], row["bound_ratio"]
-    return [
-        row["network"],
-        str(row["ops"]),
-        f"{row['share']:.0%}",
-        row["method"],
-        row["status"] if cost is None else f"{cost - 1:+.2%}",
-        "" if bound is None or cost is None else f"{bound - 1:+.2%}",
-        shown(row["gap"], ".2%"),
-        "" if "sent" not in row else format_bytes(row["sent"]),
-        shown(row.get("waited"), ".2%"),
-        f"{row['seconds']:.1f} s",
-    ]
 
 
 def report(file: Path) -> None:
@@ -118,8 +95,18 @@ BENCHMARK = Benchmark(
     __doc__,
     "second_memory.jsonl",
     rows_of,
-    HEADER,
-    _cells,
+    {
+        "network": "{network}",
+        "ops": "{ops}",
+        "budget": "{share:.0%}",
+        "method": "{method}",
+        "step": "{cost_ratio:beyond}|{status}",
+        "bound": lambda row: "" if row["cost_ratio"] is None else cell(row, "{bound_ratio:beyond}"),
+        "gap": "{gap:.2%}|–",
+        "sent": "{sent:bytes}",
+        "waited": "{waited:.2%}|–",
+        "seconds": "{seconds:.1f} s",
+    },
     names=FILES,
     options={
         "share": (BUDGETS, "of the peak of keeping everything"),

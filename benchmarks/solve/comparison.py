@@ -20,7 +20,7 @@ from typing import Any
 
 import checkmate
 from benchmarks.common.apart import EndedEarly
-from benchmarks.common.rows import Row, shown
+from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.solve import report
 from checkmate.core.problem import Problem
@@ -43,7 +43,6 @@ SHARES = {
 MOST_OPS = {"milp": 200, "lp-rounding": 200}  # on larger graphs these build models of many GB, and answer nothing
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 LATE = 60, 5  # seconds, and times the limit, that a process may compute
-PRINTED = ("share", "method", "status", "cost_ratio", "gap", "seconds")
 
 
 def load(graph: str) -> Problem:
@@ -147,17 +146,19 @@ def peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def cells(row: Row) -> list[str]:
-    """What is printed of a row."""
-    return [row["graph"], *(shown(row.get(key), "" if key in ("method", "status") else ".4g") for key in PRINTED)]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "solve.jsonl",
     rows_of,
-    ("graph", *PRINTED),
-    cells,
+    {
+        "graph": "{graph}",
+        "share": "{share:.4g}|–",
+        "method": "{method}",
+        "status": "{status}",
+        "cost": "{cost_ratio:.4g}|–",
+        "gap": "{gap:.4g}|–",
+        "seconds": "{seconds:.4g}|–",
+    },
     names=SHARES,
     options={
         "share": (SHARES, "of the peak of keeping everything; 0 for the smallest budget"),

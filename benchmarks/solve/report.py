@@ -6,17 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import Row, latest, read, shown
-from benchmarks.common.runner import document, where_from
+from benchmarks.common.rows import Column, Row, latest, read
+from benchmarks.common.runner import document, table_of, where_from
 from checkmate.core.answer import Table
 
-HEADER = (
-    "graph", "ops", "budget", "method", "cost", "bound", "gap", "to best", "first plan", "seconds", "memory", "status",
-)  # fmt: skip
-NUMBERS = {*HEADER} - {"graph", "method", "status"}
-LEAST_HEADER = ("graph", "ops", "reached", "bound", "gap", "seconds")
 MARKERS = "ovs^D<P>X*dph"
 LEAST_GAP = 1e-6  # what is drawn for less: a logarithm has no zero
+COLUMNS: dict[str, Column] = {
+    "graph": "{graph}",
+    "ops": "{ops:d}|–",
+    "budget": "{share:.2f}",
+    "method": "{method}",
+    "cost": "{cost_ratio:.4f}|–",
+    "bound": "{bound_ratio:.4f}|–",
+    "gap": "{gap:.2%}|–",
+    "to best": "{to_best:.2%}|–",
+    "first plan": "{first_plan_seconds:.1f} s|–",
+    "seconds": "{seconds:.1f} s|–",
+    "memory": "{memory:.0f} MB|–",
+    "status": "{status}",
+}
+LEAST: dict[str, Column] = {
+    "graph": "{graph}",
+    "ops": "{ops}",
+    "reached": lambda row: f"{row['peak'] / row['keep_all_peak']:.4f}",
+    "bound": lambda row: f"{row['peak_bound'] / row['keep_all_peak']:.4f}",
+    "gap": "{gap:.2%}",
+    "seconds": "{seconds:.1f} s",
+}
 
 
 def page(every: Sequence[Row]) -> str:
@@ -29,7 +46,7 @@ def page(every: Sequence[Row]) -> str:
         f"ops: {', '.join(profiles)}. Budgets are shares of the peak of keeping everything; cost and bound are "
         "relative to running each op once. The gap is to the method's own bound, then to the best bound of any method "
         "here; memory is what the process takes beyond the loaded problem.",
-        Table(HEADER, [_cells(row, best) for row in rows], NUMBERS),
+        table_of(COLUMNS, [{**row, **_compared(row, best)} for row in rows]),
     ]
     least = [row for row in every if row["share"] is None and "peak" in row]
     if last := sorted(latest(least, "graph"), key=lambda row: row["ops"]):
@@ -37,7 +54,7 @@ def page(every: Sequence[Row]) -> str:
             "## The smallest budget",
             "As shares of the peak of keeping everything: a plan is known that reaches the first, and no schedule at "
             "all reaches less than the second.",
-            Table(LEAST_HEADER, [_least_cells(row) for row in last], LEAST_HEADER[1:]),
+            table_of(LEAST, last),
         ]
     return document("Solvers on training steps", *parts)
 
@@ -77,29 +94,11 @@ def best_bounds(rows: Sequence[Row]) -> dict[Instance, float]:
     return best
 
 
-def _least_cells(row: Row) -> list[str]:
-    shares = [f"{row[key] / row['keep_all_peak']:.4f}" for key in ("peak", "peak_bound")]
-    return [row["graph"], str(row["ops"]), *shares, f"{row['gap']:.2%}", f"{row['seconds']:.1f} s"]
-
-
-def _cells(row: Row, best: dict[Instance, float]) -> list[str]:
+def _compared(row: Row, best: dict[Instance, float]) -> Row:
+    """The gap to the best bound, and the bytes beyond the loaded problem."""
     cost = row.get("cost_ratio")
-    to_best = None if cost is None else _gap(cost, best[_instance(row)])
     memory = (row["peak_rss"] - row["loaded_rss"]) / 1e6 if "peak_rss" in row else None
-    return [
-        row["graph"],
-        shown(row.get("ops"), "d"),
-        f"{row['share']:.2f}",
-        row["method"],
-        shown(row.get("cost_ratio"), ".4f"),
-        shown(row.get("bound_ratio"), ".4f"),
-        shown(row.get("gap"), ".2%"),
-        shown(to_best, ".2%"),
-        shown(row.get("first_plan_seconds"), ".1f", " s"),
-        shown(row.get("seconds"), ".1f", " s"),
-        shown(memory, ".0f", " MB"),
-        row["status"],
-    ]
+    return {"to_best": None if cost is None else _gap(cost, best[_instance(row)]), "memory": memory}
 
 
 def _gap(cost: float, bound: float) -> float:

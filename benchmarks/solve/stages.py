@@ -32,8 +32,6 @@ SHARES = {  # of the peak of keeping everything; the second is close to the smal
 LEFT_OUT = ("", *(stage.name for stage in STAGES if stage.name != "known"))  # "": none
 WORSE = 1e-4  # of the step: a smaller difference is within the gap that is asked for
 HEADER = ("left out", "dearer", "cheaper", "wider gap", "narrower gap", "first plan", "seconds")
-CASES = ("graph", "ops", "budget", "left out", "recomputed", "gap", "first plan", "seconds")
-NUMBERS = {*CASES} - {"graph"}
 Case = tuple[str, float]
 
 
@@ -69,7 +67,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "all stages by luck alone, of what is done last in the time.",
         Table(HEADER, [_worth(found, stage) for stage in LEFT_OUT[1:]], HEADER[1:]),
         "All cases: the budget is a share of the peak of keeping everything.",
-        Table(CASES, [_cells(by_stage[stage]) for by_stage in found.values() for stage in LEFT_OUT], NUMBERS),
+        BENCHMARK.table(by_stage[stage] for by_stage in found.values() for stage in LEFT_OUT),
     )
 
 
@@ -106,18 +104,20 @@ def _gap(row: Row) -> float:
     return 1.0 if row["gap"] is None else float(row["gap"])
 
 
-def _cells(row: Row) -> list[str]:
-    recomputed = row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:.2%}"
-    case = [row["graph"], str(row["ops"]), f"{row['share']:.0%}", row["without"] or "none"]
-    return [*case, recomputed, f"{_gap(row):.2%}", f"{_first(row):.2f} s", f"{row['seconds']:.1f} s"]
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "stages.jsonl",
     rows_of,
-    CASES,
-    _cells,
+    {
+        "graph": "{graph}",
+        "ops": "{ops}",
+        "budget": "{share:.0%}",
+        "left out": lambda row: row["without"] or "none",
+        "recomputed": "{cost_ratio:beyond}|{status}",
+        "gap": lambda row: f"{_gap(row):.2%}",
+        "first plan": lambda row: f"{_first(row):.2f} s",
+        "seconds": "{seconds:.1f} s",
+    },
     names=SHARES,
     options={
         "share": (SHARES, "of the peak of keeping everything"),

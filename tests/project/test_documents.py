@@ -106,12 +106,12 @@ def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None
 
 
 def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
-    ways, rows = (read(ROOT / "benchmarks" / "results" / f"{name}.jsonl") for name in ("loss", "splits"))
+    ways, rows = (read(ROOT / "benchmarks" / "results" / f"{name}.jsonl") for name in ("loss", "gpu_graphs"))
     written = {
-        f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['before'] / 1e9:.2f} GB "
-        f"| {row['after'] / 1e9:.2f} GB | {1 - row['after'] / row['before']:.1%} "
-        f"| {row['split_seconds'] / row['seconds'] - 1:.1%} |"
+        f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['least'] / 1e9:.2f} GB "
+        f"| {row['least_in_parts'] / 1e9:.2f} GB | {1 - row['least_in_parts'] / row['least']:.1%} |"
         for row in rows
+        if row["kind"] == "float32"
     }
     assert all(row["same_bits"] for row in ways if row["way"].startswith("checkmate"))
     for row in ways:
@@ -121,19 +121,6 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     figures = [line for line in shown if re.search(r"\d", line) and not re.match(r"\| (\d+|terms) \|", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
-
-
-def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "splits.jsonl")
-    now = {row["network"]: row for row in rows if "numerics" not in row}
-    before = {(row["network"], row["numerics"]): row for row in rows if "numerics" in row}
-    for name in {name for name, _ in before}:
-        exact, rounding = before[name, "exact"], before.get((name, "rounding"))
-        unit, kind = (1e6, ".1f} MB") if exact["measured"] else (1e9, ".2f} GB")
-        least = now[name]["after"] if name in now else exact["before"]
-        shown = [least, exact["after"], None if rounding is None else rounding["after"]]
-        cells = ["" if n is None else f"{{:{kind}".format(n / unit) for n in shown]
-        assert f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |") in FIGURES
 
 
 def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.networks.recurrent import LSTM
 from benchmarks.peers import comparison as peers
 from benchmarks.peers import report as peers_report
 from benchmarks.peers import resident
 from benchmarks.peers import settings as peer_settings
-from benchmarks.peers.subjects import LSTM, NETWORKS, Network, SmallVGG16, Subject
+from benchmarks.peers.subjects import NETWORKS, Network, SmallVGG16, Subject
 from tests.support.bits import assert_same_bits
 
 ROUNDS = 8

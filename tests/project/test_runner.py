@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common import runner
 from benchmarks.common.apart import EndedEarly, apart
-from benchmarks.common.rows import read
+from benchmarks.common.rows import cell, read
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.suite import counted, ended
 
@@ -53,8 +53,7 @@ def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
         "Sums of powers.",
         "sums.jsonl",
         _squares,
-        ("of", "sum"),
-        lambda row: (row["of"], str(row["sum"])),
+        {"of": "{of}", "sum": "{sum}"},
         names=("one", "two"),
         options={"power": ((2, 3), "of each term"), "terms": ([1, 2], "to add up")},
         quick={"names": ["two"], "terms": [3]},
@@ -77,6 +76,13 @@ def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
         benchmark.run(["one"])
 
 
+def test_a_column_has_what_stands_for_figures_that_are_not() -> None:
+    row = {"peak": 2_000_000, "gap": None, "cost": 0.99999}
+    shown = [cell(row, column) for column in ("{peak:bytes}", "{gap:.2%}|{none:bytes}|–", "{gap[0]}", "{cost:beyond}")]
+    assert shown == ["2.00 MB", "–", "", "+0.00%"]
+    assert cell(row, lambda row: f"{row['cost']:.1f}") == "1.0"
+
+
 def _halves(name: str, part: float) -> Iterator[dict[str, Any]]:
     yield {"of": name, "part": part}
     if name == "gone":
@@ -89,8 +95,7 @@ def test_parts_of_a_name_and_a_process_that_is_gone(tmp_path: Path, monkeypatch:
         "Parts.",
         "parts.jsonl",
         _halves,
-        ("of", "part"),
-        lambda row: (row["of"], str(row["part"])),
+        {"of": "{of}", "part": "{part}"},
         names=("here", "gone"),
         options={"part": ({"here": (0.5, 0.25), "gone": (1.0,)}, "of the name")},
         ended=lambda case, end: {"of": case["name"], "part": str(end)},

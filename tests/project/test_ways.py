@@ -8,14 +8,12 @@ from benchmarks import ways
 from benchmarks.common.rows import read
 from benchmarks.solve.comparison import FILES, HERE
 from checkmate import Problem
-from checkmate.solvers.common.incumbent import TOLERANCE
 
 
-def test_a_row_is_of_its_budgets() -> None:
+def test_a_row_has_the_smallest_budget() -> None:
     chain = Problem.from_dag([[], [0], [1], [2, 1], [3, 0]], [1] * 5, [4] * 5, forward=3, over={3: [2], 4: [3]})
-    row = ways.row_of(chain, {"close": 8, "roomy": 12}, 2.0)
+    row = ways.row_of(chain, 2.0)
     assert (row["ops"], row["ways"], row["keep_all_peak"], row["smallest"]) == (5, 2, 12, 8)
-    assert (row["close_cost_ratio"], row["close_written_over"], row["roomy_cost_ratio"]) == (6 / 5, 2, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +23,18 @@ def rows() -> list[ways.Row]:
 
 def test_the_committed_table_is_of_the_committed_rows(rows: list[ways.Row]) -> None:
     assert ways.BENCHMARK.path.with_suffix(".md").read_text() == ways.markdown(rows)
-    assert {(row["network"], row["form"]) for row in rows} == {(name, form) for name in FILES for form in ways.FORMS}
+    assert {(row["network"], row["form"]) for row in rows} >= {(name, form) for name in FILES for form in ways.FORMS}
 
 
 def test_the_committed_rows_contradict_one_another_nowhere(rows: list[ways.Row]) -> None:
     for row in rows:
         assert row["smallest_bound"] <= row["smallest"] <= row["keep_all_peak"]
         assert row["smallest_in_parts"] <= row["smallest"]
-        for at in ("close", "roomy"):
-            assert row[f"{at}_peak"] is None or row[f"{at}_peak"] <= row[f"{at}_budget"]
     known = {(row["network"], row["form"]): row for row in rows}
     for name in FILES:
-        plain, ours = known[name, "plain"], known[name, "ways"]
-        assert ours["keep_all_peak"] <= plain["keep_all_peak"]
-        assert ours["smallest_bound"] <= plain["smallest"]
-        for at in ("close", "roomy"):  # no bound with ways is above a plan without them
-            if plain[f"{at}_cost_ratio"] is not None and ours[f"{at}_cost_ratio"] is not None:
-                bound = ours[f"{at}_cost_ratio"] * (1 - ours[f"{at}_gap"])
-                assert bound <= plain[f"{at}_cost_ratio"] * (1 + TOLERANCE)
+        file, ours = known[name, "file"], known[name, "ways"]
+        assert ours["keep_all_peak"] <= file["keep_all_peak"]
+        assert ours["smallest"] <= file["smallest"]
 
 
 def test_the_figures_of_the_page_come_from_the_committed_rows(rows: list[ways.Row]) -> None:

@@ -25,7 +25,7 @@ def test_our_rows_keep_the_promise() -> None:
 def test_the_figures_of_the_page_come_from_the_committed_rows() -> None:
     rows = {(row["model"], row["way"]): row for row in latest(ROWS, "model", "way")}
     said = (HERE.parent / "docs" / "figures.md").read_text()
-    for name in whole_steps.NAMES:
+    for name in whole_steps.SIZES:
         least, apart, hooks = (
             f"{rows[name, way]['peak'] / 1e6:.1f} MB"
             for way in (f"{OURS}smallest", "checkmate.compile, smallest", "hooks + checkpoint, each block")

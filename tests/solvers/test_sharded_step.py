@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.rows import read, renewed
-from benchmarks.sharded import collectives, graph, overlapping, planned
+from benchmarks.sharded import graph, planned
 from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
 from checkmate.profiling.data_sheets import DEVICES
@@ -21,9 +21,7 @@ from checkmate.solvers.common.schedules import cost_of, peak_of
 GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, REDUCE_SCATTER))
 WAIT, PRODUCT, ADD = "_c10d_functional.wait_tensor.default", "aten.mm.default", "aten.add.Tensor"
 LAYERS = 3
-ROWS, OF_COLLECTIVES = read(planned.BENCHMARK.path), read(collectives.BENCHMARK.path)
-OVERLAPPING = read(overlapping.BENCHMARK.path)
-ENOUGH = 40 * planned.GB  # bytes in which plans are proven to within 1%
+ROWS = read(planned.BENCHMARK.path)
 
 
 def _document() -> dict[str, Any]:
@@ -165,75 +163,21 @@ def test_the_graph_is_what_its_source_says() -> None:
 def test_the_committed_documents_are_of_the_committed_rows() -> None:
     assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
     assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
-    assert collectives.BENCHMARK.path.with_suffix(".md").read_text() == collectives.markdown(OF_COLLECTIVES)
-    assert overlapping.BENCHMARK.path.with_suffix(".md").read_text() == overlapping.markdown(OVERLAPPING)
-    assert renewed(planned.PAGE, overlapping.tables(OVERLAPPING)) == planned.PAGE.read_text()
-
-
-def test_there_is_a_row_for_each_choice_and_budget_and_ours_is_as_fast_in_the_same_bytes() -> None:
-    rows = planned.in_order(ROWS)
-    choices = {(row["link"], row["method"]): row for row in rows if row["method"] != planned.AUTO}
-    ours = [row for row in rows if row["method"] == planned.AUTO]
-    assert set(choices) == {(link, policy) for link in graph.LINKS for policy in POLICIES}
-    beside = {(row["link"], row["beside"]) for row in ours if row["beside"] is not None}
-    assert beside == set(choices)
-    budgets = {(row["link"], row["budget"]) for row in ours if row["beside"] is None}
-    assert budgets == {(link, int(budget * planned.GB)) for link in graph.LINKS for budget in planned.BUDGETS}
-    for row in ours:
-        assert row["peak"] <= row["budget"]
-        assert row["bound_ratio"] <= row["cost_ratio"]
-        fit = [c for (link, _), c in choices.items() if link == row["link"] and c["peak"] <= row["budget"]]
-        assert all(row["cost_ratio"] <= choice["cost_ratio"] * (1 + 1e-9) for choice in fit), row
-        if row["budget"] >= ENOUGH:
-            assert row["gap"] <= 0.01
-            assert row["seconds"] <= row["time_limit"]
 
 
 def test_rows_of_policies_are_what_they_are_now() -> None:
     found = {(row["link"], row["method"]): row for row in planned.in_order(ROWS)}
-    for link in graph.LINKS:
-        problem = graph.read(reach=graph.link(link))
-        for policy in ("gather once, selective checkpointing", "gather twice, full checkpointing"):
-            row, R = found[link, policy], runs_of(problem, policy)
-            assert row["peak"] == peak_of(problem, R)
-            assert row["cost_ratio"] == pytest.approx(cost_of(problem, R) / problem.keep_all_cost, rel=1e-9)
-
-
-def test_estimates_of_collectives_are_near_what_was_measured() -> None:
-    rows = {(row["source"], row["group"], row["ranks"], row["collective"], row["by"]): row for row in OF_COLLECTIVES}
-    by_vidur = [row for row in rows.values() if row["source"] == collectives.VIDUR]
-    assert {row["ranks"] for row in by_vidur} == {2, 4, 8}
-    for row in by_vidur:
-        assert (
-            row["median_error"] <= {collectives.SHEET: 0.12, collectives.FIT: 0.06, collectives.TABLE: 0.01}[row["by"]]
-        )
-    for name in collectives.TABLES:
-        for row in collectives.rows_of(name):
-            of = {key: row[key] for key in ("source", "group", "ranks", "collective", "by")}
-            committed = rows[tuple(of.values())]
-            assert {key: committed[key] for key in row} == pytest.approx(row)
-
-
-def test_vidurs_all_reduces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two files of one size the median; every second size is held against the others."""
-    monkeypatch.setenv(collectives.FOLDER, str(tmp_path))
-    path = tmp_path / "vidur" / "h100_dgx_all_reduce.csv.gz"
-    path.parent.mkdir()
-    link = Link(latency=1e-3, rate=1e6)
-    lines = ["size,num_workers,time_stats.all_reduce.median"]
-    for size in (1000, 2000, 3000, 4000, 5000):
-        seconds = link.seconds("all_reduce", size, 4)
-        lines += [f"{size},4,{1e3 * seconds * off}" for off in (0.5, 1.0, 1.5)]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    sheet, fit, by_table = collectives.rows_of(collectives.VIDUR)
-    assert (fit["ranks"], fit["sizes"], fit["latency"], fit["rate"]) == (4, 2, 1e-3, 1e6)
-    assert fit["worst"] == by_table["worst"] == pytest.approx(0, abs=1e-6)
-    assert sheet["worst"] > 0.5
+    for policy in ("gather once, selective checkpointing", "gather twice, full checkpointing"):
+        (row,) = planned.rows_of(policy, "network", 0.0, 0.0)
+        committed = found["network", policy]
+        assert (committed["peak"], committed["ops"]) == (row["peak"], row["ops"])
+        seconds = ("keep_all_seconds", "cost_ratio", "waited")
+        assert [committed[key] for key in seconds] == pytest.approx([row[key] for key in seconds], rel=1e-9)
 
 
 def test_beside_other_ops_a_gather_reads_the_parameter(step: Problem) -> None:
     """Its casts are within it: the same seconds together, and the cast shard's bytes while it is under way."""
-    problem = overlapping.beside(step)
+    problem = planned.beside(step)
     ops = {op.name: op for op in problem.graph.ops}
     assert {name for name, op in ops.items() if op.link} == {
         *(f"gather{i}" for i in range(LAYERS + 1)),
@@ -249,7 +193,7 @@ def test_beside_other_ops_a_gather_reads_the_parameter(step: Problem) -> None:
 
 
 def test_beside_other_ops_ours_is_as_fast_as_each_choice_that_fits() -> None:
-    rows = overlapping.in_order(OVERLAPPING)
+    rows = planned.in_order(ROWS)
     choices = [row for row in rows if row["method"] != planned.AUTO]
     ours = [row for row in rows if row["method"] == planned.AUTO]
     assert {(row["link"], row["method"]) for row in choices} == {(link, of) for link in graph.LINKS for of in POLICIES}
