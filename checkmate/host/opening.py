@@ -70,9 +70,9 @@ def _mover(where: str, nbytes: int, device: torch.device) -> Mover:
             raise HostError(f"A file is for steps on the CPU, not on {device}: write host='pinned'.")
         if sys.platform != "linux":
             raise HostError("A file as a second memory needs Linux.")
-        from checkmate.host.file_mover import Buffer, FileMover
+        from checkmate.host.file_mover import FileMover
 
-        return FileMover(Buffer(Path(folder or tempfile.gettempdir()), nbytes))
+        return FileMover(Path(folder or tempfile.gettempdir()), nbytes)
     if where not in ("pinned", "memory"):
         raise HostError(f"Unknown second memory {where!r}: write 'file:/fast/disk', 'file:', or on CUDA 'pinned'.")
     if device.type == "cpu":
