@@ -27,7 +27,7 @@ import torch
 from checkmate.core import files
 from checkmate.devices import is_here, kind_of
 from checkmate.errors import HostError, InvalidProblem
-from checkmate.host.store import BLOCK, Mover, Store, rounded
+from checkmate.host.store import BLOCK, Store, rounded
 
 log = logging.getLogger("checkmate.host")
 
@@ -60,26 +60,22 @@ def open_store(where: str, capacity: int, device: torch.device) -> Store:
     (True, 4096)
     >>> store.close()
     """
-    return Store(_mover(where, rounded(capacity), device), capacity)
-
-
-def _mover(where: str, nbytes: int, device: torch.device) -> Mover:
     kind, colon, folder = where.partition(":")
     if kind == "file" and colon:
         if device.type != "cpu":
             raise HostError(f"A file is for steps on the CPU, not on {device}: write host='pinned'.")
         if sys.platform != "linux":
             raise HostError("A file as a second memory needs Linux.")
-        from checkmate.host.file_mover import Buffer, FileMover
+        from checkmate.host.file_mover import FileMover
 
-        return FileMover(Buffer(Path(folder or tempfile.gettempdir()), nbytes))
+        return Store(FileMover(Path(folder or tempfile.gettempdir()), rounded(capacity)), capacity)
     if where not in ("pinned", "memory"):
         raise HostError(f"Unknown second memory {where!r}: write 'file:/fast/disk', 'file:', or on CUDA 'pinned'.")
     if device.type == "cpu":
         raise HostError(f"Pinned memory is for steps on CUDA, not on {device}: write host='file:/fast/disk'.")
     from checkmate.host.pinned_mover import PinnedMover
 
-    return PinnedMover(device, nbytes)
+    return Store(PinnedMover(device, rounded(capacity)), capacity)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from checkmate.devices import kind_of
-from checkmate.host.store import Slot, Wait
+from checkmate.host.store import Value, Wait
 
 
 class PinnedMover:
@@ -34,13 +34,13 @@ class PinnedMover:
         self._out, self._back = torch.Stream(device), torch.Stream(device)
         self._compute = torch.accelerator.current_stream(device)
 
-    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
         """Begin to copy a value into the host's memory."""
-        return self._copy(self._out, storage, slot, out=True)
+        return self._copy(self._out, storage, value, out=True)
 
-    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value from the host's memory."""
-        return self._copy(self._back, storage, slot, out=False)
+        return self._copy(self._back, storage, value, out=False)
 
     def finish(self) -> None:
         """Wait for the copies that are under way; here the host waits, since the step has ended."""
@@ -56,23 +56,21 @@ class PinnedMover:
     def abandon(self) -> None:
         """Nothing: accelerators do not work in a forked child."""
 
-    def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, slot: Slot, *, out: bool) -> Wait:
+    def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
         """Copy each piece after all that the compute stream was given."""
-        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (slot.nbytes,), (1,))
+        here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))
         compute = torch.accelerator.current_stream(self._device)
         if compute != self._compute:
             for copies in (self._out, self._back):
                 compute.wait_event(copies.record_event())
             self._compute = compute
         stream.wait_event(compute.record_event())
-        done = 0
         with stream:
-            for extent in slot.extents:
-                count = min(extent.nbytes, slot.nbytes - done)
-                pinned, piece = self._pinned[extent.begin : extent.begin + count], there[done : done + count]
+            for extent in value.extents:
+                piece, here = here[: len(extent)], here[len(extent) :]
+                pinned = self._pinned[extent.start : extent.start + len(piece)]
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)
-                done += count
         ended = stream.record_event()
 
         def wait() -> None:  # what a device reports of a failed copy comes later, from it

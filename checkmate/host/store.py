@@ -4,8 +4,9 @@ A `Store` keeps the books; a `Mover` copies. Each of the two directions takes it
 order in which they were begun, beside the step. A value is copied as a whole storage, so that it comes back with the
 bits it had, whatever views of it there are.
 
-A value may lie there in several pieces. So what is free can always be used, and a capacity that holds the values of a
-plan in bytes holds them in any order: no address has to be planned.
+A value may lie there in several pieces. So all that is free can be used, and a capacity that holds the values of a plan
+in bytes holds them in any order. Addresses that are planned ahead do not: values that take four blocks at most at once
+may need five, if none is to be split (`tests/host/test_store.py` has them).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from operator import attrgetter
+from typing import Protocol
 
 import torch
 
@@ -25,18 +27,7 @@ from checkmate.errors import HostError
 from checkmate.units import exact_bytes
 
 BLOCK = 4096  # bytes: what a file is read and written by without the page cache
-
-
-class Extent(NamedTuple):
-    """Bytes side by side in a second memory."""
-
-    begin: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.begin + self.nbytes
+Wait = Callable[[], BaseException | None]  # until a copy has ended, for all that follows; what went wrong, if anything
 
 
 def rounded(nbytes: int) -> int:
@@ -48,65 +39,16 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-class FreeSpace:
-    """The bytes of a second memory that are free, in blocks.
-
-    >>> space = FreeSpace(4 * BLOCK)
-    >>> first, second = space.take(5000), space.take(1)
-    >>> space.give(first)
-    >>> [(extent.begin // BLOCK, extent.nbytes // BLOCK) for extent in space.take(3 * BLOCK)]
-    [(0, 2), (3, 1)]
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = rounded(capacity)
-        self._free = [Extent(0, self.capacity)] if self.capacity else []  # sorted, none touches another
-
-    @property
-    def free(self) -> int:
-        """Bytes that nobody has."""
-        return sum(extent.nbytes for extent in self._free)
-
-    def take(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Bytes for a value: the first gap that holds it, or else the lowest gaps together; None where that is all."""
-        need = rounded(nbytes)
-        if need > self.free:
-            return None
-        whole = [gap for gap in self._free if gap.nbytes >= need][:1]
-        taken = []
-        for gap in whole or [*self._free]:
-            if not need:
-                break
-            extent = Extent(gap.begin, min(need, gap.nbytes))
-            self._free.remove(gap)
-            if extent.end < gap.end:
-                insort(self._free, Extent(extent.end, gap.end - extent.end))
-            taken.append(extent)
-            need -= extent.nbytes
-        return tuple(taken)
-
-    def give(self, extents: tuple[Extent, ...]) -> None:
-        """Take bytes back."""
-        for extent in extents:
-            insort(self._free, extent)
-        merged: list[Extent] = []
-        for extent in self._free:
-            touches = bool(merged) and merged[-1].end == extent.begin
-            begin = merged.pop().begin if touches else extent.begin
-            merged.append(Extent(begin, extent.end - begin))
-        self._free = merged
-
-
-@dataclass
-class Slot:
-    """The place of a value in a second memory."""
+@dataclass(eq=False)
+class Value:
+    """A value in a second memory, from its `Store.send` to its `Store.drop`."""
 
     nbytes: int
-    extents: tuple[Extent, ...]
-    head: int = 0  # bytes at the value's begin that lie behind all others; noted by the mover that wrote them
-
-
-Wait = Callable[[], BaseException | None]  # until a copy has ended, for all that follows; what went wrong, if anything
+    extents: tuple[range, ...]  # its bytes there, in whole blocks
+    kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
+    head: int = 0  # bytes at its begin that lie behind all others there; noted by the mover that wrote them
+    pending: Wait | None = None
+    arrived: bool = False  # its bytes are there, whole
 
 
 class Mover(Protocol):
@@ -114,10 +56,10 @@ class Mover(Protocol):
 
     name: str  # for errors
 
-    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
         """Begin to copy a value there."""
 
-    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value here."""
 
     def finish(self) -> None:
@@ -130,14 +72,6 @@ class Mover(Protocol):
         """Let go what a forked child has of it."""
 
 
-@dataclass
-class _Value:
-    slot: Slot
-    kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
-    pending: Wait | None = None
-    arrived: bool = False  # its bytes are there, whole
-
-
 class Store:
     """A second memory for the values of a step.
 
@@ -148,24 +82,23 @@ class Store:
     Args:
         mover: copies.
         capacity: bytes of the second memory.
+
+    Attributes:
+        capacity: as given, `rounded`.
     """
 
     def __init__(self, mover: Mover, capacity: int) -> None:
-        self._mover, self._space = mover, FreeSpace(capacity)
-        self._values: dict[int, _Value] = {}
+        self.capacity = rounded(capacity)
+        self._mover = mover
+        self._values: dict[int, Value] = {}
         self._books = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _shut, mover, self._values, self._process)
 
     @property
-    def capacity(self) -> int:
-        """Bytes of the second memory."""
-        return self._space.capacity
-
-    @property
     def bytes_there(self) -> int:
         """Bytes that values take in the second memory now: each `rounded`, from its `send` to its `drop`."""
-        return self._space.capacity - self._space.free
+        return sum(rounded(value.nbytes) for value in [*self._values.values()])
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a value out. Its storage stays as it is until `wait`.
@@ -177,14 +110,19 @@ class Store:
         with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
-            extents = self._space.take(nbytes)
-            if extents is None:
+            # The first gap that holds it, or else the lowest gaps together.
+            need, gaps, extents = rounded(nbytes), [*self._gaps()], list[range]()
+            for gap in [gap for gap in gaps if len(gap) >= need][:1] or gaps:
+                extents.append(gap[:need])
+                need -= len(extents[-1])
+            if need:
                 raise HostError(
                     f"No room for value {key} of {exact_bytes(nbytes)} in {self._mover.name}: "
                     f"{exact_bytes(self.bytes_there)} of {exact_bytes(self.capacity)} are taken."
                 )
-            self._values[key] = value = _Value(Slot(nbytes, extents), storage)  # kept before anything is copied
-            value.pending = self._mover.out(storage, value.slot)
+            # It is kept before anything is copied.
+            self._values[key] = value = Value(nbytes, tuple(filter(None, extents)), storage)
+            value.pending = self._mover.out(storage, value)
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
         """Begin to copy a value back, into a storage of as many bytes. It is there until `drop` all the same.
@@ -194,11 +132,11 @@ class Store:
         """
         with self._opened():
             value = self._settled(key, "fetched")
-            if landing.nbytes() != value.slot.nbytes:
-                sizes = (exact_bytes(value.slot.nbytes), exact_bytes(landing.nbytes()))
-                raise HostError(f"Value {key} has {sizes[0]}, and is to land in {sizes[1]}.")
+            if landing.nbytes() != value.nbytes:
+                there, here = exact_bytes(value.nbytes), exact_bytes(landing.nbytes())
+                raise HostError(f"Value {key} has {there}, and is to land in {here}.")
             value.kept = landing
-            value.pending = self._mover.back(value.slot, landing)
+            value.pending = self._mover.back(value, landing)
 
     def wait(self, key: int) -> None:
         """Until the copy of a value that was begun last has ended. From then on its source may go, its landing be read.
@@ -220,9 +158,9 @@ class Store:
             if error is None:
                 value.arrived = True
             elif not value.arrived and self._values.get(key) is value:
-                self._forget(key)
+                del self._values[key]
         if error is not None:
-            size = exact_bytes(value.slot.nbytes)
+            size = exact_bytes(value.nbytes)
             raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
 
     def drop(self, key: int) -> None:
@@ -233,7 +171,7 @@ class Store:
         """
         with self._opened():
             self._settled(key, "dropped")
-            self._forget(key)
+            del self._values[key]
 
     def reset(self) -> None:
         """Begin anew after a step that did not end: wait for copies under way, then free everything.
@@ -243,7 +181,6 @@ class Store:
         with self._opened():
             self._mover.finish()
             _let_go(self._values)
-            self._space = FreeSpace(self.capacity)
 
     def close(self) -> None:
         """Free the second memory after the copies under way have ended. Closing again does nothing."""
@@ -253,7 +190,13 @@ class Store:
         with self._books:
             self._close()
 
-    def _settled(self, key: int, what: str) -> _Value:
+    def _gaps(self) -> Iterator[range]:
+        """The bytes between values, in order."""
+        taken = [extent for value in self._values.values() for extent in value.extents]
+        taken = [range(0), *sorted(taken, key=attrgetter("start")), range(self.capacity, self.capacity)]
+        return (range(one.stop, other.start) for one, other in pairwise(taken) if one.stop < other.start)
+
+    def _settled(self, key: int, what: str) -> Value:
         """A value that is there, whole, with no copy under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
@@ -261,9 +204,6 @@ class Store:
         if value is None or not value.arrived:
             raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {what}.")
         return value
-
-    def _forget(self, key: int) -> None:
-        self._space.give(self._values.pop(key).slot.extents)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -279,7 +219,7 @@ class Store:
             yield
 
 
-def _shut(mover: Mover, values: dict[int, _Value], process: int) -> None:
+def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
     """Clean up a store that is closed, deleted, or alive at the interpreter's end."""
     if os.getpid() != process:
         mover.abandon()
@@ -289,7 +229,7 @@ def _shut(mover: Mover, values: dict[int, _Value], process: int) -> None:
     mover.close()
 
 
-def _let_go(values: dict[int, _Value]) -> None:
+def _let_go(values: dict[int, Value]) -> None:
     """Forget values and the storages that were copied; an error's traceback may hold a value for longer."""
     for value in values.values():
         value.kept = None

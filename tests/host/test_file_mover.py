@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import resource
@@ -16,7 +17,7 @@ import torch
 
 from checkmate.errors import HostError
 from checkmate.host import file_mover, open_store
-from checkmate.host.file_mover import Buffer, FileMover
+from checkmate.host.file_mover import FileMover
 from checkmate.host.store import BLOCK, Store
 from tests.support.processes import run_fresh_python
 
@@ -55,24 +56,25 @@ def threads() -> set[threading.Thread]:
 @pytest.fixture(params=["direct", "cached"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder; as if its file system had no way past the page cache, too. No file and no thread stays."""
+    really = fcntl.fcntl
+
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really(fd, command, flags)
+
     if request.param == "cached":
-        monkeypatch.setattr(Buffer, "_go_direct", lambda buffer: False)
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
     before = threads()
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
     assert threads() <= before
 
 
-@pytest.fixture(params=[64, 512, None], ids="alignment {}".format)
-def alignment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disks ask for addresses of which alignments; None: what this one says. What asks for more suits it as well."""
-    if request.param is not None:
-        found = Buffer._find_alignment
-        monkeypatch.setattr(Buffer, "_find_alignment", lambda buffer: max(request.param, found(buffer)))
-
-
-@pytest.mark.usefixtures("alignment")
-def test_bits_come_back_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tried", [(64, 512, BLOCK), (512, BLOCK), (BLOCK,)], ids="alignments {}".format)
+def test_bits_come_back_in_any_order(tried: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever alignment of addresses a disk asks for: one that asks for less is served as well."""
+    monkeypatch.setattr(file_mover, "ALIGNMENTS", tried)
     monkeypatch.setattr(file_mover, "BOUNCE", 2 * BLOCK)
     draw, capacity = random.Random(1), 64 * BLOCK
     store = open_store(f"file:{folder}", capacity, CPU)
@@ -294,8 +296,7 @@ def test_a_process_leaves_no_file_however_it_ends(tmp_path: Path) -> None:
 
 
 def test_threads_hold_no_storage(tmp_path: Path) -> None:
-    mover = FileMover(Buffer(tmp_path, BLOCK))
-    store = Store(mover, BLOCK)
+    store = open_store(f"file:{tmp_path}", BLOCK, CPU)
     storage = torch.UntypedStorage(8)
     held = sys.getrefcount(storage)
     store.send(0, storage)
@@ -305,17 +306,18 @@ def test_threads_hold_no_storage(tmp_path: Path) -> None:
 
 
 def test_its_bytes_are_taken_and_it_has_no_name(tmp_path: Path) -> None:
-    buffer = Buffer(tmp_path, 100 * BLOCK)
-    assert os.fstat(buffer.fd).st_blocks * 512 >= 100 * BLOCK
-    assert os.fstat(buffer.fd).st_nlink == 0
+    mover = FileMover(tmp_path, 100 * BLOCK)
+    about = os.fstat(mover._file.fileno())
+    assert about.st_blocks * 512 >= 100 * BLOCK
+    assert about.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
-    buffer.close()
+    mover.close()
 
 
 def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(HostError, match=rf"{2 * free:_} bytes\) in {tmp_path}: .* are free there .*host_budget"):
-        Buffer(tmp_path, 2 * free // BLOCK * BLOCK + (2 * free % BLOCK))
+        FileMover(tmp_path, 2 * free)
 
 
 @pytest.fixture
@@ -328,27 +330,27 @@ def largest_file() -> Iterator[int]:
 
 def test_a_limit_of_files_is_named(tmp_path: Path, largest_file: int) -> None:
     with pytest.raises(HostError, match=rf"this process may have 1.05 MB \({largest_file:_} bytes\) \(ulimit -f\)"):
-        Buffer(tmp_path, largest_file + BLOCK)
-    Buffer(tmp_path, largest_file).close()
+        FileMover(tmp_path, largest_file + BLOCK)
+    FileMover(tmp_path, largest_file).close()
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match=f"No file can be made in {tmp_path / name}: .*host='file:"):
-        Buffer(tmp_path / name, BLOCK)
+        FileMover(tmp_path / name, BLOCK)
 
 
 def test_a_file_system_that_refuses_every_alignment_is_used_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.pwrite
-
     def refuse(*args: object) -> int:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
-    buffer = Buffer(tmp_path, BLOCK)
-    assert (buffer.direct, buffer.alignment) == (False, 1)
-    assert write(buffer.fd, b"odd", 1) == 3
-    buffer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        mover = FileMover(tmp_path, 4 * BLOCK)
+    assert not fcntl.fcntl(mover._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
+    store = Store(mover, 4 * BLOCK)
+    _there_and_back(store, value(9000, 1), value(9000, 64))
+    store.close()

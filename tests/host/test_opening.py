@@ -14,7 +14,7 @@ import torch
 from checkmate.core import files
 from checkmate.errors import HostError
 from checkmate.host import BLOCK, Links, known_links, measure, open_store, opening
-from checkmate.host.store import Slot, Store, Wait
+from checkmate.host.store import Store, Value, Wait
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
@@ -50,15 +50,15 @@ class Timed:
         self.now, self.speeds, self.shared = 0.0, (send, fetch), shared
         self.ends = [0.0, 0.0]
 
-    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
-        return self.begin(0, slot)
+    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+        return self.begin(0, value)
 
-    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
-        return self.begin(1, slot)
+    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+        return self.begin(1, value)
 
-    def begin(self, way: int, slot: Slot) -> Wait:
+    def begin(self, way: int, value: Value) -> Wait:
         behind = self.ends if self.shared else self.ends[way : way + 1]
-        self.ends[way] = max(self.now, *behind) + slot.nbytes / self.speeds[way]
+        self.ends[way] = max(self.now, *behind) + value.nbytes / self.speeds[way]
         return partial(self.reach, self.ends[way])
 
     def reach(self, end: float) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from checkmate.errors import CheckmateError, HostError
-from checkmate.host.store import BLOCK, Extent, FreeSpace, Slot, Store, Wait, rounded
+from checkmate.host.store import BLOCK, Store, Value, Wait, rounded
+from checkmate.solvers.addresses import Block, place_blocks
 
 
 class ByHand:
@@ -20,13 +21,15 @@ class ByHand:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.extents: list[tuple[range, ...]] = []  # of what was sent
         self.error: BaseException | None = None
 
-    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
         self.asked.append("out")
+        self.extents.append(value.extents)
         return self.copied(self.error)
 
-    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
         self.asked.append("back")
         return self.copied(self.error)
 
@@ -51,6 +54,11 @@ class ByHand:
 def sent(store: Store, key: int, nbytes: int) -> None:
     store.send(key, torch.UntypedStorage(nbytes))
     store.wait(key)
+
+
+def blocks(first: int, end: int) -> tuple[range, ...]:
+    """Blocks side by side."""
+    return (range(first * BLOCK, end * BLOCK),)
 
 
 def test_bytes_there_are_counted_from_send_to_drop() -> None:
@@ -182,35 +190,69 @@ def test_a_forked_child_must_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_value_lies_in_pieces_where_no_gap_holds_it() -> None:
-    space = FreeSpace(5 * BLOCK)
-    values = [space.take(BLOCK) for _ in range(5)]
-    space.give(values[0])
-    space.give(values[2])
-    space.give(values[3])
-    assert space.take(2 * BLOCK) == (Extent(2 * BLOCK, 2 * BLOCK),)
-    space.give(values[4])
-    assert space.take(2 * BLOCK) == (Extent(0, BLOCK), Extent(4 * BLOCK, BLOCK))
-    assert space.take(1) is None
-    assert space.take(0) == ()
+    mover = ByHand()
+    store = Store(mover, 5 * BLOCK)
+    for key in range(5):
+        sent(store, key, BLOCK)
+    for key in (0, 2, 3):
+        store.drop(key)
+    sent(store, 5, 2 * BLOCK)
+    store.drop(4)
+    sent(store, 6, BLOCK + 1)
+    sent(store, 7, 0)
+    assert mover.extents[-3:] == [blocks(2, 4), (*blocks(0, 1), *blocks(4, 5)), ()]
 
 
 def test_any_order_finds_room_for_as_many_bytes_as_there_are() -> None:
     draw = random.Random(0)
     for capacity in (0, 1, 7 * BLOCK, 40 * BLOCK):
-        space, taken = FreeSpace(capacity), []
-        for _ in range(400):
+        mover, taken = ByHand(), dict[int, tuple[range, ...]]()
+        store = Store(mover, capacity)
+        for key in range(400):
             if taken and draw.random() < 0.5:
-                space.give(taken.pop(draw.randrange(len(taken))))
+                other = draw.choice([*taken])
+                store.drop(other)
+                del taken[other]
                 continue
-            nbytes, free = draw.randrange(6 * BLOCK), space.free
-            extents = space.take(nbytes)
-            assert (extents is None) == (rounded(nbytes) > free)
-            if extents is not None:
-                assert sum(extent.nbytes for extent in extents) == rounded(nbytes)
-                taken.append(extents)
-            blocks = [b for extents in taken for extent in extents for b in range(extent.begin, extent.end, BLOCK)]
-            assert len(blocks) == len({*blocks}) == (space.capacity - space.free) // BLOCK
-            assert all(0 <= block < space.capacity for block in blocks)
-        for extents in taken:
-            space.give(extents)
-        assert space.take(capacity) == ((Extent(0, rounded(capacity)),) if capacity else ())
+            nbytes, free = draw.randrange(6 * BLOCK), store.capacity - store.bytes_there
+            if rounded(nbytes) > free:
+                with pytest.raises(HostError, match="No room"):
+                    sent(store, key, nbytes)
+                continue
+            sent(store, key, nbytes)
+            taken[key] = mover.extents[-1]
+            assert sum(map(len, taken[key])) == rounded(nbytes)
+            parts = [part for extents in taken.values() for extent in extents for part in extent[::BLOCK]]
+            assert len(parts) == len({*parts}) == store.bytes_there // BLOCK
+            assert all(part in range(0, store.capacity, BLOCK) for part in parts)
+        for key in taken:
+            store.drop(key)
+        sent(store, 400, store.capacity)
+        assert mover.extents[-1] == (blocks(0, store.capacity // BLOCK) if capacity else ())
+
+
+def test_planned_addresses_would_need_more_bytes_than_the_values_take() -> None:
+    """Here they take four blocks at most, in the order of a step, and no addresses in fewer than five serve them."""
+    lives = [
+        (0, 1, 2),
+        (0, 3, 2),
+        (1, 2, 2),
+        (2, 4, 1),
+        (2, 6, 1),
+        (3, 4, 1),
+        (3, 6, 1),
+        (4, 5, 2),
+        (5, 7, 2),
+        (6, 7, 2),
+    ]
+    planned = place_blocks([Block(born, died, size * BLOCK) for born, died, size in lives])
+    assert planned.height == planned.bound == 5 * BLOCK  # proven
+    store = Store(ByHand(), 4 * BLOCK)
+    for now in range(8):
+        for key, (_, died, _) in enumerate(lives):
+            if died == now:
+                store.drop(key)
+        for key, (born, _, size) in enumerate(lives):
+            if born == now:
+                sent(store, key, size * BLOCK)
+    assert store.bytes_there == 0

@@ -344,12 +344,12 @@ def of_mover(wait: str) -> Take:
 def not_kept(*, landing: bool) -> Take:
     """A store that lets go of sources, or of landings, as soon as their copies begin."""
 
-    class Forgetful(store_module._Value):
+    class Forgetful(store_module.Value):
         def __setattr__(self, name: str, new: Any) -> None:
             forgets = name == "kept" and getattr(self, "arrived", False) == landing
             super().__setattr__(name, None if forgets else new)
 
-    return lambda monkeypatch: monkeypatch.setattr(store_module, "_Value", Forgetful)
+    return lambda monkeypatch: monkeypatch.setattr(store_module, "Value", Forgetful)
 
 
 def called_by(caller: str, where: Any, name: str, turn: int | None = None) -> Take:
