@@ -212,7 +212,8 @@ def explain_peak(
     remake = Remaking(solution, line)
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
-    moving = {c.value: "on its way back" if c.back else "being sent" for c in line.under_way(moment.index)}
+    words = {"fetched": "on its way back", "sent": "being sent"}
+    moving = {crossing.item: words[crossing.lane] for crossing in line.under_way(moment.index)}
     each = zip_longest(alive, sending)
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
     asked = list(_prices(solution, size, time_limit)) if prices else []

@@ -118,8 +118,14 @@ def _links(line: Timeline) -> dict[str, Any]:
     there = {"levels": line.levels, "most": max(line.there), "bytes": line.there}
     return {
         "lanes": [
-            {"name": lane.name, "fill": fill, "hatch": hatch, "bars": lane.bars, "waits": lane.waits}
-            for lane, (fill, hatch) in zip(line.lanes, lane_styles(len(line.lanes)), strict=True)
+            {
+                "name": name,
+                "fill": fill,
+                "hatch": hatch,
+                "bars": [(use.begin, use.end) for use in uses],
+                "waits": [use.stall for use in uses if use.waited],
+            }
+            for (name, uses), (fill, hatch) in zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
         ],
         "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],

@@ -115,7 +115,7 @@ def _op_tables(line: Timeline, problem: Problem) -> tuple[dict[str, Any], dict[s
 def _crossings_table(line: Timeline) -> dict[str, Any]:
     rows = [
         (
-            c.name, "fetched" if c.back else "sent", _bytes(c.bytes), line.moments[c.after].name,
+            c.name, c.lane, _bytes(c.bytes), line.moments[c.after].name,
             _seconds(c.begin), _seconds(c.end - c.begin), _seconds(c.waited),
         )
         for c in line.crossings
@@ -127,13 +127,13 @@ def _crossings_table(line: Timeline) -> dict[str, Any]:
 def _carried_table(line: Timeline) -> dict[str, Any]:
     rows = [
         (
-            op.name, op.link, line.moments[op.after].name, _seconds(op.begin), _seconds(op.end - op.begin),
+            op.name, op.lane, line.moments[op.after].name, _seconds(op.begin), _seconds(op.end - op.begin),
             _seconds(op.waited),
         )
         for op in line.carried
     ]  # fmt: skip
     heads = "op", "link", "asked for after", "begins", "takes", "waited for"
-    return _table("carried", f"Ops on links ({len(rows)})", heads, rows, [op.index for op in line.carried])
+    return _table("carried", f"Ops on links ({len(rows)})", heads, rows, [op.run for op in line.carried])
 
 
 def _bytes(count: int | None) -> Cell:

@@ -362,7 +362,7 @@ def test_links_that_carry_ops_are_told(tmp_path: Path) -> None:
     data, line = _data(page), timeline(solution.plan, solution.problem)
     (lane,) = data["links"]["lanes"]
     assert (lane["name"], data["links"]["memory"]) == ("gathers", None)
-    seconds = [float(solution.problem.seconds[op.op]) for op in line.carried]
+    seconds = [float(solution.problem.seconds[op.item]) for op in line.carried]
     assert [end - begin for begin, end in lane["bars"]] == seconds
     assert sum(end - begin for begin, end in lane["waits"]) == pytest.approx(solution.waited)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane["bars"])))  # one after another
