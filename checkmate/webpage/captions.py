@@ -121,22 +121,6 @@ def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
     yield "Gap", f"{solution.gap:.2%}", proof
 
 
-def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
-    """Further figures of the plan: name, figure and note."""
-    problem = solution.problem
-    yield "status", solution.status.label, solution.message or solution.status.meaning
-    yield "step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
-    yield "bound", format_seconds(solution.bound), "every schedule within the budget takes so long, proven"
-    if away := solution.elsewhere:
-        more = (
-            f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
-        )
-        yield "in the second memory", format_bytes(away.peak), more
-    if over := solution.runs_over:
-        yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
-    yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
-
-
 def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     """The facts of the problem: name and text."""
     problem, graph = solution.problem, solution.problem.graph
