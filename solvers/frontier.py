@@ -11,12 +11,12 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Column, Listed, Table, record, table
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Solution, Status, check_problem
@@ -58,51 +58,36 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier(Printed):
+class Frontier(Listed[Row]):
     """The rows: by method in the order asked for, then by budget, ascending. Prints as a table."""
 
     rows: tuple[Row, ...]
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Row:
-        return self.rows[i]
-
     def records(self) -> list[dict[str, Any]]:
         """Each row as a dict of numbers and text, the status as its label; solutions are left out."""
-        names = [f.name for f in fields(Row) if f.name != "solution"]
-        return [{**{name: getattr(row, name) for name in names}, "status": row.status.label} for row in self.rows]
+        return [{**record(row), "status": row.status.label} for row in self.rows]
 
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS, [*map(_cells, self.rows)], _NUMBERS)
+        yield table((*FIGURES, Column("status", _status)), self.rows)
 
 
-_HEADS = ("method", "budget", "peak", "step", "recomputed", "bound", "gap", "solved in", "status")
-_NUMBERS = set(_HEADS) - {"method", "status"}
+FIGURES = (  # the columns of a table of rows that hold no text but the method
+    Column("method", "method"),
+    Column("budget", "budget", format_bytes),
+    Column("peak", "peak", format_bytes),
+    Column("step", "cost", format_seconds),
+    Column("recomputed", lambda row: None if row.peak is None else row.overhead, "{:.2%}".format),
+    Column("bound", "bound", format_seconds),
+    Column("gap", "gap", "{:.2%}".format),
+    Column("solved in", "seconds", format_seconds),
+)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    """A row as text, in the order of the heads."""
-    known = row.peak is not None
+def _status(row: Row) -> str:
     refusal = row.solution.refusal
     reason = (row.message if refusal is None else refusal.reason).partition(";")[0]
-    note = f": {reason}" if reason and not known else ""
-    note = note if row.from_budget is None else f", from {format_bytes(row.from_budget)}"
-    return (
-        row.method,
-        format_bytes(row.budget),
-        format_bytes(row.peak) if row.peak is not None else "-",
-        format_seconds(row.cost) if known else "-",
-        f"{row.overhead:.2%}" if known else "-",
-        format_seconds(row.bound) if np.isfinite(row.bound) else "-",
-        f"{row.gap:.2%}" if known else "-",
-        format_seconds(row.seconds),
-        f"{row.status.label}{note}",
-    )
+    note = f": {reason}" if reason and row.peak is None else ""
+    return row.status.label + (note if row.from_budget is None else f", from {format_bytes(row.from_budget)}")
 
 
 def frontier(

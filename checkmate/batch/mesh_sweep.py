@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from checkmate.backends.planner import Bytes
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Listed, Table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.profiling.data_sheets import Device
@@ -46,30 +46,21 @@ class MeshPoint:
     message: str  # why there is no plan, and the smallest budget that works
     solution: Solution = field(repr=False, compare=False)
 
-    def record(self) -> dict[str, Any]:
-        """Its numbers and text as a dict."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "solution"}
-
 
 @dataclass(frozen=True, repr=False)
-class MeshSweep(Printed):
+class MeshSweep(Listed[MeshPoint]):
     """A point for each mesh and size, in the order in which they were asked for. Prints as a table."""
 
     budget: int  # bytes of a rank
     points: tuple[MeshPoint, ...]
 
-    def __iter__(self) -> Iterator[MeshPoint]:
-        return iter(self.points)
+    listed: ClassVar = "points"  # for `records`
 
     @property
     def fastest(self) -> MeshPoint | None:
         """The point of the most samples a second; None: nothing fits."""
         best = max(self.points, key=lambda point: point.throughput, default=None)
         return best if best is not None and best.solution.plan is not None else None
-
-    def records(self) -> list[dict[str, Any]]:
-        """Each point as a dict of numbers and text."""
-        return [point.record() for point in self.points]
 
     def _tables(self) -> Iterator[Table]:
         yield Table(_HEADS, [*map(_cells, self.points)], {*_HEADS[1:]})

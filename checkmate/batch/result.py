@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Column, Listed, Table, record, table
 from checkmate.core.solution import Solution
 from checkmate.units import format_bytes, format_seconds
 
@@ -36,11 +36,11 @@ class SizePoint:
 
     def record(self) -> dict[str, Any]:
         """Its numbers and text as a dict."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "solution"}
+        return record(self)
 
 
 @dataclass(frozen=True, repr=False)
-class LargestBatch(Printed):
+class LargestBatch(Listed[SizePoint]):
     """The largest size that fits, and the curve below it. Prints as a table."""
 
     size: int
@@ -57,19 +57,13 @@ class LargestBatch(Printed):
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"
 
-    facts_width: ClassVar[int] = 0  # as wide as they are
-
-    def __iter__(self) -> Iterator[SizePoint]:
-        return iter(self.points)
+    listed: ClassVar = "points"  # for `records`
+    facts_width: ClassVar = 0  # as wide as they are
 
     @property
     def proven(self) -> bool:
         """Whether no schedule fits for a size that is larger by one."""
         return self.next_size == "proven"
-
-    def records(self) -> list[dict[str, Any]]:
-        """Each point of the curve as a dict of numbers and text."""
-        return [point.record() for point in self.points]
 
     def summary(self) -> dict[str, Any]:
         """The answer without its plans, for JSON."""
@@ -99,11 +93,18 @@ class LargestBatch(Printed):
         yield "found in", f"{format_seconds(self.seconds)}{ended}"
 
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS, [*map(_cells, self.points)], _NUMBERS)
+        yield table(_COLUMNS, self.points)
 
 
-_HEADS = ("size", "samples/s", "step", "recomputed", "peak", "gap", "figures")
-_NUMBERS = set(_HEADS) - {"figures"}
+_COLUMNS = (
+    Column("size", "size", str),
+    Column("samples/s", lambda point: f"{point.throughput:.4g}", str),
+    Column("step", "seconds", format_seconds),
+    Column("recomputed", "overhead", "{:.2%}".format),
+    Column("peak", "peak", format_bytes),
+    Column("gap", "gap", "{:.2%}".format),
+    Column("figures", lambda point: "traced" if point.traced else "estimated"),
+)
 _NEXT = {
     "proven": "no schedule fits: proven",
     "not found": "no plan was found; that none exists is not proven",
@@ -118,15 +119,3 @@ def _cap(max_overhead: float | str | None) -> str:
     if isinstance(max_overhead, str):
         return "recomputing one forward at most"
     return f"{max_overhead:.1%} recomputation at most"
-
-
-def _cells(point: SizePoint) -> tuple[str, ...]:
-    return (
-        str(point.size),
-        f"{point.throughput:.4g}",
-        format_seconds(point.seconds),
-        f"{point.overhead:.2%}",
-        format_bytes(point.peak),
-        f"{point.gap:.2%}",
-        "traced" if point.traced else "estimated",
-    )

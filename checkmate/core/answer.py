@@ -1,4 +1,4 @@
-"""The printed form of answers, in a terminal, a notebook or a data frame: title, facts, tables and a small picture.
+"""The printed form of answers, in a terminal, a notebook, a data frame or on the page: title, facts, tables, a picture.
 
 In a notebook it is HTML without scripts and without network, whose lines and words have the notebook's own colour, so
 that they are read on light paper and on dark.
@@ -7,10 +7,10 @@ that they are read on light paper and on dark.
 from __future__ import annotations
 
 import html
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -61,6 +61,59 @@ class Table:
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+Get = str | Callable[[Any], Any]  # the name of a row's field, or a function of the row
+
+
+@dataclass(frozen=True)
+class Column:
+    """A head, and for each row the cell under it: text, or a number that ``show`` writes.
+
+    Numbers stand to the right, and a page sorts by them. None, and a number that is not finite, is "-"; a text in the
+    place of a number is written as it is.
+    """
+
+    head: str
+    get: Get
+    show: Callable[[Any], str] | None = None  # None: the cells are texts
+    sort: Get | None = None  # the number that a page sorts by in place of a text
+    total: bool = False  # of rows that are left out, the sum is shown
+
+    def text(self, row: Any) -> str:
+        """The cell of a row."""
+        value = _value(row, self.get)
+        if value is None:
+            return "-"
+        return str(value) if self.show is None or isinstance(value, str) else self.show(value)
+
+    def key(self, row: Any) -> float | None:
+        """The number that a row sorts by; None: it has none, and stands last."""
+        value = _value(row, self.sort or self.get)
+        return None if isinstance(value, str) else value
+
+    def totals(self, rows: Sequence[Any]) -> str:
+        """The cell of all these rows together."""
+        return self.show(sum(_value(row, self.get) for row in rows)) if self.total and self.show else ""
+
+
+def _value(row: Any, get: Get) -> Any:
+    value = getattr(row, get) if isinstance(get, str) else get(row)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(columns: Sequence[Column], rows: Sequence[Any], *, top: int | None = None, title: str = "") -> Table:
+    """The table of the first rows, and a row that says how many are left out.
+
+    >>> print(table([Column("name", str.title), Column("length", len, str, total=True)], ["ann", "bob", "cy"], top=1))
+    name            length
+    Ann                  3
+    ... and 2 more       5
+    """
+    cells, left = [[column.text(row) for column in columns] for row in rows[:top]], rows[len(rows[:top]) :]
+    if left:
+        cells.append([f"... and {len(left)} more", *(column.totals(left) for column in columns[1:])])
+    return Table([c.head for c in columns], cells, {c.head for c in columns if c.show}, title)
 
 
 @dataclass(frozen=True)
@@ -129,26 +182,20 @@ def _columns(heights: Sequence[int], ends: Sequence[float]) -> list[tuple[int, f
     return [(height, (column + 1) / COLUMNS) for column, height in enumerate(highest)]
 
 
-Row = TypeVar("Row")
-Cells = tuple[str, ...]
+def record(row: Any) -> dict[str, Any]:
+    """The fields of a row as a dict, but for those that its `repr` leaves out, such as a solution."""
+    return {field.name: getattr(row, field.name) for field in fields(row) if field.repr}
 
 
-def first_rows(
-    rows: Sequence[Row], top: int, cells: Callable[[Row], Cells], rest: Callable[[Sequence[Row]], Cells]
-) -> list[Cells]:
-    """The cells of the first rows, and a row that says how many are left, with what ``rest`` says of these."""
-    left = rows[top:]
-    return [*map(cells, rows[:top]), *([(f"... and {len(left)} more", *rest(left))] if left else [])]
-
-
-class Printed(ABC):
+class Printed:
     """An answer that prints as a title, facts and tables, in a notebook as HTML; its `records` make a data frame."""
 
+    listed: ClassVar[str] = "rows"  # the field that holds the rows of `records`
     facts_width: ClassVar[int] = 11  # of the names of facts, at least
 
-    @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Give the rows as dicts."""
+        """List the rows as dicts."""
+        return [record(row) for row in getattr(self, self.listed)]
 
     def to_pandas(self) -> pandas.DataFrame:
         """The `records` as a ``pandas.DataFrame``.
@@ -180,3 +227,19 @@ class Printed(ABC):
 
     def _repr_html_(self) -> str:
         return facts_html(self._title(), list(self._facts())) + "".join(table.html() for table in self._tables())
+
+
+Row = TypeVar("Row")
+
+
+class Listed(Printed, Generic[Row]):
+    """An answer that is a sequence of its rows."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(getattr(self, self.listed))
+
+    def __len__(self) -> int:
+        return len(getattr(self, self.listed))
+
+    def __getitem__(self, i: int) -> Row:
+        return getattr(self, self.listed)[i]

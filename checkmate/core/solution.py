@@ -155,17 +155,21 @@ class Solution:
         return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {found})"
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())])
+        return "\n".join([self.title, *(f"  {name:<11}{text}" for name, text in self.facts)])
 
     def _repr_html_(self) -> str:
         """Show the facts of `str`, and the memory over the step as a small picture, in a notebook."""
         picture = "" if self.plan is None else _memory_picture(self.plan, self.problem, self.budget)
-        return facts_html(self._title(), self._facts()) + picture
+        return facts_html(self.title, self.facts) + picture
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The outcome in a line."""
         return f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"
 
-    def _facts(self) -> list[tuple[str, str]]:
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The names and texts of the figures that are printed."""
         facts = [("budget", format_bytes(self.budget))]
         if self.plan is not None and self.schedule is not None and self.peak is not None:
             again, keep_all = self.schedule.recomputed, max(1, self.problem.keep_all_peak)

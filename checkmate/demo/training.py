@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from checkmate.backends.tensor_state import differing
 from checkmate.compiler import compile as compiled_within
-from checkmate.core.answer import Table
+from checkmate.core.answer import Column, table
 from checkmate.demo.tasks import Batch, Step, Task
 from checkmate.memory import measure_peak
 from checkmate.solvers.search.min_budget import min_budget
@@ -49,7 +49,6 @@ gap             at most this share of the planned step could any other schedule 
 step, of plain  time of a step, and its ratio to plain PyTorch, timed in pairs
 losses          against plain PyTorch: losses, gradients, parameters, buffers and random state after all steps
 """
-HEADER = ("budget", "predicted peak", "measured peak", "recomputed", "gap", "step", "of plain", "losses")
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,17 @@ class Row:
             found.append(f"at a budget of {exact_bytes(self.budget)} the numbers differ from plain PyTorch")
         return found
 
-    def cells(self) -> list[str]:
-        """The row as text."""
-        return [
-            format_bytes(self.budget),
-            f"{self.predicted:_}",
-            f"{self.measured:_}",
-            f"{self.overhead:.1%}",
-            f"{self.gap:.1%}",
-            format_seconds(self.seconds),
-            f"{self.ratio:.2f}x",
-            "bitwise" if self.bitwise else "DIFFERENT",
-        ]
+
+_COLUMNS = (
+    Column("budget", "budget", format_bytes),
+    Column("predicted peak", "predicted", "{:_}".format),
+    Column("measured peak", "measured", "{:_}".format),
+    Column("recomputed", "overhead", "{:.1%}".format),
+    Column("gap", "gap", "{:.1%}".format),
+    Column("step", "seconds", format_seconds),
+    Column("of plain", "ratio", "{:.2f}x".format),
+    Column("losses", lambda row: "bitwise" if row.bitwise else "DIFFERENT", str),
+)
 
 
 def train(
@@ -156,7 +154,7 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
     tight = int(TIGHT * lowest)
     budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
     rows = [_row(task, budget, effort, expected) for budget in budgets]
-    say(str(Table(HEADER, [row.cells() for row in rows], HEADER)))
+    say(str(table(_COLUMNS, rows)))
     return rows
 
 

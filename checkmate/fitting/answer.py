@@ -93,7 +93,7 @@ class Fits(Printed):
     trace_seconds: float  # spent on tracing
     seconds: float  # spent in all
 
-    facts_width: ClassVar[int] = 13
+    facts_width: ClassVar = 13
 
     def __str__(self) -> str:
         return repr(self)
@@ -114,18 +114,8 @@ class Fits(Printed):
 
     def summary(self) -> dict[str, Any]:
         """The answer without its plans, for JSON."""
-        names = [
-            "device",
-            "room",
-            "memory_bytes",
-            "fits",
-            "fits_plainly",
-            "verdict",
-            "code",
-            "optimizer",
-            "plain_seconds",
-        ]
-        names += ["plain_reserved", "why_no_largest", "trace_seconds", "seconds"]
+        names = ["device", "room", "memory_bytes", "fits", "fits_plainly", "verdict", "code", "optimizer"]
+        names += ["plain_seconds", "plain_reserved", "why_no_largest", "trace_seconds", "seconds"]
         parts = {name: {**dict(part), "peak": part.peak} for name, part in (("plain", self.plain), ("kept", self.kept))}
         largest = None if self.largest is None else vars(self.largest)
         about = {name: getattr(self, name) for name in names}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.solution import Solution, check_solution
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
@@ -49,14 +49,12 @@ class Addresses(Printed):
     height: int  # bytes of the arena
     bound: int  # bytes below which no placement is: the most that is alive at one moment
 
+    listed: ClassVar = "boxes"  # for `records`
+
     @property
     def gap(self) -> float:
         """(height - bound) / height: at most this share of the arena could be saved."""
         return (self.height - self.bound) / self.height if self.height else 0.0
-
-    def records(self) -> list[dict[str, Any]]:
-        """List the boxes as dicts."""
-        return [asdict(box) for box in self.boxes]
 
     def _title(self) -> str:
         return f"{len(self.boxes)} boxes in an arena of {format_bytes(self.height)}"
@@ -69,12 +67,16 @@ class Addresses(Printed):
         yield "bound", f"{format_bytes(self.bound)} ({proof})"
 
     def _tables(self) -> Iterator[Table]:
-        largest = sorted(self.boxes, key=lambda box: -box.bytes)[:10]
-        rows = [
-            (box.name, box.role, format_bytes(box.bytes), format_bytes(box.offset), f"{box.first} - {box.last}")
-            for box in largest
-        ]
-        yield Table(("largest", "role", "bytes", "from", "runs"), rows, {"bytes", "from"})
+        yield table(_COLUMNS, sorted(self.boxes, key=lambda box: -box.bytes)[:10])
+
+
+_COLUMNS = (
+    Column("largest", "name"),
+    Column("role", "role"),
+    Column("bytes", "bytes", format_bytes),
+    Column("from", "offset", format_bytes),
+    Column("runs", lambda box: f"{box.first} - {box.last}"),
+)
 
 
 def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresses:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
-from checkmate.core.answer import Printed, Table, first_rows
+from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
@@ -66,12 +67,10 @@ class Difference(Printed):
     sent: tuple[ValueDifference, ...] = ()  # bytes that the second plan sends to the second memory, as for values
     top: int = 10  # how many ops and values are printed
 
+    listed: ClassVar = "ops"  # for `records`
+
     def __bool__(self) -> bool:
         return bool(self.ops or self.values or self.sent)
-
-    def records(self) -> list[dict[str, Any]]:
-        """List the ops that run more often in one of the plans, as dicts."""
-        return [asdict(row) for row in self.ops]
 
     def _title(self) -> str:
         a, b = (f"{s.method} within {format_bytes(s.budget)}" for s in (self.a, self.b))
@@ -93,25 +92,47 @@ class Difference(Printed):
             yield "waits", f"{format_seconds(a.waited)} to {format_seconds(b.waited)} for transfers"
         for word, sign in (("runs more", 1), ("runs less", -1)):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
-            times = sum(abs(row.runs_b - row.runs_a) for row in rows)
-            yield word, f"{len(rows)} ops, {times} times in all: {_spent(rows)}" if rows else "no op"
+            times, spent = sum(abs(row.runs_b - row.runs_a) for row in rows), sum(row.seconds for row in rows)
+            yield word, f"{len(rows)} ops, {times} times in all: {_more_seconds(spent)}" if rows else "no op"
         for word, kept in (("keeps", _gained(self.values)), ("drops", _lost(self.values))):
-            yield word, f"{len(kept)} values {self.kept_at}: {_bytes(kept)}" if kept else "no value"
+            size = _more_bytes(sum(row.bytes for row in kept))
+            yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
 
     def _tables(self) -> Iterator[Table]:
         """The tables that have rows."""
         if len(self.modules) > 1:
-            yield Table(_MODULE_HEADS, [*map(_module_cells, self.modules)], _NUMBERS, "by module")
+            yield table(_MODULES, self.modules, title="by module")
         if self.ops:
-            rows = first_rows(self.ops, self.top, _op_cells, lambda rest: ("", "", _spent(rest), ""))
-            yield Table(_OP_HEADS, rows, _NUMBERS, "runs")
-        for title, by, values in (
-            (f"kept {self.kept_at}", "kept by", self.values),
-            ("sent to the second memory", "sent by", self.sent),
-        ):
-            if values:
-                rows = first_rows(values, self.top, _value_cells, lambda rest: ("", _bytes(rest), ""))
-                yield Table(("value", by, "bytes", "where"), rows, _NUMBERS, title)
+            yield table(_OPS, self.ops, top=self.top, title="runs")
+        if self.values:
+            yield table(_values_by("kept by"), self.values, top=self.top, title=f"kept {self.kept_at}")
+        if self.sent:
+            yield table(_values_by("sent by"), self.sent, top=self.top, title="sent to the second memory")
+
+
+_more_seconds, _more_bytes = partial(signed, form=format_seconds), partial(signed, form=format_bytes)
+_OPS = (
+    Column("op", "name"),
+    Column("runs in a", "runs_a", str),
+    Column("runs in b", "runs_b", str),
+    Column("seconds", "seconds", _more_seconds, total=True),
+    Column("where", "where"),
+)
+_MODULES = (
+    Column("modules", "module"),
+    Column("runs", "runs", "{:+d}".format),
+    Column("seconds", "seconds", _more_seconds),
+    Column("bytes kept", "bytes", _more_bytes),
+)
+
+
+def _values_by(head: str) -> tuple[Column, ...]:
+    return (
+        Column("value", "name"),
+        Column(head, lambda row: "b" if row.bytes > 0 else "a"),
+        Column("bytes", "bytes", _more_bytes, total=True),
+        Column("where", "where"),
+    )
 
 
 def _gained(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
@@ -120,31 +141,6 @@ def _gained(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
 
 def _lost(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
     return [row for row in rows if row.bytes < 0]
-
-
-def _spent(rows: Iterable[OpDifference]) -> str:
-    return signed(sum(row.seconds for row in rows), format_seconds)
-
-
-def _bytes(rows: Iterable[ValueDifference]) -> str:
-    return signed(sum(row.bytes for row in rows), format_bytes)
-
-
-_OP_HEADS = ("op", "runs in a", "runs in b", "seconds", "where")
-_MODULE_HEADS = ("modules", "runs", "seconds", "bytes kept")
-_NUMBERS = {"runs in a", "runs in b", "seconds", "bytes", "runs", "bytes kept"}
-
-
-def _op_cells(row: OpDifference) -> tuple[str, ...]:
-    return row.name, str(row.runs_a), str(row.runs_b), signed(row.seconds, format_seconds), row.where
-
-
-def _value_cells(row: ValueDifference) -> tuple[str, ...]:
-    return row.name, "b" if row.bytes > 0 else "a", signed(row.bytes, format_bytes), row.where
-
-
-def _module_cells(row: ModuleDifference) -> tuple[str, ...]:
-    return row.module, f"{row.runs:+d}", signed(row.seconds, format_seconds), signed(row.bytes, format_bytes)
 
 
 def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from checkmate.core.answer import Notes, Printed, Table, first_rows
+from checkmate.core.answer import Column, Notes, Printed, Table, table
 from checkmate.core.problem import Problem
 from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.units import format_bytes
@@ -45,6 +45,8 @@ class Explanation(Printed):
     smallest: MinBudget | None
     top: int = 10  # how many rows the printed table shows
 
+    listed: ClassVar = "pinned"  # for `records`
+
     @property
     def can_be_planned(self) -> bool:
         """True if the whole step was captured."""
@@ -73,15 +75,12 @@ class Explanation(Printed):
     def _title(self) -> str:
         return "This step can be planned." if self.can_be_planned else f"This step cannot be planned. {self.reason}"
 
-    def records(self) -> list[dict[str, Any]]:
-        """List the ops that run once, as dicts."""
-        return [asdict(row) for row in self.pinned]
-
     def _tables(self) -> Iterator[Table]:
         if self.pinned:
-            yield Table(_HEADS, first_rows(self.pinned, self.top, _cells, lambda _: ("",) * 5), {"makes", "held"})
+            yield table(_COLUMNS, self.pinned, top=self.top)
         if self.problem is not None and self.problem.rules:
-            yield Table(_RULE_HEADS, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
+            heads = "pattern", "rule", "ops", "makes", "cannot obey"
+            yield Table(heads, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
         if self.breaks:
             yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")
 
@@ -95,12 +94,14 @@ def _in_place(problem: Problem) -> str:
     return f"{over} ops can write over an input that is not needed any more; keeping all, {worth}"
 
 
-_HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")
-_RULE_HEADS = ("pattern", "rule", "ops", "makes", "cannot obey")
-
-
-def _cells(row: Pinned) -> tuple[str, ...]:
-    return row.target, row.why, row.phase, format_bytes(row.output_bytes), format_bytes(row.held_bytes), row.where
+_COLUMNS = (
+    Column("op", "target"),
+    Column("runs once: it", "why"),
+    Column("phase", "phase"),
+    Column("makes", "output_bytes", format_bytes),
+    Column("held", "held_bytes", format_bytes),
+    Column("where", "where"),
+)
 
 
 def _rule_rows(problem: Problem) -> Iterator[tuple[str, ...]]:

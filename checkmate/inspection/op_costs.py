@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.problem import Problem
 from checkmate.units import format_bytes, format_seconds
 
@@ -33,7 +32,7 @@ class OpCosts:
 
 
 @dataclass(frozen=True, repr=False)
-class Costs(Printed):
+class Costs(Listed[OpCosts]):
     """The costs of each op, in order of execution. Prints the most expensive by time, bytes and bytes x lifetime."""
 
     rows: tuple[OpCosts, ...]
@@ -41,15 +40,6 @@ class Costs(Printed):
     seconds: float  # of the step
     peak: int  # bytes, nothing running twice
     top: int = 10  # how many ops each printed table shows
-
-    def __iter__(self) -> Iterator[OpCosts]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> OpCosts:
-        return self.rows[i]
 
     def by_time(self) -> list[OpCosts]:
         """The most expensive first, by seconds."""
@@ -62,10 +52,6 @@ class Costs(Printed):
     def by_lifetime(self) -> list[OpCosts]:
         """The rows sorted by bytes times the seconds that they stay, from which rematerialization wins most."""
         return sorted(self.rows, key=lambda row: -row.byte_seconds)
-
-    def records(self) -> list[dict[str, Any]]:
-        """List the rows as dicts."""
-        return [asdict(row) for row in self.rows]
 
     def _title(self) -> str:
         return (
@@ -83,25 +69,20 @@ class Costs(Printed):
             ("bytes", self.by_bytes()),
             ("bytes x lifetime", self.by_lifetime()),
         ):
-            yield Table(_HEADS, [*map(_cells, rows[: self.top])], _NUMBERS, f"most {name}")
+            yield table(_COLUMNS, rows[: self.top], title=f"most {name}")
 
 
-_HEADS = ("op", "time", "share", "outputs", "workspace", "bytes x lifetime", "phase", "cost", "where")
-_NUMBERS = {"time", "share", "outputs", "workspace", "bytes x lifetime"}
-
-
-def _cells(row: OpCosts) -> tuple[str, ...]:
-    return (
-        row.target,
-        format_seconds(row.seconds),
-        f"{row.share:.1%}",
-        format_bytes(row.output_bytes),
-        format_bytes(row.workspace_bytes),
-        f"{format_bytes(row.byte_seconds)} s",
-        row.phase,
-        "estimated" if row.estimated else "",
-        row.where,
-    )
+_COLUMNS = (
+    Column("op", "target"),
+    Column("time", "seconds", format_seconds),
+    Column("share", "share", "{:.1%}".format),
+    Column("outputs", "output_bytes", format_bytes),
+    Column("workspace", "workspace_bytes", format_bytes),
+    Column("bytes x lifetime", "byte_seconds", lambda bytes_: f"{format_bytes(bytes_)} s"),
+    Column("phase", "phase"),
+    Column("cost", lambda row: "estimated" if row.estimated else ""),
+    Column("where", "where"),
+)
 
 
 def costs_of(problem: Problem, top: int = 10) -> Costs:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
+from typing import ClassVar
 
-from checkmate.core.answer import Printed, Table, first_rows
+from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import simulate
@@ -59,7 +60,7 @@ class Price:
 
 
 @dataclass(frozen=True, repr=False)
-class PeakExplanation(Printed):
+class PeakExplanation(Listed[Held]):
     """The answer of `explain_peak`. Iterates over the values held, the most bytes first; prints as tables."""
 
     held: tuple[Held, ...]
@@ -74,18 +75,21 @@ class PeakExplanation(Printed):
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
     there: int | None = None  # the most bytes in the second memory about then; None: there is none
 
-    def __iter__(self) -> Iterator[Held]:
-        return iter(self.held)
+    listed: ClassVar = "held"  # for `records`
 
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def __getitem__(self, i: int) -> Held:
-        return self.held[i]
-
-    def records(self) -> list[dict[str, Any]]:
-        """List the values that are held, as dicts."""
-        return [asdict(row) for row in self.held]
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the table of values held."""
+        sending = Column("sending costs", lambda row: _seconds(row.send_seconds), sort="send_seconds")
+        return (
+            Column("value", "name"),
+            Column("bytes", "bytes", format_bytes, total=True),
+            Column("role", "role"),
+            Column("needed next by", _next_use, sort="next_in"),
+            Column("dropping costs", lambda row: row.why_not or _seconds(row.drop_seconds), sort="drop_seconds"),
+            *([] if self.there is None else [sending]),
+            Column("where", "where"),
+        )
 
     def _title(self) -> str:
         again = f", run for the {nth(self.moment.time + 1)} time" if self.moment.time else ""
@@ -113,17 +117,10 @@ class PeakExplanation(Printed):
             yield "workspace", f"{format_bytes(self.moment.workspace)} of {self.moment.target}"
 
     def _tables(self) -> Iterator[Table]:
-        sends = self.there is not None
-        heads = ("value", "bytes", "role", "needed next by", "dropping costs", *["sending costs"] * sends, "where")
-
-        def rest(rows: Sequence[Held]) -> tuple[str, ...]:
-            return format_bytes(sum(row.bytes for row in rows)), *[""] * (len(heads) - 2)
-
-        cells = partial(_cells, sends=sends)
-        yield Table(heads, first_rows(self.held, self.top, cells, rest), {"bytes"})
+        yield table(self.columns, self.held, top=self.top)
         if self.prices:
             about = f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
-            yield Table(PRICE_HEADS, [*map(price_cells, self.prices)], PRICE_HEADS[:-1], about)
+            yield table(PRICES, self.prices, title=about)
         if self.better is not None:
             saved, step = (format_seconds(s) for s in (self.seconds - self.better.cost, self.better.cost))
             about = (
@@ -134,28 +131,27 @@ class PeakExplanation(Printed):
 
 
 _MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
-PRICE_HEADS = ("memory", "budget", "step", "plan found", "any schedule, proven", "status")
+PRICES = (
+    Column("memory", "change_bytes", partial(signed, form=format_bytes)),
+    Column("budget", "budget", format_bytes),
+    Column("step", "cost", format_seconds),
+    Column("plan found", "found_change", partial(signed, form=format_seconds)),
+    Column(
+        "any schedule, proven",
+        lambda price: "none fits" if math.isinf(price.bound) else price.proven_change,
+        lambda seconds: f"at least {signed(seconds, format_seconds)}",
+    ),
+    Column("status", lambda price: price.status.label),
+)
 
 
-def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
-    costs = row.why_not if row.drop_seconds is None else format_seconds(row.drop_seconds)
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _next_use(row: Held) -> str:
     wait = f" in {format_seconds(row.next_in)}" if row.next_in else ", the next op" if row.next_in == 0 else ""
-    sending = ("-" if row.send_seconds is None else format_seconds(row.send_seconds),) if sends else ()
-    return row.name, format_bytes(row.bytes), row.role, f"{row.next_op}{wait}", costs, *sending, row.where
-
-
-def price_cells(price: Price) -> tuple[str, ...]:
-    """The cells of a price, under `PRICE_HEADS`."""
-    known = price.cost < float("inf")
-    least = "none fits" if price.bound == float("inf") else f"at least {signed(price.proven_change, format_seconds)}"
-    return (
-        signed(price.change_bytes, format_bytes),
-        format_bytes(price.budget),
-        format_seconds(price.cost) if known else "-",
-        signed(price.found_change, format_seconds) if known else "-",
-        least,
-        price.status.label,
-    )
+    return f"{row.next_op}{wait}"
 
 
 def nth(n: int) -> str:
@@ -212,7 +208,8 @@ def explain_peak(
     remake = Remaking(solution, line)
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
-    moving = {c.value: "on its way back" if c.back else "being sent" for c in line.under_way(moment.index)}
+    words = {"fetched": "on its way back", "sent": "being sent"}
+    moving = {crossing.item: words[crossing.lane] for crossing in line.under_way(moment.index)}
     each = zip_longest(alive, sending)
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
     asked = list(_prices(solution, size, time_limit)) if prices else []

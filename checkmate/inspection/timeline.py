@@ -91,44 +91,29 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A transfer to or from the second memory. Seconds are since the begin of the step."""
+class LinkUse:
+    """A transfer to or from the second memory, or an execution of an op that a link carries.
 
-    value: int  # index in the graph
-    name: str  # of the value
-    bytes: int
-    back: bool  # whether it comes from there
+    Seconds are since the begin of the step.
+    """
+
+    lane: str  # "sent" to or "fetched" from the second memory, or the name of the op's link
+    item: int  # index in the graph: of the value, or of the op
+    name: str  # of the same
+    bytes: int  # of the value; of an op 0
     asked: float  # seconds; from then on it may wait for its link
     begin: float
     end: float
-    waited: float  # seconds in which no op runs, since it has not ended
-    after: int  # index of the execution after which it is asked for
+    after: int  # index of the execution after which it is asked for, at least 0
     born: int  # the tick from which on it is under way
     died: int  # the tick from which on the plan knows that it has ended
+    waited: float = 0.0  # seconds in which no op runs, since it has not ended
+    run: int | None = None  # of an op: index of the Moment at which the plan waits for it
 
-
-@dataclass(frozen=True)
-class Carried:
-    """An execution of an op that a link carries (`checkmate.core.graph.Op.link`). Seconds are since the step began."""
-
-    op: int  # index in the graph
-    name: str  # of the op
-    link: str
-    asked: float  # seconds; from then on it may wait for its link
-    begin: float
-    end: float
-    waited: float  # seconds in which no op runs, since it has not ended
-    after: int  # index of the execution after which it is asked for, at least 0
-    index: int  # of the Moment at which the plan waits for it
-
-
-@dataclass(frozen=True)
-class Lane:
-    """The traffic of a link over the step, and the waits for it: pairs of seconds, begin and end."""
-
-    name: str  # "sent" to and "fetched" from the second memory, or the name of the link
-    bars: tuple[tuple[float, float], ...]
-    waits: tuple[tuple[float, float], ...]
+    @property
+    def stall(self) -> tuple[float, float]:
+        """Begin and end of the seconds in which it is waited for."""
+        return self.end - self.waited, self.end
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,8 +127,8 @@ class Timeline:
     seconds: float  # of the whole step, with those in which transfers are waited for
     ticks: np.ndarray  # (N,) int64: of each moment, the tick of its most bytes: its execution's, or a fetch's after it
     workspaces: np.ndarray  # (N,) int64: of these bytes, workspace, of the op that runs and of those on links
-    crossings: tuple[Crossing, ...] = ()  # in the order in which they are asked for
-    carried: tuple[Carried, ...] = ()  # in the order in which they are waited for
+    crossings: tuple[LinkUse, ...] = ()  # transfers, in the order in which they are asked for
+    carried: tuple[LinkUse, ...] = ()  # executions of ops on links, in the order in which they are waited for
     there: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
     levels: tuple[tuple[float, int], ...] = ()  # (seconds, bytes there from then on)
 
@@ -158,22 +143,12 @@ class Timeline:
         return [*(moment.begin for moment in self.moments), self.seconds]
 
     @cached_property
-    def lanes(self) -> tuple[Lane, ...]:
-        """To the second memory and back, where anything crosses, then each link of the graph that carries an op."""
-        crossed = [("fetched" if c.back else "sent", c) for c in self.crossings]
-        lanes: list[tuple[str, list[Crossing] | list[Carried]]] = [
-            (name, [c for way, c in crossed if way == name]) for name in ("sent", "fetched") if crossed
-        ]
-        names = dict.fromkeys(op.link for op in self.carried)
-        links = [(name, [op for op in self.carried if op.link == name]) for name in names]
-        return tuple(
-            Lane(
-                name,
-                tuple((one.begin, one.end) for one in inside),
-                tuple((one.end - one.waited, one.end) for one in inside if one.waited),
-            )
-            for name, inside in (*lanes, *links)
-        )
+    def lanes(self) -> dict[str, list[LinkUse]]:
+        """The uses of each link: to the second memory and back, where anything crosses; then the graph's links."""
+        lanes: dict[str, list[LinkUse]] = {"sent": [], "fetched": []} if self.crossings else {}
+        for use in (*self.crossings, *self.carried):
+            lanes.setdefault(use.lane, []).append(use)
+        return lanes
 
     @property
     def peak(self) -> int:
@@ -193,7 +168,7 @@ class Timeline:
         here = (span for span in self.spans if span.born <= self.ticks[index] < span.died)
         return tuple(sorted(here, key=lambda span: -span.bytes))
 
-    def under_way(self, index: int) -> tuple[Crossing, ...]:
+    def under_way(self, index: int) -> tuple[LinkUse, ...]:
         """The transfers that the plan has asked for and not yet waited for, at the same moment."""
         return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
 
@@ -273,6 +248,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
     moments, ticks, workspaces = _moments(plan, problem, events)
+    crossings, carried = _link_uses(problem, events)
     there = tuple(max(event.host_bytes for event in group) for group in _by_run(events))
     levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
@@ -283,8 +259,8 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         seconds=events[-1].until,
         ticks=np.array(ticks, dtype=np.int64),
         workspaces=np.array(workspaces, dtype=np.int64),
-        crossings=_crossings(problem, events),
-        carried=_carried(problem, events),
+        crossings=crossings,
+        carried=carried,
         there=there,
         levels=((0.0, 0), *levels),
     )
@@ -389,36 +365,30 @@ def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
     return tuple(Span(**{**copy, "ready": copy["ready"] or copy["first"] + 1}) for copy in made)
 
 
-def _crossings(problem: Problem, events: list[Event]) -> tuple[Crossing, ...]:
-    """List the transfers, in the order in which they are asked for."""
-    found: list[Crossing] = []
+def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ...], tuple[LinkUse, ...]]:
+    """List the transfers as they are asked for, and the executions of ops on links as they are waited for."""
+    graph, crossings, carried = problem.graph, list[LinkUse](), list[LinkUse]()
     last: dict[int, int] = {}  # by value, the number of its last transfer
+    asked: dict[int, Event] = {}  # starts of ops that go on
+    never = events[-1].tick + 1
     for event in events:
-        step = event.step
+        step, waited = event.step, event.until - event.at
         if isinstance(step, (Send, Fetch)):
             v, back = step.value, isinstance(step, Fetch)
-            last[v] = len(found)
-            born, never = event.tick + (not back), events[-1].tick + 1
-            when = event.at, event.begin, event.end, 0.0, event.run, born, never
-            found.append(Crossing(v, problem.graph.values[v].name, int(problem.sizes[v]), back, *when))
+            last[v] = len(crossings)
+            name, size = graph.values[v].name, int(problem.sizes[v])
+            when = event.at, event.begin, event.end, event.run, event.tick + (not back), never
+            crossings.append(LinkUse("fetched" if back else "sent", v, name, size, *when))
         elif isinstance(step, Wait):
-            waited = event.until - event.at
-            found[last[step.value]] = replace(found[last[step.value]], waited=waited, died=event.tick + 1)
-    return tuple(found)
-
-
-def _carried(problem: Problem, events: list[Event]) -> tuple[Carried, ...]:
-    """List the executions of ops on links, started before or waited for at once."""
-    found, asked = list[Carried](), dict[int, Event]()
-    for event in events:
-        if isinstance(event.step, Start):
-            asked[event.step.op] = event
-        elif isinstance(event.step, Run) and (op := problem.graph.ops[event.step.op]).link:
-            when = asked.pop(event.step.op, event)
-            seconds = when.at, event.begin, event.end, event.until - event.at
-            after = max(0, when.run - (when is event))
-            found.append(Carried(event.step.op, op.name, op.link, *seconds, after, event.run))
-    return tuple(found)
+            crossings[last[step.value]] = replace(crossings[last[step.value]], waited=waited, died=event.tick + 1)
+        elif isinstance(step, Start):
+            asked[step.op] = event
+        elif isinstance(step, Run) and (op := graph.ops[step.op]).link:
+            start = asked.pop(step.op, event)  # it may be waited for at once
+            after = max(0, start.run - (start is event))
+            when = start.at, event.begin, event.end, after, start.tick, event.tick + 1
+            carried.append(LinkUse(op.link, step.op, op.name, 0, *when, waited, event.run))
+    return tuple(crossings), tuple(carried)
 
 
 def _best_ways(problem: Problem) -> dict[tuple[int, int | None], InPlace]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from checkmate.core.answer import Printed, Table
+from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.memory.arena import Arena, Counts
 from checkmate.units import format_bytes, format_seconds
 
@@ -43,20 +42,30 @@ class ArenaReport(Printed):
     rows: tuple[ArenaUse, ...]
     elsewhere: tuple[HostUse, ...] = ()
 
-    def records(self) -> list[dict[str, Any]]:
-        """List the arenas as dicts."""
-        return [asdict(row) for row in self.rows]
-
     def _title(self) -> str:
         return "" if self.rows else "No arena has served this step: PyTorch's allocator does."
 
     def _tables(self) -> Iterable[Table]:
         if self.rows:
-            heads = ("planned", "counted", "arena", "resident", "outside", "served", "fallbacks", "alive now", "steps")
-            yield Table(heads, [tuple(_cells(row)) for row in self.rows], heads)
+            yield table(_ARENAS, self.rows)
         if self.elsewhere:
-            of_host = ("second memory", "there", "sent", "fetched", "waited", "taken", "calls", "pending")
-            yield Table(of_host, [tuple(_host_cells(use)) for use in self.elsewhere], of_host[1:])
+            yield table(_HOSTS, self.elsewhere)
+
+
+_ARENAS = (
+    *(Column(name, name, format_bytes) for name in ("planned", "counted", "arena", "resident", "outside")),
+    Column("served", lambda use: f"{use.served} ({format_bytes(use.served_bytes)})", str),
+    Column("fallbacks", lambda use: f"{use.fallbacks} ({format_bytes(use.fallback_bytes)})", str),
+    Column("alive now", "alive", format_bytes),
+    Column("steps", "steps", str),
+)
+_HOSTS = (
+    Column("second memory", "where"),
+    *(Column(name, name, format_bytes) for name in ("there", "sent", "fetched")),
+    Column("waited", "waited", format_seconds),
+    Column("taken", "taken", format_bytes),
+    *(Column(name, name, str) for name in ("calls", "pending")),
+)
 
 
 def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaReport:
@@ -74,17 +83,3 @@ def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaR
         if (counts := arena.counts).steps
     ]
     return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)), tuple(elsewhere))
-
-
-def _cells(use: ArenaUse) -> Iterator[str]:
-    yield from map(format_bytes, (use.planned, use.counted, use.arena, use.resident, use.outside))
-    yield f"{use.served} ({format_bytes(use.served_bytes)})"
-    yield f"{use.fallbacks} ({format_bytes(use.fallback_bytes)})"
-    yield from (format_bytes(use.alive), str(use.steps))
-
-
-def _host_cells(use: HostUse) -> Iterator[str]:
-    yield use.where
-    yield from map(format_bytes, (use.there, use.sent, use.fetched))
-    yield format_seconds(use.waited)
-    yield from (format_bytes(use.taken), str(use.calls), str(use.pending))

@@ -214,15 +214,17 @@ def _strips(ax: Axes, heights: list[float]) -> list[Axes]:
 
 def _lanes(ax: Axes, line: Timeline) -> None:
     waits = False
-    for i, (lane, (fill, hatch)) in enumerate(zip(line.lanes, lane_styles(len(line.lanes)), strict=True)):
-        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": lane.name}
-        ax.broken_barh([(begin, end - begin) for begin, end in lane.bars], (i + 0.1, 0.8), **look)
-        if lane.waits:
+    for i, ((name, uses), (fill, hatch)) in enumerate(
+        zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
+    ):
+        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": name}
+        ax.broken_barh([(use.begin, use.end - use.begin) for use in uses], (i + 0.1, 0.8), **look)
+        if stalls := [use.stall for use in uses if use.waited]:
             look = {"facecolor": "none", "edgecolor": RED, "linewidth": 1.5, "label": "" if waits else "the step waits"}
-            ax.broken_barh([(begin, end - begin) for begin, end in lane.waits], (i + 0.03, 0.94), zorder=3, **look)
+            ax.broken_barh([(begin, end - begin) for begin, end in stalls], (i + 0.03, 0.94), zorder=3, **look)
             waits = True
     ax.set(ylim=(0, len(line.lanes)))
-    ax.set_yticks([i + 0.5 for i in range(len(line.lanes))], [lane.name for lane in line.lanes])
+    ax.set_yticks([i + 0.5 for i in range(len(line.lanes))], list(line.lanes))
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize="small")
 
 

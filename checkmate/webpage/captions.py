@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -122,22 +121,6 @@ def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
     yield "Gap", f"{solution.gap:.2%}", proof
 
 
-def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
-    """Further figures of the plan: name, figure and note."""
-    problem = solution.problem
-    yield "status", solution.status.label, solution.message or solution.status.meaning
-    yield "step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
-    yield "bound", format_seconds(solution.bound), "every schedule within the budget takes so long, proven"
-    if away := solution.elsewhere:
-        more = (
-            f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
-        )
-        yield "in the second memory", format_bytes(away.peak), more
-    if over := solution.runs_over:
-        yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
-    yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
-
-
 def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     """The facts of the problem: name and text."""
     problem, graph = solution.problem, solution.problem.graph
@@ -196,13 +179,16 @@ def links_text(solution: Solution, line: Timeline) -> str:
     """Describe the strips below the memory; empty if the plan uses no link."""
     if not line.lanes:
         return ""
-    back, ops = sum(one.back for one in line.crossings), Counter(op.link for op in line.carried)
-    sent = f"{_counted(len(line.crossings) - back, 'value')} sent to the second memory and {back:,} fetched"
-    lanes = [sent] * bool(line.crossings) + [f"{_counted(n, 'op')} on the link {name}" for name, n in ops.items()]
-    waits = ", framed where the step waits for one" if any(lane.waits for lane in line.lanes) else "; it waits for none"
+    counts, words = {name: len(uses) for name, uses in line.lanes.items()}, list[str]()
+    if line.crossings:
+        sent, back = counts.pop("sent"), counts.pop("fetched")
+        words = [f"{_counted(sent, 'value')} sent to the second memory and {back:,} fetched"]
+    words += [f"{_counted(count, 'op')} on the link {name}" for name, count in counts.items()]
+    waited = any(use.waited for uses in line.lanes.values() for use in uses)
+    waits = ", framed where the step waits for one" if waited else "; it waits for none"
     away = solution.elsewhere
     there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
-    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(lanes)}.{there}"
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(words)}.{there}"
 
 
 def schedule_text(solution: Solution) -> str:

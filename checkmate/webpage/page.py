@@ -109,7 +109,7 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
     said = {
         "summary": captions.summary(solution),
         "answer": list(captions.answer(solution)),
-        "figures": list(captions.figures(solution)),
+        "figures": [("status", solution.title), *solution.facts],
         "memory_text": captions.memory_text(solution, line),
         "links_text": captions.links_text(solution, line),
         "schedule_text": captions.schedule_text(solution),

@@ -1,25 +1,25 @@
-"""The data for the page's script, which becomes JSON: columns of numbers, and each repeated text once."""
+"""The data for the page's script, which becomes JSON: columns of numbers, tables, and each repeated text once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from checkmate.core.answer import Column
 from checkmate.core.graph import CodePlace
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
-from checkmate.inspection.peak import PeakExplanation, nth
+from checkmate.inspection.op_costs import OpCosts, costs_of
+from checkmate.inspection.peak import PRICES, PeakExplanation, nth
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
 from checkmate.plot.style import ROLE_STYLES, lane_styles
+from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.captions import ABOUT_ROLES
-from checkmate.webpage.page_tables import Cell, page_tables, stages_of
-
-if TYPE_CHECKING:
-    from checkmate.solvers.frontier import Row
 
 
 def page_data(
@@ -30,7 +30,7 @@ def page_data(
     assert solution.schedule is not None
     texts = _Texts()
     roles = line.by_role()
-    names = list(roles)
+    names, stages = list(roles), _stages_of(line)
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
     shown = {*sizes, *workspace, *line.there, *line.bytes.tolist()}
     shown.update(size for row in roles.values() for size in row.tolist())
@@ -63,7 +63,7 @@ def page_data(
         },
         "moments": {
             "op": [moment.op for moment in line.moments],
-            "stage": stages_of(line),
+            "stage": stages,
             "nth": [nth(moment.time + 1) if moment.time else "" for moment in line.moments],
             "begin": line.begins,
             "begins": [format_seconds(moment.begin) for moment in line.moments],
@@ -89,8 +89,14 @@ def page_data(
         },
         "frontier": None if rows is None else _frontier_data(solution, rows),
         "tables": [
-            {**table, "rows": [texts.cells(row) for row in table["rows"]]}
-            for table in page_tables(line, problem, peak, rows)
+            {
+                "id": f"table-{name}",
+                "title": title,
+                "heads": [(column.head, column.show is not None) for column in columns],
+                "rows": [[_cell(texts, column, row) for column in columns] for row in each],
+                "go": go,
+            }
+            for name, title, columns, each, go in _tables(line, problem, peak, rows, stages)
         ],
         "texts": list(texts),  # at last, when all are known: names and the cells of tables are indices of these
     }
@@ -103,8 +109,99 @@ class _Texts(dict[str, int]):
         self[text] = len(self)
         return self[text]
 
-    def cells(self, row: Sequence[Cell]) -> list[Any]:
-        return [self[cell] if isinstance(cell, str) else (self[cell[0]], cell[1]) for cell in row]
+
+def _cell(texts: _Texts, column: Column, row: Any) -> int | tuple[int, float | None]:
+    """The index of a cell's text, with the number that it sorts by unless it sorts by its text."""
+    text = texts[column.text(row)]
+    return text if column.show is None and column.sort is None else (text, column.key(row))
+
+
+PageTable = tuple[str, str, Sequence[Column], Sequence[Any], Sequence[int | None] | None]  # at last, moments to go to
+
+
+def _tables(
+    line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
+) -> Iterator[PageTable]:
+    """The tables in order: name, title, columns and rows. Of those that a plan may not have, the ones with rows."""
+    at_peak = [span.first for span in line.alive(peak.moment.index)]
+    yield "peak", f"Values at the peak ({len(peak)})", peak.columns, peak.held, at_peak
+    again, all_ops = _op_tables(line, problem, stages)
+    if again[-1]:
+        yield again
+    if peak.prices:
+        yield "prices", "What less or more memory would change", PRICES, peak.prices, None
+    when = (
+        Column("asked for after", lambda use: line.moments[use.after].name),
+        Column("begins", "begin", format_seconds),
+        Column("takes", lambda use: use.end - use.begin, format_seconds),
+        Column("waited for", "waited", format_seconds),
+    )
+    columns: Sequence[Column]
+    if moved := line.crossings:
+        columns = Column("value", "name"), Column("direction", "lane"), Column("bytes", "bytes", format_bytes), *when
+        yield "transfers", f"Transfers ({len(moved)})", columns, moved, [use.after for use in moved]
+    if carried := line.carried:
+        columns = Column("op", "name"), Column("link", "lane"), *when
+        yield "carried", f"Ops on links ({len(carried)})", columns, carried, [use.run for use in carried]
+    yield all_ops
+    if rows is not None:
+        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
+        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
+
+
+def _op_tables(line: Timeline, problem: Problem, stages: list[int]) -> tuple[PageTable, PageTable]:
+    """Two tables: ops that run again, with the price of that; and the costs of all ops, the most seconds first."""
+    ops, moments = costs_of(problem).rows, line.moments
+    runs: list[list[int]] = [[] for _ in ops]  # indices of moments
+    for moment in moments:
+        runs[moment.op].append(moment.index)
+
+    def more(op: OpCosts) -> int:
+        return len(runs[op.op]) - 1
+
+    def spent(op: OpCosts) -> float:
+        return len(runs[op.op]) * op.seconds
+
+    def before(op: OpCosts) -> str:
+        return ", ".join(ops[stages[i]].name for i in runs[op.op][1:])
+
+    def over(op: OpCosts) -> str:
+        return next((moments[i].over for i in runs[op.op] if moments[i].over), "")
+
+    names = Column("op", "name"), Column("computes", "target")
+    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
+    again = (
+        *names,
+        Column("times more", more, str),
+        Column("costs", lambda op: more(op) * op.seconds, format_seconds),
+        makes,
+        Column("before", before, sort=lambda op: stages[runs[op.op][1]]),
+        where,
+    )
+    costs = (
+        *names,
+        Column("of the", "phase"),
+        Column("runs", lambda op: len(runs[op.op]), str),
+        Column("each", "seconds", format_seconds),
+        Column("in all", spent, format_seconds),
+        Column("share", lambda op: spent(op) / line.seconds if line.seconds else "", "{:.2%}".format),
+        makes,
+        *[Column("written over", over)] * any(map(over, ops)),
+        Column("workspace", "workspace_bytes", format_bytes),
+        where,
+    )
+    dear = sorted((op for op in ops if more(op)), key=lambda op: -more(op) * op.seconds)
+    by_cost = sorted(ops, key=lambda op: -spent(op))
+    return (
+        ("again", f"What is run again ({len(dear)} ops)", again, dear, [runs[op.op][1] for op in dear]),
+        ("ops", f"Ops by cost ({len(ops)})", costs, by_cost, [runs[op.op][0] for op in by_cost]),
+    )
+
+
+def _stages_of(line: Timeline) -> list[int]:
+    """(N,) the stage of each execution; stage t ends with the first execution of op t."""
+    first = np.array([moment.time == 0 for moment in line.moments])
+    return (first.cumsum() - first).tolist()
 
 
 def _seen(line: Timeline, span: Span) -> tuple[int, int]:
@@ -118,8 +215,14 @@ def _links(line: Timeline) -> dict[str, Any]:
     there = {"levels": line.levels, "most": max(line.there), "bytes": line.there}
     return {
         "lanes": [
-            {"name": lane.name, "fill": fill, "hatch": hatch, "bars": lane.bars, "waits": lane.waits}
-            for lane, (fill, hatch) in zip(line.lanes, lane_styles(len(line.lanes)), strict=True)
+            {
+                "name": name,
+                "fill": fill,
+                "hatch": hatch,
+                "bars": [(use.begin, use.end) for use in uses],
+                "waits": [use.stall for use in uses if use.waited],
+            }
+            for (name, uses), (fill, hatch) in zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
         ],
         "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],

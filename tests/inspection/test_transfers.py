@@ -68,8 +68,8 @@ def test_a_timeline_by_hand() -> None:
     assert line.there == (4, 4, 4, 4, 0)
     assert line.levels == ((0.0, 0), (1.0, 4), (5.0, 0))
     sent, back = line.crossings
-    assert (sent.back, sent.begin, sent.end, sent.waited, sent.after) == (False, 1.0, 2.0, 0.0, 0)
-    assert (back.back, back.begin, back.end, back.waited, back.after) == (True, 3.0, 5.0, 1.0, 2)
+    assert (sent.lane, sent.begin, sent.end, sent.waited, sent.after) == ("sent", 1.0, 2.0, 0.0, 0)
+    assert (back.lane, back.begin, back.end, back.waited, back.after) == ("fetched", 3.0, 5.0, 1.0, 2)
 
 
 def test_what_is_fetched_between_two_ops_counts_with_what_is_there_then() -> None:

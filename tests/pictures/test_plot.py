@@ -514,7 +514,9 @@ def test_each_link_that_carries_ops_has_a_lane() -> None:
     assert [tick.get_text() for tick in lanes.get_yticklabels()] == ["gathers"]
     bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
     ends = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
-    assert ends == {"gathers": list(line.lanes[0].bars), "the step waits": list(line.lanes[0].waits)}
+    uses = line.lanes["gathers"]
+    stalls = [use.stall for use in uses if use.waited]
+    assert ends == {"gathers": [(use.begin, use.end) for use in uses], "the step waits": stalls}
 
 
 def test_without_transfers_there_are_no_strips() -> None:
