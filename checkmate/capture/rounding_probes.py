@@ -6,14 +6,14 @@ hundred elements. In half precision they show in one of 1e4 to 1e5, since the su
 made in pairs that are opposite, in any order among the others, and of sizes that are powers of two apart: the exact sum
 is zero, and what is left is what the order has rounded. Two orders then agree in
 
-    n terms      8     16     32     64    256
-    float32      0      0      0      0      0   of a hundred elements
-    float64     52     16      1      0      0
-    bfloat16    68     40      4      1      0
-    float16     44      9      1      0      0
+    n terms       8     16     32     64    256
+    float32       0      0      0      0    0-4   of a hundred elements, by the processor
+    float64      52     16      1      0      0
+    bfloat16  68-76  39-40   4-19    1-8    0-5
+    float16   44-56   9-17   1-13    0-7    0-4
 
-(`benchmarks/results/orders.jsonl`). An order differs in all elements of a block, a row or a column,
-not in one; and four inputs at least are tried.
+(`benchmarks/results/orders.jsonl`, with AVX-512 and AVX2). An order differs in all elements of a block, a row or a
+column, not in one; and four inputs at least are tried.
 
 Numbers are drawn on the host, so that they are the same for each device, `DRAWN` of a tensor at most, and repeated over
 its memory on the device. These tell two orders apart as all drawn ones would. The order in which an op sums depends on

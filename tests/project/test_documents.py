@@ -125,11 +125,11 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
 
 def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
     orders = [row for row in read(ROOT / "benchmarks" / "results" / "orders.jsonl") if row["case"] == "orders"]
-    shares = {(row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
+    shares = {(row["capability"], row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
     page = (DOCS / "loss.md").read_text()
+    kinds = [(on, kind) for on in ("AVX512", "AVX2") for kind in ("float32", "float64", "bfloat16", "float16")]
     for terms in {row["terms"] for row in orders}:
-        cells = " | ".join(shares[terms, kind] for kind in ("float64", "bfloat16", "float16"))
-        assert f"| {terms} | {cells} |" in page
+        assert f"| {terms} | {' | '.join(shares[on, terms, kind] for on, kind in kinds)} |" in page
 
 
 def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
