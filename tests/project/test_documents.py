@@ -123,6 +123,17 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     assert {*figures} <= written
 
 
+def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_rows() -> None:
+    rows = read(ROOT / "benchmarks" / "results" / "splits.jsonl")
+    before = {(row["network"], row["numerics"]): row for row in rows}
+    for name in {name for name, _ in before}:
+        exact, rounding = before[name, "exact"], before.get((name, "rounding"))
+        unit, kind = (1e6, ".1f} MB") if exact["measured"] else (1e9, ".2f} GB")
+        shown = [exact["before"], exact["after"], None if rounding is None else rounding["after"]]
+        cells = ["" if n is None else f"{{:{kind}".format(n / unit) for n in shown]
+        assert f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |") in FIGURES
+
+
 def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
     orders = [row for row in read(ROOT / "benchmarks" / "results" / "orders.jsonl") if row["case"] == "orders"]
     shares = {(row["capability"], row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
