@@ -248,7 +248,7 @@ def test_without_gradients_nothing_is_planned() -> None:
 
 
 def test_the_budget_may_stand_in_its_place() -> None:
-    assert checkmate.compile(lambda x: x, "1 MB")._backend.budget.total == 10**6
+    assert checkmate.compile(lambda x: x, "1 MB")._options.total == 10**6
 
 
 def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:

@@ -288,7 +288,7 @@ def test_what_is_given_wrongly_is_said_in_one_line(given: dict[str, Any], said: 
 
 def test_the_budget_may_stand_in_its_place() -> None:
     model = _model()
-    assert checkmate.training_step(_loss_of(model), _adamw(model), "1 GB")._budget.total == 10**9
+    assert checkmate.training_step(_loss_of(model), _adamw(model), "1 GB")._planner.total == 10**9
 
 
 def test_an_optimizer_that_the_step_does_not_reach() -> None:

@@ -308,7 +308,7 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
     A convolution chooses its kernel by them where they alone say whether images are stored channels last.
     """
     numbers = (*args[0].shape, *args[0].stride(), *result.shape, *result.stride())
-    if 1 not in result.shape or not all(isinstance(n, int) for n in numbers):
+    if not all(isinstance(n, int) for n in numbers) or 1 not in result.shape:
         return result
     with outside_tracing():
         view = op(torch.empty_strided(args[0].shape, args[0].stride(), device="meta"), result.shape)
