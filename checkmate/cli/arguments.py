@@ -107,7 +107,7 @@ def add_to(parser: argparse.ArgumentParser, names: Iterable[str], changed: Mappi
 
 
 def host_of(args: argparse.Namespace, known: Host | None = None) -> Host | None:
-    """The second memory asked for; what is not named of it is as in the known one.
+    """Read the second memory that options ask for; the known one gives the figures that they do not name.
 
     Raises:
         UsageError: if there are not one or two rates, or nothing names a budget or a rate.

@@ -183,7 +183,7 @@ def _columns(heights: Sequence[int], ends: Sequence[float]) -> list[tuple[int, f
 
 
 def record(row: Any) -> dict[str, Any]:
-    """The fields of a row as a dict, but for those that its `repr` leaves out, such as a solution."""
+    """List the fields of a row, without those that its `repr` leaves out, such as a solution."""
     return {field.name: getattr(row, field.name) for field in fields(row) if field.repr}
 
 

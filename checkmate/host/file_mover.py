@@ -178,9 +178,9 @@ def _open(folder: Path, nbytes: int) -> FileIO:
 
 
 def _find_alignment(fd: int, folder: Path) -> int:
-    """Have a file used past the page cache, and find by trying the alignment of addresses; 1: it cannot be.
+    """Use a file past the page cache, and find by trying the alignment that this asks of addresses; 1: it cannot be.
 
-    Not from the begin on, since to take its bytes may mean to write some of each block.
+    A file is opened without, since to take its bytes may mean to write some of each block.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

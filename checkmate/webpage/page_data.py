@@ -122,7 +122,7 @@ PageTable = tuple[str, str, Sequence[Column], Sequence[Any], Sequence[int | None
 def _tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
 ) -> Iterator[PageTable]:
-    """The tables in order: name, title, columns and rows. Of those that a plan may not have, the ones with rows."""
+    """Give the tables in order: name, title, columns, rows. Tables that a plan may lack come if they have rows."""
     at_peak = [span.first for span in line.alive(peak.moment.index)]
     yield "peak", f"Values at the peak ({len(peak)})", peak.columns, peak.held, at_peak
     again, all_ops = _op_tables(line, problem, stages)

@@ -85,7 +85,7 @@ def forget_inputs(graph: fx.Graph) -> None:
 
 
 def _can_forget(x: fx.Node, *others: fx.Node) -> bool:
-    """True if all are on the CPU, in one type, and x has one memory format, whatever strides say nothing of."""
+    """Whether all are on the CPU, in one type, and the strides of x leave no doubt of its memory format."""
     tensors = [n.meta["val"] for n in (x, *others)]
     alike = all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
     return alike and has_certain_format(tensors[0].shape, tensors[0].stride())
