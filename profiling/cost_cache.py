@@ -1,17 +1,15 @@
-"""Measured costs of ops kept on disk, for the next process and for other machines.
+"""Measured costs of ops kept on disk, for the next process (`checkmate.core.files`) and, in a file, for other machines.
 
-One JSON file for the same conditions (device, version of PyTorch, number of threads), in the folder of
-`checkmate.core.files`. Within it an op is known by what `checkmate.profiling.one_op.key_of` says: target, shapes,
-strides, types and other arguments. Several processes may write at once: each adds its ops to what it finds, under a
-lock, and replaces the file as a whole.
+An op is known by the conditions (device, version of PyTorch, number of threads, settings) and by what
+`checkmate.profiling.one_op.key_of` says: target, shapes, strides, types and other arguments.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +25,9 @@ from checkmate.errors import InvalidProblem
 log = logging.getLogger("checkmate.profiling")
 
 FORMAT = "checkmate-op-costs"
-WITHOUT_WAYS, WITHOUT_CHECKSUM, VERSION = 1, 2, 3  # of files: in those of the first nothing was tried over an argument
+VERSION = 4  # of files: in those of the first nothing was tried over an argument; some had a checksum
+MOST_FILE_BYTES = 2**28
+TABLE = "costs_1"  # on disk
 
 
 @dataclass(frozen=True)
@@ -81,28 +81,15 @@ class OpTable:
     name: str = field(default="the table", compare=False)  # in messages
 
 
-def path_of(conditions: Conditions) -> Path:
-    """The file of what was measured under these conditions.
-
-    >>> path_of(Conditions("cpu x/y z", "2.13.0+cpu", 2)).name
-    'cpu-x-y-z_torch-2.13.0-cpu_2-threads.json'
-    """
-    parts = (conditions.device, f"torch-{conditions.torch}", f"{conditions.threads}-threads", conditions.settings)
-    safe = [re.sub(r"[^\w.]+", "-", part, flags=re.ASCII).strip("-.") for part in parts if part]
-    return files.folder() / f"{'_'.join(safe)}.json"
-
-
 def read(path: str | os.PathLike[str]) -> OpTable:
     """Read a file of measured ops.
 
     Raises:
-        InvalidProblem: if it is no such file, or was changed.
+        InvalidProblem: if it is no such file.
         OSError: if it cannot be read.
     """
-    versions, what = (WITHOUT_WAYS, WITHOUT_CHECKSUM, VERSION), "table of measured ops"
-    document = files.read_json(Path(path), format=FORMAT, version=versions, what=what)
-    if document["version"] == VERSION:
-        document = files.without_checksum(document, path)
+    versions, what = range(1, VERSION + 1), "table of measured ops"
+    document = files.read_json(Path(path), format=FORMAT, versions=versions, what=what, most=MOST_FILE_BYTES)
     try:
         conditions = Conditions(**document["place"])
         if not isinstance(conditions.threads, int) or not all(
@@ -124,54 +111,61 @@ def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
     return OpCost(float(seconds), allocated, over)
 
 
+def _as_list(cost: OpCost | None) -> list[Any] | None:
+    """A cost as `_cost` takes it."""
+    return None if cost is None else [cost.seconds, cost.allocated_bytes, *cost.over.items()]
+
+
 def write(path: str | os.PathLike[str], table: OpTable) -> None:
     """Write a file of measured ops, at once: whoever reads meanwhile sees the old file or the new one.
 
     Raises:
         OSError: if it cannot be written.
     """
-    ops = {
-        key: None if cost is None else (cost.seconds, cost.allocated_bytes, *cost.over.items())
-        for key, cost in table.ops.items()
-    }
+    ops = {key: _as_list(cost) for key, cost in table.ops.items()}
     document = {"format": FORMAT, "version": VERSION, "place": asdict(table.conditions), "ops": ops}
-    files.write_json(Path(path), files.with_checksum(document), indent=0)
+    files.write_bytes(Path(path), json.dumps(document, allow_nan=False, indent=0).encode(), private=True)
 
 
-def load(conditions: Conditions) -> Costs:
-    """The ops measured under these conditions; none, with a warning, if the file is damaged or cannot be read."""
-    path = path_of(conditions)
+def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
+    """The costs of ops, by default all, on disk for these conditions; none, with a warning, if that fails."""
+    at = _prefix(conditions)
     try:
-        table = read(path)
-    except FileNotFoundError:
+        with files.rows(TABLE) as kept:
+            found = kept.beginning(at) if keys is None else kept.get(at + key for key in keys)
+    except OSError as error:
+        log.warning("Ops are measured anew: %s", error)
         return {}
-    except (InvalidProblem, OSError) as error:
-        log.warning("Ops are measured anew, and the file replaced: %s", error)
-        return {}
-    if table.conditions != conditions:
-        log.warning("Ops are measured anew, and the file replaced: %s was measured at %s.", path, table.conditions)
-        return {}
-    return table.ops
+    return {key.removeprefix(at): None if cost is None else _cost(*cost) for key, cost in found.items()}
 
 
 def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
-    """Add ops to the file of these conditions, and drop others; of an op the latest cost counts.
-
-    A warning says if the file cannot be written.
-    """
-    path = path_of(conditions)
+    """Add ops to what is on disk, and drop others; of an op the latest cost counts. A warning says if that fails."""
+    at = _prefix(conditions)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path):
-            known = {key: cost for key, cost in load(conditions).items() if key not in without}
-            write(path, OpTable(conditions, {**known, **ops}))
+        with files.rows(TABLE, write=True) as kept:
+            kept.drop(at + key for key in without)
+            kept.put({at + key: _as_list(cost) for key, cost in ops.items()})
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)
 
 
-def recall(all_conditions: Iterable[Conditions]) -> dict[OpKey, OpCost | None]:
-    """The costs measured under some conditions, from their files and from this process, which takes precedence."""
-    return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
+def _prefix(conditions: Conditions) -> str:
+    return f"{json.dumps(asdict(conditions))} "
+
+
+def recall(keys: Collection[OpKey]) -> dict[OpKey, OpCost | None]:
+    """The known costs of ops: those measured by this process take precedence over those on disk."""
+    found = {key: _known[key] for key in keys if key in _known}
+    for conditions in {at for at, _ in keys}:
+        missing = [key for at, key in keys if at == conditions and (at, key) not in found]
+        found |= {(conditions, key): cost for key, cost in load(conditions, missing).items()}
+    return found
+
+
+def all_known(conditions: Conditions) -> Costs:
+    """The costs of all ops measured under these conditions, on disk and by this process."""
+    return {**load(conditions), **{key: cost for (at, key), cost in _known.items() if at == conditions}}
 
 
 def ran_here(key: OpKey) -> bool:
@@ -187,7 +181,7 @@ def keep(costs: Mapping[OpKey, OpCost | None]) -> None:
 
 
 def drop(keys: Collection[OpKey]) -> None:
-    """Forget what was measured of some ops, here and in the files."""
+    """Forget what was measured of some ops, here and on disk."""
     for key in keys:
         _known.pop(key, None)
     for conditions in {conditions for conditions, _ in keys}:

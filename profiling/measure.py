@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from statistics import median, quantiles
 from types import MappingProxyType
@@ -48,7 +48,19 @@ from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, record_allocations
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_cache import OpCost, OpKey, OpTable, conditions_on, drop, keep, ran_here, recall, write
+from checkmate.profiling.cost_cache import (
+    OpCost,
+    OpKey,
+    OpTable,
+    all_known,
+    conditions_on,
+    drop,
+    keep,
+    load,
+    ran_here,
+    recall,
+    write,
+)
 from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
@@ -102,8 +114,7 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
     _refuse_other_devices(joint)
     keys = keys_of(joint)
     nodes = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    conditions = {at for at, _ in nodes}
-    known = recall(conditions) if cache else {}
+    known = recall(nodes) if cache else {}
     new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
     found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
     found |= _run({key: node for key, node in new.items() if key not in found}, known)
@@ -111,15 +122,15 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
         keep(found)
     known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
     where = {node: key[0] for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    costs_in = {at: {key: cost for (there, key), cost in known.items() if there == at} for at in conditions}
-    collectives = measured_collectives(joint.nodes, lambda node: costs_in[where[node]])
+    all_in = lru_cache(load)
+    collectives = measured_collectives(joint.nodes, lambda node: all_in(where[node])) if cache else {}
     # Say which ops have no measured cost, and why.
     lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
     large = [k for k, key in lacking.items() if key not in known]
     untried = [k for k, key in enumerate(keys) if key and not _is_tried(nodes[key], known.get(key))]
     if failed := sorted({target_name(nodes[key]) for k, key in lacking.items() if k not in large}):
         log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
-    source = "measured on " + " and ".join(sorted(map(str, conditions)))
+    source = "measured on " + " and ".join(sorted(map(str, {at for at, _ in nodes})))
     profile = fill(joint, [None if key is None else known.get(key) for key in keys], source, collectives)
     more = f", {len(large)} too large to run alone in the memory that was free" if large else ""
     more += f"; {len(untried)} too large to be tried over an input" if untried else ""
@@ -155,7 +166,7 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
     conditions = conditions_on(torch.device(device))
-    ops = {key: cost for (at, key), cost in recall([conditions]).items() if at == conditions}
+    ops = all_known(conditions)
     if not ops:
         raise Unsupported(f"Nothing has been measured on {conditions} yet: trace a step on this machine first.")
     write(path, OpTable(conditions, ops))

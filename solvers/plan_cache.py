@@ -8,26 +8,24 @@
 
 A gap that is smaller than what measured costs are off by gets less than all of the time, in proportion.
 
-What is found is kept on disk, so that the second start of a script need not plan again. One JSON file for each
-question: the graph's structure, its sizes, the costs and where they come from, the bytes that are resident, the budget,
-the method, and the version of checkmate that planned. A file holds what runs again as a list of (stage, op), what it
-was proven for, and how long was allowed to look for it. Nothing in it is believed: the plan passes the verifier and the
-simulator for today's problem before it is used, and the bound counts only for the very costs, sizes and bytes that it
-was proven for. A file that is damaged, or not the one it claims to be, is refused with a warning. The folder holds so
-many plans at most; those go first that were not used for longest.
+What is found is kept on disk (`checkmate.core.files`), so that the second start of a script need not plan again. One
+record for each question: the graph's structure, its sizes, the costs and where they come from, the bytes that are
+resident, the budget, the method, and the version of checkmate that planned. It holds what runs again as a list of
+(stage, op), what it was proven for, and how long was allowed to look for it. Nothing in it is believed: the plan passes
+the verifier and the simulator for today's problem before it is used, and the bound counts only for the very costs,
+sizes and bytes that it was proven for. A record that is damaged, or not the one it claims to be, is refused with a
+warning. So many plans are kept at most; those go first that were not used for longest.
 On the main path, 8 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,10 +54,9 @@ NEAR = 0.01  # of the room: a budget that differs by less is about the same
 LONGER = 5  # times as long is looked for a plan where none is found
 WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a second to begin
 BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
-FORMAT, VERSION = "checkmate-plan", 1
-MOST_PLANS, MOST_BYTES = 1000, 2**27  # on disk
-MOST_READ = 8  # files that are looked through for a plan to begin with, the last used first
-ABANDONED_SECONDS = 3600.0  # a half-written file of that age is of a process that died
+TABLE = "plans_1"  # on disk
+MOST_PLANS, MOST_BYTES = 1000, 2**27  # there
+MOST_READ = 8  # records that are looked through for a plan to begin with, the last used first
 
 
 def begin(
@@ -102,9 +99,9 @@ def begin(
         solution = known.certified(problem, budget)
         if solution is not None:
             used(request.question)
-            log.info("plan from %s: %s", request.question.path, solution)
+            log.info("plan on disk (%s): %s", request.question.key, solution)
             return replace(solution, seconds=clock.elapsed), None
-        log.warning("The plan in %s breaks the rules or the budget; planned anew.", request.question.path)
+        log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", request.question.key)
     records = relatives(request.question) if cache else []
     # Search for as long as is waited for; longer as long as there is no plan.
     spent = wait if early else request.limit
@@ -291,10 +288,10 @@ class Question:
         return self.budget - self.resident
 
     @property
-    def path(self) -> Path:
-        """The file of the answer. Those of one structure, and of one structure and sizes, begin alike."""
+    def key(self) -> str:
+        """The key of the answer on disk. Those of one structure, and of one structure and sizes, begin alike."""
         rest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
-        return folder() / f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}.json"
+        return f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}"
 
 
 @dataclass(frozen=True)
@@ -371,70 +368,70 @@ class Record:
             return None
 
 
-def folder() -> Path:
-    """The folder of the plans."""
-    return files.folder() / "plans"
-
-
 def lookup(question: Question) -> Record | None:
     """The answer to this very question; None, with a warning where there is reason for one, if there is none."""
-    record = _read_or_warn(question.path)
-    if record is not None and record.question != question:
-        log.warning("%s answers another question than its name says; planned anew.", question.path)
-        return None
-    return record
+    for record in _read(lambda kept: kept.get([question.key])):
+        if record.question == question:
+            return record
+        log.warning("The plan on disk (%s) answers another question; planned anew.", question.key)
+    return None
 
 
 def relatives(question: Question) -> list[Record]:
     """Plans of the same ops: those with the same sizes first, then others, in each the last used first."""
-    patterns = (f"{question.structure[:16]}-{question.sizes[:16]}-*.json", f"{question.structure[:16]}-*.json")
-    latest = [path for pattern in patterns for _, _, path in _by_age(pattern)[:MOST_READ]]
-    found = [_read_or_warn(path) for path in dict.fromkeys(latest) if path != question.path]
-    return [record for record in found if record is not None and record.question.structure == question.structure]
+    structure, sizes, _ = question.key.split("-")
+
+    def look(kept: files.Rows) -> dict[str, Any]:
+        return kept.beginning(f"{structure}-{sizes}-", MOST_READ) | kept.beginning(f"{structure}-", MOST_READ)
+
+    same_ops = [record for record in _read(look) if record.question.structure == question.structure]
+    return [record for record in same_ops if record.question != question]
 
 
 def used(question: Question) -> None:
     """Note that an answer was used, so that it stays."""
-    with contextlib.suppress(OSError):
-        os.utime(question.path)
+    with contextlib.suppress(OSError), files.rows(TABLE, write=True) as kept:
+        kept.note_use(question.key)
 
 
 def store(record: Record) -> None:
     """Keep an answer, together with the better parts of the known one; a warning says if that fails."""
-    path = record.question.path
+    key = record.question.key
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder() / "plans"):
-            with contextlib.suppress(InvalidProblem, OSError):  # what is damaged is replaced
-                known = read(path)
+        with files.rows(TABLE, write=True) as kept:
+            with contextlib.suppress(InvalidProblem, KeyError):  # what is damaged is replaced
+                known = from_document(kept.get([key])[key], "The plan on disk")
                 if known.question == record.question:
                     record = _merged(known, record)
-            files.write_json(path, as_document(record))
-            _prune()
+            kept.put({key: as_document(record)})
+            kept.prune(MOST_PLANS, MOST_BYTES)
     except OSError as error:
         log.warning("The plan is not kept for the next time: %s", error)
 
 
-def read(path: str | os.PathLike[str]) -> Record:
-    """Read a file.
-
-    Raises:
-        InvalidProblem: if it is no plan of checkmate, or was changed.
-        OSError: if it cannot be read.
-    """
-    return from_document(files.read_json(Path(path), format=FORMAT, version=VERSION, what="plan"), str(path))
+def _read(look: Callable[[files.Rows], dict[str, Any]]) -> Iterator[Record]:
+    """The records of some rows; a warning says which are none."""
+    try:
+        with files.rows(TABLE) as kept:
+            documents = look(kept)
+    except OSError as error:
+        log.warning("Plans on disk cannot be read: %s", error)
+        return
+    for key, document in documents.items():
+        try:
+            yield from_document(document, f"The record {key}")
+        except InvalidProblem as error:
+            log.warning("A plan on disk is refused: %s", error)
 
 
 def from_document(document: dict[str, Any], origin: str) -> Record:
-    """Take back what `as_document` made, and a file or another process kept; ``origin``: what to call that.
+    """Take back what `as_document` made, and the disk or another process kept; ``origin``: what to call that.
 
     Raises:
-        InvalidProblem: if it is no plan of checkmate, or was changed.
+        InvalidProblem: if it is no plan of checkmate.
     """
-    rest = files.without_checksum(document, origin)
     try:
-        fields = {name: value for name, value in rest.items() if name not in ("format", "version", "question")}
-        record = Record(Question(**rest["question"]), **fields)
+        record = Record(**{**document, "question": Question(**document["question"])})
         _check(record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
@@ -443,10 +440,10 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
 
 def as_document(record: Record) -> dict[str, Any]:
     """The record as JSON holds it."""
-    document = {"format": FORMAT, "version": VERSION, **asdict(record)}
+    document: dict[str, Any] = json.loads(json.dumps(asdict(record)))
     if not record.steps:
         del document["steps"], document["boundary"]
-    return files.with_checksum(document)
+    return document
 
 
 def _check(record: Record) -> None:
@@ -468,40 +465,8 @@ def _check(record: Record) -> None:
             raise ValueError(f"again has {(t, k)!r:.100}")
 
 
-def _read_or_warn(path: Path) -> Record | None:
-    try:
-        return read(path)
-    except FileNotFoundError:
-        return None
-    except (InvalidProblem, OSError) as error:
-        log.warning("A plan on disk is refused: %s", error)
-        return None
-
-
 def _merged(known: Record, new: Record) -> Record:
     """The cheaper plan, the better bound, the longer time."""
     best = new if new.cost <= known.cost else known
     bound = max((b for b in (known.bound, new.bound) if b <= best.cost), default=new.bound)
     return replace(best, bound=bound, time_limit=max(known.time_limit, new.time_limit))
-
-
-def _by_age(pattern: str) -> list[tuple[float, int, Path]]:
-    """Seconds since the epoch at which files were last used, and their bytes; the last used first."""
-    found = []
-    for path in folder().glob(pattern):
-        with contextlib.suppress(OSError):  # taken away just now
-            about = path.stat()
-            found.append((about.st_mtime, about.st_size, path))
-    return sorted(found, reverse=True)
-
-
-def _prune() -> None:
-    """Drop the plans not used for longest, beyond a number and bytes, and leftovers of processes that died."""
-    total = 0
-    for i, (_, size, path) in enumerate(_by_age("*.json")):
-        total += size
-        if i >= MOST_PLANS or total > MOST_BYTES:
-            path.unlink(missing_ok=True)
-    for written, _, path in _by_age(".*.tmp"):
-        if time.time() - written > ABANDONED_SECONDS:
-            path.unlink(missing_ok=True)

@@ -1,7 +1,10 @@
 """Files that several processes read and write at once: never half written, never run as code.
 
-They are in the user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names.
-Deleting them costs nothing but time.
+What the next process would find out again is kept in the user's cache folder, or in the folder that the environment
+variable ``CHECKMATE_CACHE_DIR`` names: costs of ops, plans and speeds of links in one SQLite database, with a table for
+each and a row for each key: a document as JSON, with a checksum, and when it was last used. A capture reads and writes
+the rows of its own ops only, however many there are. A row that was altered is left out with a warning, and a damaged
+database is removed. Deleting all of it costs nothing but time.
 """
 
 from __future__ import annotations
@@ -9,23 +12,30 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import os
 import secrets
-import stat
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import platformdirs
-from filelock import FileLock
 
 from checkmate.errors import InvalidProblem
 
-VARIABLE = "CHECKMATE_CACHE_DIR"
-LOCK_SECONDS = 10.0  # to wait for a lock: who holds one writes for milliseconds
-MOST_BYTES = 2**28  # of a file that is read
+try:
+    import sqlite3
+except ImportError:  # a Python that was built without it keeps nothing for the next time
+    sqlite3 = None  # type: ignore[assignment]
+
+log = logging.getLogger("checkmate")
+
+VARIABLE, DATABASE = "CHECKMATE_CACHE_DIR", "cache.sqlite"
+LOCK_SECONDS = 10.0  # to wait for another process, which writes for milliseconds
 
 
 def folder() -> Path:
@@ -33,36 +43,25 @@ def folder() -> Path:
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("checkmate", appauthor=False))
 
 
-def read_json(path: Path, *, format: str, version: int | tuple[int, ...], what: str) -> dict[str, Any]:
-    """Read what `write_json` wrote.
+# ---------------------------------------------------------------- files of a format
+
+
+def read_json(path: Path, *, format: str, versions: Collection[int], what: str, most: int) -> dict[str, Any]:
+    """Read a JSON document, unpacked if the file's name ends in ``.gz``.
 
     Args:
         path: of the file.
-        format: what it must say that it is, and its version.
-        version: the one that can be read, or those that can.
-        what: the same for a person, e.g. "table of measured ops".
+        format: what it must say that it is.
+        versions: those that can be read.
+        what: the format for a person, e.g. "table of measured ops".
+        most: bytes that are read, unpacked.
 
     Raises:
-        InvalidProblem: if it is no such file.
+        InvalidProblem: if it is no such file, or larger.
         OSError: if it cannot be read.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe would never end
-        raise InvalidProblem(f"{path} is no {what}: it is no file, or one of more than {MOST_BYTES:_} bytes.")
-    try:
-        document = json.loads(path.read_bytes(), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise InvalidProblem(f"{path} is not JSON: {error}") from None
-    return check_header(document, path, format=format, version=version, what=what)
-
-
-def read_bytes(path: Path, most: int) -> bytes:
-    """Read a file, unpacked if its name ends in ``.gz``, up to a limit of bytes.
-
-    Raises:
-        InvalidProblem: if that is more than ``most`` bytes, or does not unpack.
-        OSError: if it cannot be read.
-    """
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise InvalidProblem(f"{path} is no {what}: it is no file.")
     with path.open("rb") as file:
         try:
             raw = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(most + 1)
@@ -70,60 +69,25 @@ def read_bytes(path: Path, most: int) -> bytes:
             raise InvalidProblem(f"{path} is no gzip file: {error}") from None
     if len(raw) > most:
         raise InvalidProblem(f"{path} holds more than {most:_} bytes, and is not read.")
-    return raw
-
-
-def check_header(
-    document: Any, path: Path, *, format: str, version: int | tuple[int, ...], what: str
-) -> dict[str, Any]:
-    """The document, if it says that it is of this format and version.
-
-    Raises:
-        InvalidProblem: if it is not.
-    """
+    try:
+        document = json.loads(raw, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidProblem(f"{path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != format:
         raise InvalidProblem(f"{path} is no {what}: its 'format' is not {format!r}.")
-    versions = (version,) if isinstance(version, int) else version
     if document.get("version") not in versions:
         reads = " and ".join(map(str, versions))
         raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {reads}.")
     return document
 
 
-def with_checksum(document: dict[str, Any]) -> dict[str, Any]:
-    """The document as JSON holds it, with a checksum of all that it says."""
-    document = json.loads(json.dumps(document))  # tuples as lists, numbers as keys as text
-    return {**document, "checksum": hash_of(document)}
-
-
-def without_checksum(document: dict[str, Any], origin: str | os.PathLike[str]) -> dict[str, Any]:
-    """The document that `with_checksum` was given.
-
-    Raises:
-        InvalidProblem: if it says something else than then.
-    """
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    if document.get("checksum") != hash_of(rest):
-        raise InvalidProblem(f"{origin} is damaged: its checksum does not fit.")
-    return rest
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
 
 
 def hash_of(what: object) -> str:
     """SHA-256 of what JSON can hold."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
-
-
-def write_json(path: Path, document: dict[str, Any], *, indent: int | None = None) -> None:
-    """Write a file at once: whoever reads meanwhile sees the old file or the new one.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    write_bytes(path, json.dumps(document, allow_nan=False, indent=indent).encode(), private=True)
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
@@ -148,19 +112,95 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
         raise
 
 
+# ---------------------------------------------------------------- the database
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table, within one transaction."""
+
+    _database: sqlite3.Connection
+    _table: str
+
+    def get(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The documents of those keys that are there."""
+        chosen = f"SELECT key, text, checksum FROM {self._table} WHERE key = ?"
+        return self._intact(row for key in keys for row in self._database.execute(chosen, [key]))
+
+    def beginning(self, prefix: str, most: int = -1) -> dict[str, Any]:
+        """The documents whose key begins so, the last used first; so many at most."""
+        chosen = f"SELECT key, text, checksum FROM {self._table} WHERE key >= ? AND key < ? ORDER BY used DESC LIMIT ?"
+        return self._intact(self._database.execute(chosen, [prefix, f"{prefix}\U0010ffff", most]))
+
+    def put(self, documents: Mapping[str, Any]) -> None:
+        """Add documents, as the last used; of a key the latest counts."""
+        texts = [(key, json.dumps(document, allow_nan=False)) for key, document in documents.items()]
+        rows = [(key, text, hash_of([key, text]), time.time()) for key, text in texts]
+        self._database.executemany(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?, ?)", rows)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Remove rows, where they are there."""
+        self._database.executemany(f"DELETE FROM {self._table} WHERE key = ?", [[key] for key in keys])
+
+    def note_use(self, key: str) -> None:
+        """Have a row be the last used."""
+        self._database.execute(f"UPDATE {self._table} SET used = ? WHERE key = ?", [time.time(), key])
+
+    def prune(self, most: int, most_bytes: int) -> None:
+        """Remove the rows not used for longest, beyond a number and bytes of text."""
+        self._database.execute(
+            f"DELETE FROM {self._table} WHERE key IN (SELECT key FROM (SELECT key, row_number() OVER latest AS number,"
+            f" sum(length(text)) OVER latest AS total FROM {self._table} WINDOW latest AS (ORDER BY used DESC, key))"
+            " WHERE number > ? OR total > ?)",
+            [most, most_bytes],
+        )
+
+    def _intact(self, rows: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, text, checksum in rows:
+            if checksum == hash_of([key, text]):
+                found[key] = json.loads(text)
+            else:
+                log.warning("A damaged row of %s in %s is not believed: %.100s", self._table, folder() / DATABASE, key)
+        return found
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, among processes and threads. The lock of a process that died is free.
+def rows(table: str, *, write: bool = False) -> Iterator[Rows]:
+    """The rows of a table, made if missing: to be read at one moment, or to be read and written by nobody else.
+
+    Args:
+        table: its name, with a version of what its documents say.
+        write: whether rows are written.
 
     Raises:
-        OSError: if it cannot be had: after `LOCK_SECONDS`, or where the file system knows no locks.
+        OSError: if the database cannot be opened, read or written, or was damaged.
+
+    >>> import os, tempfile
+    >>> from unittest.mock import patch
+    >>> with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, CHECKMATE_CACHE_DIR=folder):
+    ...     with rows("squares_1", write=True) as kept:
+    ...         kept.put({"2": 4, "3": 9})
+    ...     with rows("squares_1") as kept:
+    ...         print(kept.get(["3", "4"]))
+    {'3': 9}
     """
-    lock = FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
+    if sqlite3 is None:
+        raise OSError("this Python was built without SQLite")
+    path = folder() / DATABASE
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # for this user alone
     try:
-        lock.acquire()
-    except NotImplementedError as error:
-        raise OSError(f"the file system of {path} knows no locks: {error}") from None
-    try:
-        yield
-    finally:
-        lock.release()
+        with closing(sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)) as database:
+            database.execute("PRAGMA synchronous = OFF")  # a loss of power may damage the file, which is noticed
+            database.execute(
+                f"CREATE TABLE IF NOT EXISTS {table} (key TEXT PRIMARY KEY, text TEXT, checksum TEXT, used REAL)"
+            )
+            with database:
+                database.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                yield Rows(database, table)
+    except sqlite3.DatabaseError as error:
+        if not isinstance(error, sqlite3.OperationalError):
+            path.unlink(missing_ok=True)
+        raise OSError(f"{path}: {error}") from None

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from checkmate.core.files import check_header, read_bytes
+from checkmate.core.files import read_json
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.core.host import Host
 from checkmate.core.inplace import InPlace, Saving, savings
@@ -339,14 +339,8 @@ class Problem:
             InvalidProblem: if the file is not such a file, is larger, or describes no valid problem.
             OSError: if it cannot be read.
         """
-        path = Path(path)
-        try:
-            document = json.loads(read_bytes(path, MOST_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        newer = isinstance(document, dict) and document.get("version") in NEWER
-        version = document["version"] if newer else VERSION
-        check_header(document, path, format=FORMAT, version=version, what="problem file")
+        path, what = Path(path), "problem file"
+        document = read_json(path, format=FORMAT, versions=(VERSION, *NEWER), what=what, most=MOST_BYTES)
         try:
             ops = tuple(map(_read_op, document["ops"]))
             graph = Graph(ops, tuple(Value(**value) for value in document["values"]), tuple(document["outputs"]))

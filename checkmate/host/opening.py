@@ -1,13 +1,13 @@
 """Open the second memory that a user names, ``host="file:/fast/disk"`` or ``"pinned"``, and measure copies to it.
 
 Bytes per second each way are measured once, on blocks like those that a step will send, and kept on disk: plans of the
-next start are the same then. One small JSON file for each place, that is the machine, its device and the folder, is
-beside the costs of ops (`checkmate.core.files`). Whoever measures at the same time takes what the first has written.
+next start are the same then. There is one record for each place, that is the machine, its device and the folder
+(`checkmate.core.files`). Whoever measures at the same time takes what the first has written.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import logging
 import math
@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from checkmate.core import files
+from checkmate.core.files import rows
 from checkmate.devices import is_here, kind_of
-from checkmate.errors import HostError, InvalidProblem
+from checkmate.errors import HostError
 from checkmate.host.store import BLOCK, Store, rounded
 
 log = logging.getLogger("checkmate.host")
 
-FORMAT, VERSION = "checkmate-links", 1
+TABLE = "links_1"  # on disk
 ROUNDS = 3  # of each measurement, whose median counts
 BLOCKS = (1 << 20, 16 << 20)  # bytes, where none are given
 LEAST = 1e-9  # seconds: below it no clock measures
@@ -167,12 +167,11 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
             "has: checkmate.trace(...).with_host(checkmate.Host(bytes, send, fetch)), rates in bytes per second."
         )
     place = _place(where, device)
-    path = files.folder() / "links" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
     if place not in _measured:
-        links = _read(path, place) if cache else None
+        links = _kept(place) if cache else None
         if links is None:
             links = _measure(where, device)
-            links = _first_of(path, place, links) if cache else links
+            links = _first_of(place, links) if cache else links
         _measured[place] = links
     return _measured[place]
 
@@ -194,17 +193,15 @@ def _measure(where: str, device: torch.device) -> Links:
     return links
 
 
-def _read(path: Path, place: str) -> Links | None:
-    """Read the kept links of a place; None, with a warning where there is reason for one, if there are none."""
+def _kept(place: str) -> Links | None:
+    """The kept links of a place; None, with a warning where there is reason for one, if there are none."""
     try:
-        document = files.read_json(path, format=FORMAT, version=VERSION, what="file of links")
-        links = _links(document["links"])
-    except FileNotFoundError:
-        return None
-    except (InvalidProblem, OSError, KeyError, TypeError, ValueError) as error:
+        with rows(TABLE) as kept:
+            found = kept.get([place])
+        return _links(found[place]) if found else None
+    except (OSError, TypeError, ValueError) as error:
         log.warning("The links to a second memory are measured anew: %s", error)
         return None
-    return links if document.get("place") == place else None
 
 
 def _links(kept: dict[str, Any]) -> Links:
@@ -218,16 +215,13 @@ def _links(kept: dict[str, Any]) -> Links:
     return links
 
 
-def _first_of(path: Path, place: str, links: Links) -> Links:
+def _first_of(place: str, links: Links) -> Links:
     """The links kept by the first process that measured; a warning says if nothing can be kept."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path):
-            known = _read(path, place)
-            if known is None:
-                document = {"format": FORMAT, "version": VERSION, "place": place, "links": asdict(links)}
-                files.write_json(path, document, indent=0)
+        with rows(TABLE, write=True) as kept:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                return _links(kept.get([place])[place])
+            kept.put({place: asdict(links)})
     except OSError as error:
         log.warning("What was measured of a second memory is not kept for the next time: %s", error)
-        return links
-    return known or links
+    return links

@@ -1,84 +1,275 @@
-"""Files that processes share: whole or not at all, one writer at a time, and nothing odd in the folder hangs a run."""
+"""Files and what is kept on disk: nothing is lost, damaged or odd files are refused, and none hangs a run."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkmate import InvalidProblem
 from checkmate.core import files
+from checkmate.core.files import DATABASE, rows
 
 
-def _read(path: Path) -> dict:
-    return files.read_json(path, format="f", version=3, what="thing")
+def _read(path: Path) -> dict[str, Any]:
+    return files.read_json(path, format="f", versions=[3], what="thing", most=2**20)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_document_is_read(tmp_path: Path) -> None:
     document = {"format": "f", "version": 3, "seconds": [0.1, 1e-300], "text": "π"}
-    files.write_json(tmp_path / "a.json", document)
-    assert _read(tmp_path / "a.json") == document
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    for name, packed in (("a.json", bytes), ("a.json.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(packed(json.dumps(document).encode()))
+        assert _read(tmp_path / name) == document
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": "g", "version": 3}', '{"format": "f"}', "[" * 10**6])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str) -> None:
+REFUSED = {
+    "": "not JSON",
+    "{": "not JSON",
+    "[]": "is no thing",
+    "3": "is no thing",
+    '{"format": "g", "version": 3}': "is no thing",
+    '{"format": "f"}': "this checkmate reads 3",
+    "[" * 10**6: "not JSON",
+    **{
+        f'{{"format": "f", "version": 3, "x": {number}}}': "not JSON"
+        for number in ("NaN", "Infinity", "-Infinity", "1" * 10_000)
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "says"), REFUSED.items(), ids=[text[:40] for text in REFUSED])
+def test_what_is_no_such_document_is_refused(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(InvalidProblem):
+    with pytest.raises(InvalidProblem, match=says):
         _read(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1" * 10_000])
-def test_what_is_no_number_is_refused(tmp_path: Path, number: str) -> None:
-    (tmp_path / "a.json").write_text(f'{{"format": "f", "version": 3, "x": {number}}}')
-    with pytest.raises(InvalidProblem, match="not JSON"):
-        _read(tmp_path / "a.json")
-
-
-def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b'{"format": "f", "version": 3, "x": "\xff\xfe"}')
-    with pytest.raises(InvalidProblem, match="not JSON"):
-        _read(tmp_path / "a.json")
-
-
-def test_a_pipe_a_folder_and_a_huge_file_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "huge.json").write_text(json.dumps({"format": "f", "version": 3}) + " " * 100)
-    monkeypatch.setattr(files, "MOST_BYTES", 100)
-    for name in ("pipe", "folder", "huge"):
-        with pytest.raises(InvalidProblem, match="is no file, or one of more than 100 bytes"):
-            _read(tmp_path / f"{name}.json")
+    (tmp_path / "huge.json").write_text(json.dumps({"format": "f", "version": 3}) + " " * 2**20)
+    (tmp_path / "bytes.json").write_bytes(b'{"format": "f", "version": 3, "x": "\xff\xfe"}')
+    (tmp_path / "half.json.gz").write_bytes(gzip.compress(b" " * 1000)[:-8])
+    said = {
+        "pipe.json": "it is no file",
+        "folder.json": "it is no file",
+        "huge.json": "holds more than 1_048_576 bytes",
+    }
+    for name, says in {**said, "bytes.json": "not JSON", "half.json.gz": "no gzip file"}.items():
+        with pytest.raises(InvalidProblem, match=says):
+            _read(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        _read(tmp_path / "none.json")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    files.write_json(tmp_path / "a.json", {"format": "f", "version": 3})
-    with pytest.raises(ValueError, match="JSON compliant"):
-        files.write_json(tmp_path / "a.json", {"x": float("nan")})
-    assert _read(tmp_path / "a.json") == {"format": "f", "version": 3}
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.write_bytes(tmp_path / "a", b"old")
+    monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        files.write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def _hold_and_die(path: Path) -> None:
-    with files.locked(path):
+DOCUMENTS: dict[str, Any] = {"one": [1.25e-6, 24], "two": {"a": 0.1}, "none": None, "π ' \0 \"": "text"}
+
+
+@pytest.fixture(autouse=True)
+def database(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder's database."""
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept" / DATABASE
+
+
+def _put(documents: dict[str, Any]) -> None:
+    with rows("things_1", write=True) as kept:
+        kept.put(documents)
+
+
+def _all() -> dict[str, Any]:
+    with rows("things_1") as kept:
+        return kept.beginning("")
+
+
+def test_what_is_put_is_got_exactly(database: Path) -> None:
+    assert _all() == {}
+    _put(DOCUMENTS)
+    assert _all() == DOCUMENTS
+    with rows("things_1") as kept:
+        assert kept.get(["none", "unknown", "one"]) == {"none": None, "one": [1.25e-6, 24]}
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            kept.put({"no number": float("nan")})
+    with rows("things_2") as kept:
+        assert kept.beginning("") == {}
+    assert [path.name for path in database.parent.iterdir()] == [DATABASE]
+    assert database.stat().st_mode & 0o077 == 0  # for this user alone
+
+
+def test_rows_are_replaced_and_dropped() -> None:
+    _put({"a": 1, "b": 2})
+    with rows("things_1", write=True) as kept:
+        kept.put({"a": 3})
+        kept.drop(["b", "unknown"])
+    assert _all() == {"a": 3}
+
+
+def test_what_begins_alike_comes_by_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    for key in ("ab-1", "ab-2", "a", "ab-3", "ac-1", "ab-2"):
+        _put({key: key})
+    with rows("things_1", write=True) as kept:
+        assert [*kept.beginning("ab-")] == ["ab-2", "ab-3", "ab-1"]
+        kept.note_use("ab-1")
+        assert [*kept.beginning("ab-", 2)] == ["ab-1", "ab-2"]
+        kept.prune(most=3, most_bytes=1000)
+        assert [*kept.beginning("")] == ["ab-1", "ab-2", "ac-1"]
+        kept.prune(most=3, most_bytes=len('"ab-1""ab-2"'))
+        assert [*kept.beginning("")] == ["ab-1", "ab-2"]
+
+
+def test_a_transaction_that_fails_changes_nothing() -> None:
+    _put(DOCUMENTS)
+    with pytest.raises(KeyError), rows("things_1", write=True) as kept:  # noqa: PT012  # the second call raises
+        kept.put({"one": "other"})
+        raise KeyError("of ours")
+    assert _all() == DOCUMENTS
+
+
+@pytest.mark.parametrize("content", [b"", b"SQLite format 3\0 and no more", b"[]" * 3000])
+def test_a_damaged_database_is_removed_with_an_error(content: bytes, database: Path) -> None:
+    database.parent.mkdir()
+    database.write_bytes(content)
+    if content:
+        with pytest.raises(OSError, match=r"cache\.sqlite: file is not a database"):
+            _all()
+        assert not database.exists()
+    _put(DOCUMENTS)
+    assert _all() == DOCUMENTS
+
+
+def test_half_a_database_gives_nothing_wrong(database: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever page is missing or overwritten: a key has the document that was put, or none."""
+    documents = {f"key {i}": i for i in range(500)}
+    _put(documents)
+    whole = database.read_bytes()
+    page = int.from_bytes(whole[16:18], "big")
+    assert len(whole) > 10 * page
+    lost = 0
+    for begin in range(0, len(whole), page):
+        for rest in (b"", b"\x5a" * page + whole[begin + page :]):
+            database.write_bytes(whole[:begin] + rest)
+            try:
+                found = _all()
+            except OSError:
+                found = {}
+            assert found.items() <= documents.items()
+            lost += len(found) < len(documents)
+    assert lost > 20
+
+
+def test_a_row_that_was_altered_is_left_out(database: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _put(DOCUMENTS)
+    with closing(sqlite3.connect(database)) as opened, opened:
+        opened.execute("UPDATE things_1 SET text = replace(text, '1.25e-06', '1.25e-09')")
+    assert _all() == {key: document for key, document in DOCUMENTS.items() if key != "one"}
+    assert "damaged row of things_1" in caplog.text
+    assert caplog.text.rstrip().endswith("one")
+
+
+def test_a_document_under_another_key_is_left_out(database: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _put(DOCUMENTS)
+    with closing(sqlite3.connect(database)) as opened, opened:
+        opened.execute("UPDATE things_1 SET key = 'three' WHERE key = 'two'")
+    assert "three" not in _all()
+    assert "damaged row of things_1" in caplog.text
+
+
+def _put_some(number: int) -> None:
+    for i in range(10):
+        with rows("things_1", write=True) as kept:
+            count = kept.get(["count"]).get("count", 0)
+            kept.put({f"process {number} key {i}": i, "count": count + 1})
+
+
+def test_many_processes_lose_nothing() -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_put_some, args=(number,)) for number in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert _all() == {f"process {n} key {i}": i for n in range(6) for i in range(10)} | {"count": 60}
+
+
+def _hold_and_die() -> None:
+    with rows("things_1", write=True) as kept:
+        kept.put({"half": 1})
         os._exit(0)
 
 
-def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_hold_and_die, args=(tmp_path / "a.json",))
+def test_who_dies_while_writing_leaves_what_was_there() -> None:
+    _put(DOCUMENTS)
+    process = multiprocessing.get_context("fork").Process(target=_hold_and_die)
     process.start()
     process.join(30)
     assert process.exitcode == 0
-    monkeypatch.setattr(files, "LOCK_SECONDS", 1.0)
-    with files.locked(tmp_path / "a.json"):
-        pass
+    assert _all() == DOCUMENTS
+    _put({"more": 1})
 
 
-@pytest.mark.long
-def test_a_lock_that_is_not_let_go_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    with files.locked(tmp_path / "a.json"), pytest.raises(OSError, match=r"a\.lock"), files.locked(tmp_path / "a.json"):
-        pass
+def test_whoever_writes_is_waited_for(database: Path) -> None:
+    _put({})
+    thread = threading.Thread(target=_put, args=(DOCUMENTS,))
+    with rows("things_1", write=True):
+        thread.start()
+        time.sleep(0.1)
+        assert thread.is_alive()
+    thread.join()
+    assert _all() == DOCUMENTS
+
+
+@pytest.mark.parametrize("case", ["locked", "no folder", "no SQLite"])
+def test_what_cannot_be_written_is_an_oserror(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, database: Path
+) -> None:
+    _put(DOCUMENTS)
+    if case == "locked":
+        monkeypatch.setattr(files, "LOCK_SECONDS", 0.01)
+        with rows("things_1", write=True), pytest.raises(OSError, match="database is locked"):
+            _put({"more": 1})
+    elif case == "no folder":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv(files.VARIABLE, str(tmp_path / "file"))
+        with pytest.raises(OSError, match="file"):
+            _put({"more": 1})
+    else:
+        monkeypatch.setattr(files, "sqlite3", None)
+        with pytest.raises(OSError, match="built without SQLite"):
+            _put({"more": 1})
+    monkeypatch.undo()
+    monkeypatch.setenv(files.VARIABLE, str(database.parent))
+    assert _all() == DOCUMENTS
+
+
+def test_a_folder_that_can_only_be_read_is_read(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image that many users start from."""
+    _put(DOCUMENTS)
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)
+    )
+    assert _all() == DOCUMENTS
+    with pytest.raises(OSError, match="readonly database"):
+        _put({"more": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from functools import partial
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from checkmate.core import files
+from checkmate.core.files import rows
 from checkmate.errors import HostError
 from checkmate.host import BLOCK, Links, known_links, measure, open_store, opening
 from checkmate.host.store import Store, Value, Wait
@@ -124,15 +124,14 @@ def test_without_the_cache_it_is_measured_anew_and_not_kept(folder: Path, monkey
 
 
 @pytest.mark.parametrize("wrong", [{"send": 0.0}, {"fetch": "fast"}, {"latency": -1.0}, {"more": 1}])
-def test_a_damaged_file_is_measured_anew_with_a_warning(
+def test_a_damaged_record_is_measured_anew_with_a_warning(
     folder: Path, wrong: dict[str, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _forget(monkeypatch)
     known_links("file:", CPU)
-    (path,) = (folder / "links").glob("*.json")
-    document = json.loads(path.read_text())
-    document["links"] |= wrong
-    path.write_text(json.dumps(document))
+    with rows(opening.TABLE, write=True) as kept:
+        ((place, document),) = kept.beginning("").items()
+        kept.put({place: document | wrong})
     other = Links(3e9, 4e9, shared=True, latency=1e-3)
     _forget(monkeypatch, other)
     assert known_links("file:", CPU) == other

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from checkmate.capture.sharded.collectives import exchange
 from checkmate.core import files
+from checkmate.core.files import DATABASE
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.profiling import measure, mesh
 from checkmate.profiling.cost_cache import Conditions, OpCost, conditions_on, load, store
@@ -65,8 +66,7 @@ def _rank(rank: int, meeting: str, out: str) -> None:
     found = measure_collectives(sizes=SIZES)
     kept = load(conditions_on(CPU))
     if rank:  # whose file is lost asks the first rank's, and does not measure alone
-        for path in Path(os.environ[files.VARIABLE]).glob("*.json"):
-            path.unlink()
+        Path(os.environ[files.VARIABLE], DATABASE).unlink()
     again = measure_collectives(sizes=SIZES[:2])
     anew = measure_collectives(sizes=SIZES[:1], cache=False)
     alone = [dist.new_group([r]) for r in (0, 1)][rank]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
-from checkmate.core.files import folder
+from checkmate.core.files import DATABASE, folder
 from checkmate.devices import CUDA
 from checkmate.profiling import measure
 from checkmate.profiling.cost_cache import OpTable, conditions_on, read, write
@@ -36,8 +36,8 @@ def _step(device: str = "cpu") -> tuple[object, Tensor]:
 def _there() -> tuple[checkmate.Problem, str]:
     """A step measured on "the cluster", and the table of its ops."""
     problem = checkmate.trace(*_step())
-    (found,) = folder().glob("*.json")
-    return problem, found.read_text()
+    export(folder() / "there.json")
+    return problem, (folder() / "there.json").read_text()
 
 
 def _measured(tmp_path: Path) -> tuple[checkmate.Problem, Path]:
@@ -135,8 +135,7 @@ def test_what_was_measured_is_exported(tmp_path: Path) -> None:
         export(tmp_path / "ops.json")
     step, x = _step()
     problem = checkmate.trace(step, x)
-    for found in folder().glob("*.json"):  # what this process measured is enough
-        found.unlink()
+    (folder() / DATABASE).unlink()  # what this process measured is enough
     export(tmp_path / "ops.json")
     assert checkmate.trace(step, x, profile=tmp_path / "ops.json").seconds.tolist() == problem.seconds.tolist()
     with pytest.raises(ValueError, match=r"ends in \.json, and .*ops' does not"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,7 +98,7 @@ def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
 def test_without_the_cache_all_is_anew(solves: list[dict]) -> None:
     budget = _between(_problem())
     plan(_problem(), budget, time_limit=5, cache=False)
-    assert not plan_cache.folder().exists()
+    assert not files.folder().exists()
     plan(_problem(), budget, time_limit=5)
     plan(_problem(), budget, time_limit=5, cache=False)
     assert [options.get("start") for options in solves] == [None] * 3
@@ -117,7 +116,7 @@ def test_every_method_has_its_own_plans(solves: list[dict]) -> None:
 def test_where_all_is_kept_nothing_is_written() -> None:
     problem = _problem()
     assert plan(problem, problem.keep_all_peak).status is Status.OPTIMAL
-    assert not plan_cache.folder().exists()
+    assert not files.folder().exists()
 
 
 def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: list[dict]) -> None:
@@ -220,7 +219,8 @@ def test_no_plan_is_no_plan_and_is_not_kept() -> None:
     solution = plan(problem, 10, time_limit=1)
     assert solution.status is Status.INFEASIBLE
     assert solution.refusal.min_budget > 10
-    assert not plan_cache.folder().exists()
+    with files.rows(plan_cache.TABLE) as kept:
+        assert kept.beginning("") == {}
 
 
 def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +232,7 @@ def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> Non
     for again in ((), ((pinned + 3, pinned),)):
         record = replace(Record.of(good, "auto", 100.0), again=again, bound=good.cost)
         question = record.question
-        question.path.unlink(missing_ok=True)
+        _drop(question)
         store(record)
         solution = plan(dags.gpt(2), budget, time_limit=2)
         _check(solution)
@@ -240,20 +240,25 @@ def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> Non
         assert solution.gap > 0 or solution.status is Status.OPTIMAL
         caplog.clear()
     elsewhere = replace(record, question=replace(question, budget=budget + 1))
-    question.path.unlink()
+    _drop(question)
     store(elsewhere)
     _check(plan(dags.gpt(2), budget, time_limit=2))
 
 
-def test_a_damaged_file_is_planned_anew_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def _drop(question: Question) -> None:
+    with files.rows(plan_cache.TABLE, write=True) as kept:
+        kept.drop([question.key])
+
+
+def test_a_damaged_record_is_planned_anew_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     problem = _problem()
     budget = _between(problem)
     first = plan(problem, budget, time_limit=5)
-    path = Question.of(problem, budget, "auto").path
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "cost": 1.0}))
+    key = Question.of(problem, budget, "auto").key
+    with files.rows(plan_cache.TABLE, write=True) as kept:
+        kept.put({key: {**kept.get([key])[key], "ops": "many"}})
     again = plan(_problem(), budget, time_limit=5)
-    assert "its checksum does not fit" in caplog.text
+    assert "A plan on disk is refused" in caplog.text
     assert again.cost == pytest.approx(first.cost)
     assert lookup(Question.of(problem, budget, "auto")) is not None
 

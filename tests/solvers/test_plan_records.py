@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from checkmate.core import files
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
 from checkmate.solvers import plan_cache
-from checkmate.solvers.plan_cache import Question, Record, lookup, read, relatives, store
+from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store
 from checkmate.solvers.solve import min_budget, solve
 
 PROBLEM = dags.resnet((1, 1, 1, 1))
@@ -97,13 +94,10 @@ def test_of_two_answers_the_better_parts_are_kept() -> None:
     assert lookup(QUESTION) == replace(RECORD, time_limit=9.0)
 
 
-def _changed(change: Callable[[dict[str, Any]], object], *, checksum: bool = True) -> str:
-    """The file of the plan with something else in it, signed anew or not."""
-    document = plan_cache.as_document(RECORD)
-    del document["checksum"]
-    signed = files.hash_of(document)
-    change(document)
-    return json.dumps({**document, "checksum": files.hash_of(document) if checksum else signed})
+def _keep(question: Question, document: object) -> None:
+    """Have the row of a question say something else."""
+    with files.rows(plan_cache.TABLE, write=True) as kept:
+        kept.put({question.key: document})
 
 
 T = len(PROBLEM.graph.ops)
@@ -122,62 +116,33 @@ WRONG: dict[str, object] = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_what_is_out_of_range_is_refused_though_signed(name: str, value: object) -> None:
-    path = QUESTION.path
-    path.parent.mkdir(parents=True)
-    path.write_text(_changed(lambda document: document.update({name: value})))
+def test_what_is_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidProblem):
-        read(path)
+        from_document({**as_document(RECORD), name: value}, "it")
 
 
 @pytest.mark.parametrize(("name", "value"), [("resident", -1), ("budget", 1.0), ("structure", 3), ("more", 1)])
 def test_a_question_that_is_none_is_refused(name: str, value: object) -> None:
-    path = QUESTION.path
-    path.parent.mkdir(parents=True)
-    path.write_text(_changed(lambda document: document["question"].update({name: value})))
+    document = as_document(RECORD)
     with pytest.raises(InvalidProblem):
-        read(path)
+        from_document({**document, "question": {**document["question"], name: value}}, "it")
 
 
-GOOD = json.dumps(plan_cache.as_document(RECORD))
-DAMAGED = {
-    "empty": "",
-    "half": GOOD[: len(GOOD) // 2],
-    "list": "[]",
-    "later": GOOD.replace('"version": 1', '"version": 2'),
-    "touched": _changed(lambda document: document.update(cost=RECORD.cost / 2), checksum=False),
-    "unsigned": json.dumps({k: v for k, v in json.loads(GOOD).items() if k != "checksum"}),
-    "deep": "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_refused_with_a_warning_and_replaced(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = QUESTION.path
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    with pytest.raises(InvalidProblem):
-        read(path)
+@pytest.mark.parametrize("document", [[], None, {}, {"question": {}}, {**as_document(RECORD), "cost": -1.0}])
+def test_a_damaged_record_is_refused_with_a_warning_and_replaced(
+    document: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    _keep(QUESTION, document)
     assert lookup(QUESTION) is None
-    assert "refused" in caplog.text
+    assert "A plan on disk is refused" in caplog.text
     assert relatives(replace(QUESTION, budget=BUDGET + 1)) == []
     store(RECORD)
     assert lookup(QUESTION) == RECORD
 
 
-def test_every_truncation_of_a_file_is_refused() -> None:
-    path = QUESTION.path
-    path.parent.mkdir(parents=True)
-    for length in range(0, len(GOOD), 37):
-        path.write_text(GOOD[:length])
-        with pytest.raises(InvalidProblem):
-            read(path)
-
-
-def test_a_file_under_another_name_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    store(RECORD)
+def test_a_record_in_another_row_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
     other = replace(QUESTION, budget=BUDGET * 2)
-    QUESTION.path.rename(other.path)
+    _keep(other, as_document(RECORD))
     assert lookup(other) is None
     assert "answers another question" in caplog.text
 
@@ -207,26 +172,19 @@ def test_where_nothing_can_be_written_a_warning_says_so(
 def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
     questions = [replace(QUESTION, budget=BUDGET + i) for i in range(4)]
-    for i, question in enumerate(questions[:3]):
+    for question in questions[:3]:
         store(replace(RECORD, question=question))
-        os.utime(question.path, (1e9 + i, 1e9 + i))
     plan_cache.used(questions[0])
     store(replace(RECORD, question=questions[3]))
-    assert [q.path.exists() for q in questions] == [True, False, True, True]
+    assert [lookup(q) is not None for q in questions] == [True, False, True, True]
 
 
-def test_the_bytes_on_disk_are_bounded_and_rests_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(2.5 * len(GOOD)))
-    store(RECORD)
-    abandoned, fresh = plan_cache.folder() / ".a.tmp", plan_cache.folder() / ".b.tmp"
-    for path, age in ((abandoned, 2 * plan_cache.ABANDONED_SECONDS), (fresh, 0.0)):
-        path.touch()
-        os.utime(path, (time.time() - age,) * 2)
-    for i in range(1, 6):
-        store(replace(RECORD, question=replace(QUESTION, budget=BUDGET + i)))
-    assert len(list(plan_cache.folder().glob("*.json"))) == 2
-    assert fresh.exists()
-    assert not abandoned.exists()
+def test_the_bytes_on_disk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(2.5 * len(json.dumps(as_document(RECORD)))))
+    questions = [replace(QUESTION, budget=BUDGET + i) for i in range(6)]
+    for question in questions:
+        store(replace(RECORD, question=question))
+    assert [lookup(q) is not None for q in questions] == [False] * 4 + [True] * 2
 
 
 def _store_and_read(number: int) -> None:
@@ -245,7 +203,6 @@ def test_many_processes_read_and_write_at_once(caplog: pytest.LogCaptureFixture)
         process.join(60)
         assert process.exitcode == 0
     assert lookup(QUESTION) == replace(RECORD, time_limit=5.0)
-    assert {path.suffix for path in plan_cache.folder().iterdir()} == {".json", ".lock"}
     assert caplog.text == ""
 
 
