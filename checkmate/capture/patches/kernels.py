@@ -64,7 +64,11 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
     """Drop out as eager PyTorch: the tensor itself at p = 0, a product without a draw at p = 1."""
     if not train or p == 0 or x.numel() == 0:
         return x
-    return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else decompositions.dropout(x, p, train)
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    if x.is_complex():  # decomposed with other draws than the kernel's
+        return x * torch.empty_like(x, dtype=x.dtype.to_real()).bernoulli_(1 - p).div_(1 - p)
+    return decompositions.dropout(x, p, train)
 
 
 class _Products(TorchDispatchMode):

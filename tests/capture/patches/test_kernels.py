@@ -50,6 +50,10 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "every second column of matrices times a vector": lambda x: x[..., ::2] @ torch.linspace(0, 1, 4),
     "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
     "dropout of nothing": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.0),
+    "dropout of complex numbers": lambda x: (
+        F.dropout(torch.complex(x, x.cos()).transpose(1, 3), 0.4).abs()
+        + F.dropout(x.transpose(1, 3).cfloat(), 0.3).real
+    ),
     "dropout in evaluation": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.5, training=False),
     "linear algebra": lambda x: (
         torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
@@ -72,9 +76,11 @@ def test_same_bits_as_eager(name: str) -> None:
     torch.manual_seed(0)
     found = compiled(x)
     (grad,) = torch.autograd.grad(found, x)
+    state = torch.get_rng_state()
     torch.manual_seed(0)
     expected = step(x)
     assert_same_bits(found, expected)
+    assert_same_bits(state, torch.get_rng_state())
     assert_same_bits(grad, torch.autograd.grad(expected, x)[0])
 
 
