@@ -150,11 +150,11 @@ def test_a_changed_answer_is_refused(ask: Ask, monkeypatch: pytest.MonkeyPatch) 
     follow = ranks._follow
 
     def changed(document: dict[str, Any], *args: Any) -> Any:
-        document["record"]["bound"] *= 0.5
+        document["record"]["bound"] = 2 * document["record"]["cost"]
         return follow(document, *args)
 
     monkeypatch.setattr(ranks, "_follow", changed)
-    with pytest.raises(checkmate.InvalidProblem, match="The plan of rank 0 is damaged"):
+    with pytest.raises(checkmate.InvalidProblem, match="The plan of rank 0 is no valid plan"):
         ask(1, Planner(PROBLEM))
 
 
