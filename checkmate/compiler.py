@@ -197,15 +197,15 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def new_backend(planner: Planner, elsewhere: SecondMemories | None, updates: Insert | None = None) -> Backend:
-    """Make the backend of a step, with its updates if these are part of it; ``elsewhere``: where values may wait."""
+def new_backend(planner: Planner, second_memories: SecondMemories | None, updates: Insert | None = None) -> Backend:
+    """Make the backend of a step, with its updates if these are part of it."""
     options = planner.options
     return Backend(
         planner,
         profile=options.costs,
         new_arena=arenas(options.memory, cache=options.cache),
         updates=updates,
-        elsewhere=elsewhere,
+        second_memories=second_memories,
         overlap=options.overlap,
     )
 
@@ -241,9 +241,9 @@ class Planned:
 
     def memory(self) -> ArenaReport:
         """Report on the arenas and the second memory in the last step; it prints as a table."""
-        elsewhere = self._backends[0].elsewhere  # all of a step have one
+        second_memories = self._backends[0].second_memories  # all of a step have one
         arenas = (arena for backend in self._backends for arena in backend.arenas)
-        return report(arenas, () if elsewhere is None else elsewhere.uses())
+        return report(arenas, () if second_memories is None else second_memories.uses())
 
 
 class CompiledStep(Planned, Generic[P, R]):
@@ -251,7 +251,7 @@ class CompiledStep(Planned, Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
         self._fn, self._options = fn, options
-        self._backend = new_backend(Planner(options), options.elsewhere) if backend is None else backend
+        self._backend = new_backend(Planner(options), options.second_memories) if backend is None else backend
         self._backends, self._verify = [self._backend], options.verify
         self._run = CaptureCache(fn, self._backend, options.max_plans)
         if self._verify is None and not is_tried():

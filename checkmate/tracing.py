@@ -92,7 +92,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             _planned_on(costs, fakes) if fakes else nullcontext(),
         ):
             backend = Backend(taken, _stop, costs)
-            backend.updates, backend.elsewhere = updates, options.elsewhere
+            backend.updates, backend.second_memories = updates, options.second_memories
             backend.overlap = options.overlap
             capture(fn, backend)(*args, **kwargs)
     except _Captured:

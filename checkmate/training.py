@@ -186,7 +186,7 @@ class TrainingStep(Planned):
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
-        self._elsewhere, self._planner = options.elsewhere, Planner(options)  # of both kinds of calls
+        self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
@@ -196,7 +196,7 @@ class TrainingStep(Planned):
         inserts = [self.inserts]
         if self._accumulate > 1:
             inserts.insert(0, Insert(self._updates, last=False))  # of all calls of an update but the last
-        self._backends = [new_backend(self._planner, self._elsewhere, insert) for insert in inserts]
+        self._backends = [new_backend(self._planner, self._second_memories, insert) for insert in inserts]
         self._steps = [CompiledStep(self.loss_fn, self._options, backend) for backend in self._backends]
 
     @property

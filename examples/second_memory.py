@@ -34,7 +34,7 @@ print(f"plain PyTorch takes {format_bytes(plain)} for a step")
 compiled = checkmate.compile(loss_fn, budget=0.5 * plain, host_budget="100 MB", time_limit=5)  # this line
 step(compiled)  # captures, measures and plans
 use = measure_peak(lambda: step(compiled))
-sent = sum(use.sent for use in compiled.memory().elsewhere)
+sent = sum(use.sent for use in compiled.memory().second_memories)
 print(
     f"planned are {format_bytes(compiled.plans[0].peak or 0)}; {format_bytes(sent)} wait in a file, the rest runs again"
 )

@@ -116,7 +116,7 @@ class Backend:
     profile: Source = MEASURE  # of the costs of ops
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     updates: Insert | None = None  # of parameters, that are part of the step
-    elsewhere: SecondMemories | None = None  # where values may wait
+    second_memories: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
 
     running: list[SwappablePlan] = field(default_factory=list)  # the training graphs, in the order of capture
@@ -323,7 +323,7 @@ class _Compilation:
         unread = made + unread_bytes(reach, self.known, device, block_bytes)
         allocated = None if fakes else allocated_on(device)
         limit = self._find_budget(module.graph, device, fakes=fakes)
-        second_memory = None if backend.elsewhere is None else backend.elsewhere.on(device)
+        second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
         def pose(joint: Joint) -> Problem:
             problem = problem_of(joint, backend.profile, tried=fakes or backend.measures)

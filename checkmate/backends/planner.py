@@ -183,7 +183,7 @@ class Options:
         return count
 
     @property
-    def elsewhere(self) -> SecondMemories | None:
+    def second_memories(self) -> SecondMemories | None:
         """The second memory of one step, in which values may wait; None: there is none."""
         return SecondMemories(self.host, self.host_bytes, cache=self.cache) if self.host_bytes else None
 

@@ -14,10 +14,10 @@ from checkmate.core.solution import Solution
 def solution_record(solution: Solution) -> dict[str, Any]:
     """A solution as plain data: bytes, seconds, and what runs again how often."""
     s = solution
-    elsewhere: dict[str, float] = {}  # bytes, and seconds of the step in which a transfer is waited for
-    if away := s.elsewhere:
-        elsewhere = {"values": away.values, "peak": away.peak, "transfers": len(away.timing.transfers)}
-        elsewhere |= {"waited": away.waited, "hidden": away.timing.hidden}
+    second_memory: dict[str, float] = {}  # bytes, and seconds of the step in which a transfer is waited for
+    if away := s.second_memory:
+        second_memory = {"values": away.values, "peak": away.peak, "transfers": len(away.timing.transfers)}
+        second_memory |= {"waited": away.waited, "hidden": away.timing.hidden}
     again = {} if s.schedule is None else enumerate(s.schedule.recomputed.tolist())
     return {
         "status": s.status.label,
@@ -37,7 +37,7 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "runs_over": s.runs_over,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
         **({"host": asdict(s.problem.host)} if s.problem.host is not None else {}),
-        **({"elsewhere": elsewhere} if s.elsewhere is not None else {}),
+        **({"second_memory": second_memory} if s.second_memory is not None else {}),
         **({"splits": list(s.problem.splits)} if s.problem.splits else {}),
         **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
         **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),

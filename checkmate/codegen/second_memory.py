@@ -66,7 +66,7 @@ class Call:
     store: Store  # for this call alone
     home: SecondMemory
     is_over: str = ""  # why nothing can be had from it any more
-    there: int = 0  # bytes
+    host_bytes: int = 0
     host_peak: int = 0
     sent: int = 0
     fetched: int = 0

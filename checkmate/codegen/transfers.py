@@ -65,8 +65,8 @@ def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     ]
     call.bytes[v] = storage.nbytes()
     call.sent += storage.nbytes()
-    call.there += storage.nbytes()
-    call.host_peak = max(call.host_peak, call.there)
+    call.host_bytes += storage.nbytes()
+    call.host_peak = max(call.host_peak, call.host_bytes)
     return token
 
 
@@ -109,7 +109,7 @@ def drop(token: torch.Tensor, v: int) -> torch.Tensor:
     call = _at_work(token)
     if call.kept.pop(v, None) is None:
         call.store.drop(v)
-        call.there -= call.bytes.pop(v)
+        call.host_bytes -= call.bytes.pop(v)
         del call.layouts[v]
     return token
 

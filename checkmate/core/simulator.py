@@ -325,7 +325,7 @@ class _Links:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.going: dict[int, Send | Fetch] = {}  # value -> its transfer that nobody has waited for
-        self.there: set[int] = set()
+        self.in_host: set[int] = set()
 
     def follow(self, step: Send | Fetch | Wait | Drop, at_hand: set[int]) -> Iterator[str]:
         """Faults of a step about transfers, which then counts as done."""
@@ -344,19 +344,19 @@ class _Links:
         if isinstance(step, Send):
             if v not in at_hand or value.producer is None:
                 yield f"sends {value.name}, which is not at hand"
-            if v in self.there:
+            if v in self.in_host:
                 yield f"sends {value.name}, of which a copy is there"
             if v in self.problem.graph.only_here:
                 yield f"sends {value.name}, which others hold"
             if v in self.problem.limits.recomputed:
                 yield f"sends {value.name}, which a rule has made again in the backward"
             self.going[v] = step
-            self.there.add(v)
+            self.in_host.add(v)
             return
-        if v not in self.there:
+        if v not in self.in_host:
             yield f"asks for {value.name}, of which no copy is there"
         if isinstance(step, Drop):
-            self.there.discard(v)
+            self.in_host.discard(v)
             return
         if v in at_hand:
             yield f"fetches {value.name}, which is at hand"
@@ -374,5 +374,5 @@ class _Links:
 
     def left(self) -> Iterator[str]:
         """List the transfers and copies that are left when the step ends."""
-        for v in sorted({*self.going, *self.there}):
+        for v in sorted({*self.going, *self.in_host}):
             yield f"{self.problem.graph.values[v].name} is on a link or in the second memory when the step ends"

@@ -52,7 +52,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class SecondMemoryUse:
     """The values of a plan that wait in a second memory."""
 
     values: int  # how many
@@ -130,12 +130,12 @@ class Solution:
         return 0 if self.plan is None else self.plan.runs_over
 
     @cached_property
-    def elsewhere(self) -> Elsewhere | None:
+    def second_memory(self) -> SecondMemoryUse | None:
         """The values in the second memory; None if the plan sends nothing."""
         if self.plan is None or not self.plan.sent:
             return None
         peak = simulate(self.plan, self.problem).host_peak
-        return Elsewhere(len(self.plan.sent), peak, timing(self.plan, self.problem))
+        return SecondMemoryUse(len(self.plan.sent), peak, timing(self.plan, self.problem))
 
     @cached_property
     def modules(self) -> Any:
@@ -188,8 +188,8 @@ class Solution:
             if "halved" in self.details:
                 more, seconds = self.details["halved"]
                 facts.append(("with more", f"{format_bytes(more)}: half of that at most, {format_seconds(seconds)}"))
-            if self.elsewhere is not None:
-                facts.append(("elsewhere", str(self.elsewhere)))
+            if self.second_memory is not None:
+                facts.append(("transfers", str(self.second_memory)))
             if over := self.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         if self.problem.profile.estimated:

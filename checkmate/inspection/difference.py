@@ -85,7 +85,7 @@ class Difference(Printed):
         yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({signed(high - low, format_bytes)})"
         if a.runs_over or b.runs_over:
             yield "in place", f"{a.runs_over} to {b.runs_over} runs write over an input"
-        if a.elsewhere is not None or b.elsewhere is not None:
+        if a.second_memory is not None or b.second_memory is not None:
             for word, sent in (("sends", _gained(self.sent)), ("sends no more", _lost(self.sent))):
                 size = format_bytes(sum(abs(row.bytes) for row in sent))
                 yield word, f"{len(sent)} values, {size}" if sent else "no value"

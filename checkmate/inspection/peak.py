@@ -73,7 +73,7 @@ class PeakExplanation(Listed[Held]):
     top: int = 10  # how many values are printed
     not_over: str = ""  # what the op could write over if it were not kept, in words
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
-    there: int | None = None  # the most bytes in the second memory about then; None: there is none
+    host_bytes: int | None = None  # the most bytes in the second memory about then; None: there is none
 
     listed: ClassVar = "held"  # for `records`
 
@@ -87,7 +87,7 @@ class PeakExplanation(Listed[Held]):
             Column("role", "role"),
             Column("needed next by", _next_use, sort="next_in"),
             Column("dropping costs", lambda row: row.why_not or _seconds(row.drop_seconds), sort="drop_seconds"),
-            *([] if self.there is None else [sending]),
+            *([] if self.host_bytes is None else [sending]),
             Column("where", "where"),
         )
 
@@ -104,8 +104,8 @@ class PeakExplanation(Listed[Held]):
             if on_link := [row for row in self.held if row.moving == moving]:
                 of = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
                 yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
-        if self.there is not None:
-            yield "elsewhere", f"{format_bytes(self.there)} in the second memory"
+        if self.host_bytes is not None:
+            yield "second memory", format_bytes(self.host_bytes)
         if self.resident:
             parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
             yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
@@ -216,8 +216,8 @@ def explain_peak(
     best = _better(solution, [answer for _, answer in asked])
     bought = tuple(price for price, _ in asked)
     about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line), best)
-    there = None if solution.problem.host is None else line.there[moment.index]
-    return PeakExplanation(held, bought, *about, there)
+    host_bytes = None if solution.problem.host is None else line.host_bytes[moment.index]
+    return PeakExplanation(held, bought, *about, host_bytes)
 
 
 def _not_over(solution: Solution, line: Timeline) -> str:

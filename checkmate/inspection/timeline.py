@@ -129,7 +129,7 @@ class Timeline:
     workspaces: np.ndarray  # (N,) int64: of these bytes, workspace, of the op that runs and of those on links
     crossings: tuple[LinkUse, ...] = ()  # transfers, in the order in which they are asked for
     carried: tuple[LinkUse, ...] = ()  # executions of ops on links, in the order in which they are waited for
-    there: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
+    host_bytes: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
     levels: tuple[tuple[float, int], ...] = ()  # (seconds, bytes there from then on)
 
     @cached_property
@@ -249,7 +249,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         raise ValueError("The plan runs nothing: it has no timeline.")
     moments, ticks, workspaces = _moments(plan, problem, events)
     crossings, carried = _link_uses(problem, events)
-    there = tuple(max(event.host_bytes for event in group) for group in _by_run(events))
+    host_bytes = tuple(max(event.host_bytes for event in group) for group in _by_run(events))
     levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
         moments=moments,
@@ -261,7 +261,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         workspaces=np.array(workspaces, dtype=np.int64),
         crossings=crossings,
         carried=carried,
-        there=there,
+        host_bytes=host_bytes,
         levels=((0.0, 0), *levels),
     )
 

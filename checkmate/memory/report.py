@@ -26,7 +26,7 @@ class HostUse:
     """The use of a second memory by the call that ended last; all but counts and seconds in bytes."""
 
     where: str  # "file:/fast/disk", "pinned"
-    there: int  # of values that were elsewhere, at most at once
+    peak: int  # of the values that waited in it, at most at once
     sent: int
     fetched: int
     waited: float  # seconds that the step waited for copies; on CUDA its device does, which is not seen here
@@ -40,7 +40,7 @@ class ArenaReport(Printed):
     """A row for each arena of a step that has served something, and for each second memory."""
 
     rows: tuple[ArenaUse, ...]
-    elsewhere: tuple[HostUse, ...] = ()
+    second_memories: tuple[HostUse, ...] = ()
 
     def _title(self) -> str:
         return "" if self.rows else "No arena has served this step: PyTorch's allocator does."
@@ -48,8 +48,8 @@ class ArenaReport(Printed):
     def _tables(self) -> Iterable[Table]:
         if self.rows:
             yield table(_ARENAS, self.rows)
-        if self.elsewhere:
-            yield table(_HOSTS, self.elsewhere)
+        if self.second_memories:
+            yield table(_HOSTS, self.second_memories)
 
 
 _ARENAS = (
@@ -61,14 +61,14 @@ _ARENAS = (
 )
 _HOSTS = (
     Column("second memory", "where"),
-    *(Column(name, name, format_bytes) for name in ("there", "sent", "fetched")),
+    *(Column(name, name, format_bytes) for name in ("peak", "sent", "fetched")),
     Column("waited", "waited", format_seconds),
     Column("taken", "taken", format_bytes),
     *(Column(name, name, str) for name in ("calls", "pending")),
 )
 
 
-def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaReport:
+def report(arenas: Iterable[Arena], second_memories: Iterable[HostUse] = ()) -> ArenaReport:
     """Report on arenas, the largest first, and second memories."""
     uses = [
         ArenaUse(
@@ -82,4 +82,4 @@ def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaR
         for arena in arenas
         if (counts := arena.counts).steps
     ]
-    return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)), tuple(elsewhere))
+    return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)), tuple(second_memories))

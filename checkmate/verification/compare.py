@@ -145,11 +145,14 @@ def compare_with_plain(
     foretold = None
     if followed is not None:
         check_peak(resident + found.use.peak, followed, device, backend.limit(followed))
-        if followed.plan is not None and followed.plan.sent and backend.elsewhere is not None:
-            there, said = backend.elsewhere.on(device).use.there, simulate(followed.plan, followed.problem).host_peak
-            if there > said:
+        if followed.plan is not None and followed.plan.sent and backend.second_memories is not None:
+            held, said = (
+                backend.second_memories.on(device).use.peak,
+                simulate(followed.plan, followed.problem).host_peak,
+            )
+            if held > said:
                 raise VerificationError(
-                    f"{exact_bytes(there)} waited in the second memory at once, and not {exact_bytes(said)} as "
+                    f"{exact_bytes(held)} waited in the second memory at once, and not {exact_bytes(said)} as "
                     "foretold. Please report this."
                 )
         if found.use.began is not None:

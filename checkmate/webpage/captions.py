@@ -76,7 +76,7 @@ def _beside_in_words(solution: Solution) -> str:
 
 def _elsewhere_in_words(solution: Solution) -> str:
     """The values in the second memory, with a space behind; empty if there are none."""
-    away = solution.elsewhere
+    away = solution.second_memory
     if away is None:
         return ""
     many = away.values > 1
@@ -186,7 +186,7 @@ def links_text(solution: Solution, line: Timeline) -> str:
     words += [f"{_counted(count, 'op')} on the link {name}" for name, count in counts.items()]
     waited = any(use.waited for uses in line.lanes.values() for use in uses)
     waits = ", framed where the step waits for one" if waited else "; it waits for none"
-    away = solution.elsewhere
+    away = solution.second_memory
     there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
     return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(words)}.{there}"
 

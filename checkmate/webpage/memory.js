@@ -149,7 +149,7 @@ const memory = (() => {
         ["writes over", data.texts[data.moments.over[i]]],
         ["workspace", data.moments.workspace[i] ? formatBytes(data.moments.workspace[i]) : ""],
         ["then waits", data.links?.waits[i] ?? ""],
-        ["elsewhere", data.links?.memory ? formatBytes(data.links.memory.bytes[i]) : ""],
+        ["second memory", data.links?.memory ? formatBytes(data.links.memory.bytes[i]) : ""],
         ["module", data.ops.module[k]],
         ["line", data.ops.line[k]],
         ["must run once", data.pinned[k] ?? ""],

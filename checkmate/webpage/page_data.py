@@ -32,7 +32,7 @@ def page_data(
     roles = line.by_role()
     names, stages = list(roles), _stages_of(line)
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
-    shown = {*sizes, *workspace, *line.there, *line.bytes.tolist()}
+    shown = {*sizes, *workspace, *line.host_bytes, *line.bytes.tolist()}
     shown.update(size for row in roles.values() for size in row.tolist())
     return {
         "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
@@ -212,7 +212,7 @@ def _seen(line: Timeline, span: Span) -> tuple[int, int]:
 
 def _links(line: Timeline) -> dict[str, Any]:
     """The traffic of each link, the waits for it, and the bytes in a second memory if anything crosses to it."""
-    there = {"levels": line.levels, "most": max(line.there), "bytes": line.there}
+    there = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
     return {
         "lanes": [
             {

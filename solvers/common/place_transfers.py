@@ -52,15 +52,15 @@ class Outward:
         self.boundary = 0
         self.live: list[int] = []  # bytes at hand at each step, workspace of runs included
         self.now: list[float] = []  # seconds since the step began when each step is reached
-        self.bytes_here, self.seconds = problem.resident, 0.0  # after the last
-        self.here, self.there = set[int](), set[int]()
+        self.bytes_on_device, self.seconds = problem.resident, 0.0  # after the last
+        self.on_device, self.in_host = set[int](), set[int]()
         self.sending: dict[int, float] = {}  # value -> where its transfer ends, in the order of the link
         self.leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
 
     def add(self, step: Step, more: int = 0) -> None:
         """Add the next step, and the bytes that it takes beside those in memory."""
         self.steps.append(step)
-        self.live.append(self.bytes_here + more)
+        self.live.append(self.bytes_on_device + more)
         self.now.append(self.seconds)
 
     def run(self, step: Run) -> bool:
@@ -71,24 +71,24 @@ class Outward:
         fits = self.make_room(during)
         self.add(step, during)
         self.seconds += float(self.problem.seconds[step.op])
-        self.bytes_here += sum(self.sizes[v] for v in op.outputs if v not in self.here)
-        self.here.update(op.outputs)
-        if step.over is not None and step.over in self.here:
-            self.here.discard(step.over)
-            self.bytes_here -= self.sizes[step.over]
+        self.bytes_on_device += sum(self.sizes[v] for v in op.outputs if v not in self.on_device)
+        self.on_device.update(op.outputs)
+        if step.over is not None and step.over in self.on_device:
+            self.on_device.discard(step.over)
+            self.bytes_on_device -= self.sizes[step.over]
         return fits
 
     def make_room(self, needed: int) -> bool:
         """Wait for sends until this many bytes are free or none is left; tell whether they are."""
-        while self.bytes_here + needed > self.budget and self.leaving:
+        while self.bytes_on_device + needed > self.budget and self.leaving:
             self.arrive(next(iter(self.leaving)))
-        return self.bytes_here + needed <= self.budget
+        return self.bytes_on_device + needed <= self.budget
 
     def arrive(self, v: int) -> None:
         """Its copy is there: wait for that, and let go of it where it leaves."""
         self.add(Wait(v))
         self.seconds = max(self.seconds, self.sending.pop(v))
-        self.there.add(v)
+        self.in_host.add(v)
         if v in self.leaving:
             del self.leaving[v]
             self.free(v)
@@ -96,8 +96,8 @@ class Outward:
     def free(self, v: int) -> None:
         """Free a value."""
         self.add(Free(v))
-        self.here.discard(v)
-        self.bytes_here -= self.sizes[v]
+        self.on_device.discard(v)
+        self.bytes_on_device -= self.sizes[v]
 
 
 def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Outward | None:
@@ -111,7 +111,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
         # A value goes when nobody needs it, if its copy has arrived; else as soon as that has.
         if isinstance(event, Free):
             v = event.value
-            if v not in plan.here or v in plan.leaving:
+            if v not in plan.on_device or v in plan.leaving:
                 continue
             if v not in plan.sending:
                 plan.free(v)
@@ -129,18 +129,18 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             if v in plan.leaving:  # it has not gone yet
                 del plan.leaving[v]
                 continue
-            if v in plan.here:
+            if v in plan.on_device:
                 continue
             if v in plan.sending:
                 plan.arrive(v)
             plan.make_room(plan.sizes[v])
-            plan.bytes_here += plan.sizes[v]
-            plan.here.add(v)
+            plan.bytes_on_device += plan.sizes[v]
+            plan.on_device.add(v)
             plan.add(Fetch(v))
             plan.add(Wait(v))
             if last_back[v] == i:
                 plan.add(Drop(v))
-                plan.there.discard(v)
+                plan.in_host.discard(v)
             continue
         # An op runs, once the old copies of what it writes have arrived and there is room.
         outputs = problem.graph.ops[event.op].outputs
@@ -151,7 +151,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             return None
         # Send what it made and is needed again later.
         for v in outputs:
-            if last_back.get(v, -1) > i and v not in plan.there and v not in plan.sending:
+            if last_back.get(v, -1) > i and v not in plan.in_host and v not in plan.sending:
                 plan.sending[v] = busy = max(busy, plan.seconds) + host.seconds_to_send(plan.sizes[v])
                 plan.add(Send(v))
     # At the end of the step everything has arrived, and no copy stays.
@@ -159,7 +159,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
         plan.boundary = len(plan.steps)
     for v in list(plan.sending):
         plan.arrive(v)
-    for v in sorted(plan.there):  # needed again before it had gone
+    for v in sorted(plan.in_host):  # needed again before it had gone
         plan.add(Drop(v))
     return plan
 

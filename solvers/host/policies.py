@@ -285,13 +285,13 @@ def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> P
         touched = {*op.inputs, *op.outputs} - results - plan.given
         plan.run_and_free(k, {v for v in touched if last[v] == k or dropped.get(v) == k})
         for v in sent_after[k]:
-            if v in plan.here:
+            if v in plan.on_device:
                 plan.add(Send(v))
                 plan.leaving[v], plan.sending[v] = None, 0.0
     # wait for all that is on its way, and drop the copies
     for v in [*plan.leaving]:
         plan.arrive(v)
-    plan.steps += [Wait(v) for v in sorted(plan.coming)] + [Drop(v) for v in sorted(plan.there)]
+    plan.steps += [Wait(v) for v in sorted(plan.coming)] + [Drop(v) for v in sorted(plan.in_host)]
     return Plan(tuple(plan.steps), plan.boundary if graph.forward_length < len(graph.ops) else len(plan.steps))
 
 
@@ -310,25 +310,25 @@ class _Unrolling(Outward):
             self.add(Wait(v))
             self.add(Drop(v))
             del self.leaving[v], self.sending[v]
-        elif v in self.there and v not in self.coming and v not in self.here:
+        elif v in self.in_host and v not in self.coming and v not in self.on_device:
             self.make_room(self.sizes[v])
             self.add(Fetch(v))
             self.coming.add(v)
-            self.bytes_here += self.sizes[v]
+            self.bytes_on_device += self.sizes[v]
 
     def have(self, values: Collection[int], needed: set[int]) -> None:
         """Wait for values on their way, fetch those with a copy, make the others again."""
         for v in values:
-            if v in self.here or v in self.given:
+            if v in self.on_device or v in self.given:
                 continue
-            if v not in self.coming and v in self.there:
+            if v not in self.coming and v in self.in_host:
                 self.fetch(v)
             if v in self.coming:
                 self.add(Wait(v))
                 self.add(Drop(v))
                 self.coming.discard(v)
-                self.there.discard(v)
-                self.here.add(v)
+                self.in_host.discard(v)
+                self.on_device.add(v)
             else:
                 self.make(v, needed)
 
@@ -341,7 +341,7 @@ class _Unrolling(Outward):
         graph = self.problem.graph
         producer = graph.values[v].producer
         assert producer is not None
-        op, before = graph.ops[producer], self.here | self.coming
+        op, before = graph.ops[producer], self.on_device | self.coming
         for w in op.outputs:  # a copy on a link must not be made
             if w in self.leaving:
                 self.arrive(w)
@@ -356,5 +356,5 @@ class _Unrolling(Outward):
         saved = self.problem.saved(k, [v for v in dying if v in self.problem.graph.ops[k].inputs])
         self.run(Run(k, None if saved is None else saved[0]))
         for v in dying:
-            if v in self.here:
+            if v in self.on_device:
                 self.free(v)

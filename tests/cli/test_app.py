@@ -462,7 +462,7 @@ def test_a_second_memory_is_taken(capsys: pytest.CaptureFixture[str], folder: Pa
     found = _json(capsys, *command, "--host-one-link", "--save-plan", "plan.json")
     assert found["host"] == {"budget": 100, "send": 4.0, "fetch": 2.0, "one_link": True, "latency": 0.0}
     assert found["cost"] < 21
-    assert found["elsewhere"]["values"] > 0
+    assert found["second_memory"]["values"] > 0
     steps = json.loads((folder / "plan.json").read_text())["steps"]
     assert {kind for step in steps for kind in step} == {"run", "free", "send", "wait", "fetch", "drop"}
     rows = _json(capsys, "frontier", "chain.json", "--budget", "6", "--jobs", "1", *command[4:])

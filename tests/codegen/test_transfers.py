@@ -62,10 +62,10 @@ def compiled(
     fn: Any, plans: Plans, *, measured: bool = False, where: str = "file:/dev/shm"
 ) -> tuple[Any, SecondMemory]:
     """A step with such plans, and where its values wait."""
-    elsewhere = SecondMemories(where, 10**9, cache=False)
+    second_memories = SecondMemories(where, 10**9, cache=False)
     costs = source_of("measure" if measured else "roofline:laptop", cache=False)
-    backend = Backend(plans, profile=costs, elsewhere=elsewhere)
-    return CompiledStep(fn, Options("1 TB"), backend), elsewhere.on(CPU)
+    backend = Backend(plans, profile=costs, second_memories=second_memories)
+    return CompiledStep(fn, Options("1 TB"), backend), second_memories.on(CPU)
 
 
 class Net(nn.Sequential):
@@ -128,7 +128,7 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     assert plan.plan.sent
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
     assert memory.use.calls == 3
-    assert memory.use.there == simulate(plan.plan, plan.problem).host_peak
+    assert memory.use.peak == simulate(plan.plan, plan.problem).host_peak
     assert memory.use.pending == 0
 
 

@@ -65,7 +65,7 @@ def test_a_timeline_by_hand() -> None:
     spans = [(s.name, s.role, s.first, s.ready, s.last, s.uses) for s in line.spans]
     assert spans[0] == ("v0", "activations", 0, 1, 1, (1,))
     assert spans[3] == ("v0", "fetched", 3, 4, 4, (4,))
-    assert line.there == (4, 4, 4, 4, 0)
+    assert line.host_bytes == (4, 4, 4, 4, 0)
     assert line.levels == ((0.0, 0), (1.0, 4), (5.0, 0))
     sent, back = line.crossings
     assert (sent.lane, sent.begin, sent.end, sent.waited, sent.after) == ("sent", 1.0, 2.0, 0.0, 0)
@@ -95,7 +95,7 @@ def test_random_plans_add_up_to_the_simulator() -> None:
         assert line.bytes.tolist() == list(usage.bytes_at)
         for what in ("role", "module"):
             assert np.array_equal(sum(line.by(what).values()), line.bytes)
-        assert max(line.there) == usage.host_peak == max(level for _, level in line.levels)
+        assert max(line.host_bytes) == usage.host_peak == max(level for _, level in line.levels)
         assert line.seconds == seen.seconds == solution.cost
         waited = sorted(c.waited for c in line.crossings if c.waited)
         assert waited == pytest.approx(sorted(s for _, s in seen.stalls))
@@ -118,9 +118,9 @@ def test_the_peak_says_what_is_on_a_link() -> None:
     assert [(row.name, row.moving, row.why_not) for row in peak if row.moving] == [
         ("v0", "on its way back", "on its way back")
     ]
-    assert peak.there == 4
+    assert peak.host_bytes == 4
     assert "on its way back  4 B of these in 1 value" in str(peak)
-    assert "4 B in the second memory" in str(peak)
+    assert "second memory    4 B" in str(peak)
     sent_late = Plan((Run(0), Run(1), Send(0), Run(2), Wait(0), *AWAY.steps[4:5], *AWAY.steps[6:]), 7)
     slow = certified(CHAIN.with_host(Host(4, send=4.0, fetch=1e9)), sent_late)
     (row,) = [row for row in explain_peak(slow, prices=False) if row.moving]
@@ -152,13 +152,13 @@ def test_a_difference_says_what_is_sent() -> None:
 
 
 def test_a_solution_says_what_waits_elsewhere() -> None:
-    assert "elsewhere  1 value, 4 B, hidden 66.7%, waited 1.0 s" in str(SOLUTION)
+    assert "transfers  1 value, 4 B, hidden 66.7%, waited 1.0 s" in str(SOLUTION)
     assert "+20.00% recomputation and waiting" in str(SOLUTION)
-    assert "elsewhere" not in str(solve(CHAIN, 10**9))
+    assert "transfers" not in str(solve(CHAIN, 10**9))
     record = solution_record(SOLUTION)
     assert record["host"]["send"] == 4.0
     hidden = pytest.approx(2 / 3)
-    assert record["elsewhere"] == {"values": 1, "peak": 4, "transfers": 2, "waited": 1.0, "hidden": hidden}
+    assert record["second_memory"] == {"values": 1, "peak": 4, "transfers": 2, "waited": 1.0, "hidden": hidden}
     assert steps_of(SOLUTION)[:5] == [{"run": "op0"}, {"send": "v0"}, {"run": "op1"}, {"wait": "v0"}, {"free": "v0"}]
 
 
@@ -174,6 +174,6 @@ def test_a_plan_that_solve_makes_is_shown() -> None:
         [[], *([k] for k in range(7)), *([7 + i, 7 - i] for i in range(8))], [1] * 16, [8] * 16, forward=8
     ).with_host(Host(1000, send=16.0, fetch=16.0))
     solution = solve(problem, 48)
-    assert solution.elsewhere is not None
+    assert solution.second_memory is not None
     assert checkmate.explain_peak(solution, prices=False).peak == solution.peak
     assert timeline(solution.plan, problem).seconds == solution.cost

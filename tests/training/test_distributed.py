@@ -258,7 +258,7 @@ def _a_second_memory() -> None:
     assert plan.plan is not None
     assert plan.plan.sent
     assert len(set(_everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
-    assert model.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).host_peak
+    assert model.memory().second_memories[0].peak == simulate(plan.plan, plan.problem).host_peak
 
 
 def _what_there_is() -> None:

@@ -82,8 +82,8 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     assert_same(found, expected)
     (plan,) = model.plans
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
-    (use,) = model.memory().elsewhere
-    assert use.there == simulate(plan.plan, plan.problem).host_peak > 0
+    (use,) = model.memory().second_memories
+    assert use.peak == simulate(plan.plan, plan.problem).host_peak > 0
     assert (use.where, use.calls, use.pending) == ("file:/dev/shm", 3, 0)
     assert "second memory" in str(model.memory())
 
@@ -144,7 +144,7 @@ def test_whole_steps_with_gradients_that_are_accumulated() -> None:
         left.append((model.state_dict(), optimizer.state_dict()["state"]))
         if step is not None:
             assert all(plan.plan.sent for plan in step.plans)
-            assert len(step.memory().elsewhere) == 1
+            assert len(step.memory().second_memories) == 1
     assert_same_bits(*left)
 
 
@@ -174,7 +174,7 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
     (plan,) = step.plans
     assert plan.plan.sent
     assert plan.problem.resident + use.peak == plan.peak
-    assert step.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).host_peak
+    assert step.memory().second_memories[0].peak == simulate(plan.plan, plan.problem).host_peak
 
 
 @pytest.mark.slow

@@ -185,8 +185,8 @@ def sending_step() -> Sending:
     def plain(x: Tensor) -> Tensor:
         return net(x).square().mean()
 
-    elsewhere = SecondMemories("pinned", 10**9, cache=False)
-    backend = Backend(sending, profile=DEVICES["h100"], elsewhere=elsewhere)
+    second_memories = SecondMemories("pinned", 10**9, cache=False)
+    backend = Backend(sending, profile=DEVICES["h100"], second_memories=second_memories)
     made = Sending(
         CompiledStep(plain, Options("1 TB"), backend), plain, torch.randn(512, 64).cuda(), [*net.parameters()]
     )
