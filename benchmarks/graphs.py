@@ -119,7 +119,7 @@ def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
         patch.object(step_problem, "late_results", lambda graph, **options: None),
     ):
         problem = problem_of(name, device)
-    return replace(problem, profile=replace(problem.profile, ways=()), smaller=None)
+    return replace(problem, profile=replace(problem.profile, ways=()), next_split=None)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def step_of(name: str, length: int, layers: int) -> Problem:
         make = partial(Llama, TritonRMSNorm) if triton else Llama
         net = make(flex=flex, length=length, layers=layers).bfloat16()
         words = torch.zeros(BATCH, length, dtype=torch.long)
-    return replace(checkmate.trace(net, words, words, profile=f"roofline:{DEVICE}"), smaller=None)
+    return replace(checkmate.trace(net, words, words, profile=f"roofline:{DEVICE}"), next_split=None)
 
 
 def pinned(problem: Problem) -> Problem:

@@ -41,7 +41,7 @@ def rows_of(name: str, time_limit: float) -> Iterator[Row]:
 def row_of(problem: Problem, time_limit: float) -> Row:
     """The smallest budget of one form."""
     in_parts = min_budget(problem, time_limit=time_limit)
-    ends = min_budget(replace(problem, smaller=None), time_limit=time_limit)
+    ends = min_budget(replace(problem, next_split=None), time_limit=time_limit)
     return {
         "ops": len(problem.graph.ops),
         "ways": len(problem.profile.ways),

@@ -193,7 +193,7 @@ def floor(name: str, time_limit: float) -> Row:
     def smallest(fn: Any) -> checkmate.MinBudget:
         torch._dynamo.reset()
         problem = checkmate.trace(fn, *batch, profile=f"roofline:{DEVICE}")
-        return checkmate.min_budget(replace(problem, smaller=None), time_limit=time_limit)
+        return checkmate.min_budget(replace(problem, next_split=None), time_limit=time_limit)
 
     def whole(**options: Any) -> checkmate.MinBudget:
         return smallest(checkmate.training_step(step, _adamw(parameters), budget="1 TB", **options))

@@ -33,7 +33,7 @@ from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.greedy import Tilts, next_use
+from checkmate.solvers.search.greedy import TiltedPasses, next_use
 from checkmate.solvers.search.local_search import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
@@ -128,9 +128,9 @@ class Portfolio:
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
     @cached_property
-    def tilts(self) -> Tilts:
+    def tilts(self) -> TiltedPasses:
         """The tilted passes."""
-        return Tilts(self.task)
+        return TiltedPasses(self.task)
 
     @cached_property
     def detours(self) -> Detours:

@@ -135,8 +135,8 @@ def frontier(
     """
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
-    if problem.smaller is not None:
-        problem = replace(problem, smaller=None)  # it is the frontier of the step as it is, not split further
+    if problem.next_split is not None:
+        problem = replace(problem, next_split=None)  # it is the frontier of the step as it is, not split further
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
     taken = _options_by_method(methods, options)
@@ -213,7 +213,9 @@ def _solve_here(calls: list[Call]) -> list[Solution]:
 
 
 def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
-    bare = {id(problem): replace(problem, emit=None) for problem, *_ in calls}  # which writes modules: it cannot travel
+    bare = {
+        id(problem): replace(problem, codegen=None) for problem, *_ in calls
+    }  # which writes modules: it cannot travel
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
     solutions: list[Solution] = []
     interrupted = False

@@ -147,7 +147,7 @@ class UnfinishedSearch:
 
     def bare(self) -> UnfinishedSearch:
         """A copy without PyTorch, which can be sent to another process."""
-        problem = replace(self.problem, emit=None, smaller=None)
+        problem = replace(self.problem, codegen=None, next_split=None)
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
 
     def keep(self, solution: Solution, seconds: float) -> None:
@@ -353,7 +353,7 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         schedule = Schedule.from_runs(problem.graph, self.runs())
-        return None if simulator.verify(simulator.lower(problem, schedule), problem) else schedule
+        return None if simulator.check_plan(simulator.lower(problem, schedule), problem) else schedule
 
     def certified(self, problem: Problem, budget: int) -> Solution | None:
         """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""

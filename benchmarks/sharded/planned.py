@@ -86,7 +86,7 @@ def rows_of(name: str, link: str, budget: float, time_limit: float) -> Iterator[
         yield {**row, "time_limit": time_limit, **figures(solution), "waited": solution.waited}
         return
     plan = place_starts(problem, problem.keep_all_peak, lowered(problem, runs_of(problem, name)))
-    assert not simulator.verify(plan, problem, problem.keep_all_peak)
+    assert not simulator.check_plan(plan, problem, problem.keep_all_peak)
     seconds, peak = timing(plan, problem), simulator.simulate(plan, problem).peak
     ratio = seconds.seconds / problem.keep_all_cost
     yield {**row, "ops": len(problem.graph.ops), "cost_ratio": ratio, "peak": peak, "waited": seconds.waited}

@@ -45,8 +45,8 @@ class Write:
 
 def joint_of(problem: Problem) -> Joint:
     """The captured step that a problem is of."""
-    assert isinstance(problem.emit, Write)
-    return problem.emit.joint
+    assert isinstance(problem.codegen, Write)
+    return problem.codegen.joint
 
 
 def problem_of(joint: Joint, source: Source, *, tried: bool = True) -> Problem:
@@ -59,8 +59,8 @@ def problem_of(joint: Joint, source: Source, *, tried: bool = True) -> Problem:
 
 def with_second_memory(problem: Problem, memory: SecondMemory) -> Problem:
     """The problem of a captured step, whose values may wait elsewhere."""
-    assert isinstance(problem.emit, Write)
-    return replace(problem, host=memory.host(problem.graph), emit=replace(problem.emit, begin=memory.begin))
+    assert isinstance(problem.codegen, Write)
+    return replace(problem, host=memory.host(problem.graph), codegen=replace(problem.codegen, begin=memory.begin))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

@@ -121,14 +121,14 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
         ways=tuple(w for w in _mixed_ways(problems, whole) if w.makes is None or sizes[w.makes] == sizes[w.over]),
     )
 
-    def smaller() -> Problem | None:
+    def next_split() -> Problem | None:
         """The steps split further, where all of them are split in the same way."""
-        split = [one for p in problems if p.smaller is not None and (one := p.smaller()) is not None]
+        split = [one for p in problems if p.next_split is not None and (one := p.next_split()) is not None]
         return _mixed(split, shares) if len(split) == len(problems) else None
 
     values = tuple(replace(value, size_bytes=int(n)) for value, n in zip(graph.values, sizes, strict=True))
-    further = smaller if all(p.smaller is not None for p in problems) else None
-    return replace(problems[0], graph=replace(graph, values=values), profile=profile, emit=None, smaller=further)
+    further = next_split if all(p.next_split is not None for p in problems) else None
+    return replace(problems[0], graph=replace(graph, values=values), profile=profile, codegen=None, next_split=further)
 
 
 def _mixed_ways(problems: list[Problem], whole: Callable[[Iterable[int]], np.ndarray]) -> Iterator[InPlace]:

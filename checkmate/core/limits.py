@@ -5,7 +5,7 @@ says so in its words. The others are two limits of their own: how often an op ma
 when the backward begins. `checkmate.core.rules` makes them of patterns.
 
 A third comes from the graph: an op must not run after another one has overwritten what it reads, as the update of a
-parameter does. `checkmate.core.simulator.verify` holds plans against all of them.
+parameter does. `checkmate.core.simulator.check_plan` holds plans against all of them.
 """
 
 from __future__ import annotations

@@ -84,11 +84,11 @@ class Problem:
 
     graph: Graph
     profile: Profile
-    emit: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
+    codegen: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
     rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
     host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
     splits: tuple[str, ...] = ()  # what runs in parts in it, in words; not in files
-    smaller: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
+    next_split: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
     def __post_init__(self) -> None:
         ops = self.graph.ops
@@ -285,20 +285,20 @@ class Problem:
         >>> print(problem.with_host(Host(100, send=1e9, fetch=1e9)).host)
         100 B, 1 GB/s there, 1 back, a link each way
         """
-        smaller = self.smaller
+        next_split = self.next_split
 
         def split_further() -> Problem | None:
-            problem = smaller() if smaller is not None else None
+            problem = next_split() if next_split is not None else None
             return None if problem is None else problem.with_host(host)
 
-        return replace(self, host=host, smaller=None if smaller is None else split_further)
+        return replace(self, host=host, next_split=None if next_split is None else split_further)
 
     def splits_in_turn(self) -> Iterator[Problem]:
         """The problem, then the same step split further and further, as long as that is asked for and helps."""
         problem: Problem | None = self
         while problem is not None:
             yield problem
-            problem = None if problem.smaller is None else problem.smaller()
+            problem = None if problem.next_split is None else problem.next_split()
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""

@@ -51,13 +51,13 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
     ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(plain.graph.ops))
     if not found:
         return plain
-    smaller = None if plain.smaller is None else partial(_ruled, plain.smaller, dict(rules))
-    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found, smaller=smaller)
+    next_split = None if plain.next_split is None else partial(_ruled, plain.next_split, dict(rules))
+    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found, next_split=next_split)
 
 
-def _ruled(smaller: Callable[[], Problem | None], rules: Rules) -> Problem | None:
+def _ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
     """Rule the step that is split further; None if the rules name nothing in it."""
-    problem = smaller()
+    problem = next_split()
     try:
         return None if problem is None else with_rules(problem, rules)
     except RuleError as error:
@@ -86,8 +86,8 @@ def without_rules(problem: Problem) -> Problem:
         return problem
     pins = {rule.pin for rule in problem.rules} - {None}
     ops = tuple(replace(op, pinned=None) if op.pinned in pins else op for op in problem.graph.ops)
-    smaller = None if problem.smaller is None else partial(_ruled, problem.smaller, {})
-    return replace(problem, graph=replace(problem.graph, ops=ops), rules=(), smaller=smaller)
+    next_split = None if problem.next_split is None else partial(_ruled, problem.next_split, {})
+    return replace(problem, graph=replace(problem.graph, ops=ops), rules=(), next_split=next_split)
 
 
 def as_mapping(problem: Problem) -> dict[str, Ask]:

@@ -157,8 +157,8 @@ class Schedule:
         """List the equations that do not hold: name, place and amount. Empty if all hold.
 
         Raises:
-            ValueError: if values are sent to a second memory, as for `memory`; `checkmate.core.simulator.verify` checks
-                such plans.
+            ValueError: if values are sent to a second memory, as for `memory`; such plans are checked by
+                `checkmate.core.simulator.check_plan`.
         """
         self._check_here()
         graph, R, S = problem.graph, self.R, self.S
@@ -224,8 +224,8 @@ def run_at_once(plan: Plan, graph: Graph) -> Plan:
     """The plan with each started op run at its start, or at its turn if it starts before that.
 
     It takes no more bytes at any run: what an op on a link holds, it holds from its start to its end, and the op's turn
-    is not before the one nor after the other, as `checkmate.core.simulator.verify` asks for. So what is proven of all
-    plans without starts, of bytes, and of how often ops run, holds for those with starts too.
+    is not before the one nor after the other, as `checkmate.core.simulator.check_plan` asks for. So what is proven of
+    all plans without starts, of bytes, and of how often ops run, holds for those with starts too.
 
     >>> from checkmate.core.graph import Op, Value
     >>> ops = Op("a", "f", (), (0,)), Op("gather", "f", (1,), (2,), link="ranks"), Op("b", "f", (0, 2), (3,))

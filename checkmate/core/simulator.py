@@ -190,7 +190,7 @@ def cost(plan: Plan, problem: Problem) -> float:
     return float(sum(problem.seconds[k] for k in plan.runs))
 
 
-def verify(plan: Plan, problem: Problem, budget: int | None = None, usage: Usage | None = None) -> list[str]:
+def check_plan(plan: Plan, problem: Problem, budget: int | None = None, usage: Usage | None = None) -> list[str]:
     """Everything that is wrong with a plan, in words; empty when nothing is.
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own

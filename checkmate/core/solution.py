@@ -146,9 +146,9 @@ class Solution:
         """
         if self.plan is None:
             raise ValueError(f"There are no modules without a plan: {self.status.meaning}.")
-        if self.problem.emit is None:
+        if self.problem.codegen is None:
             raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
-        return self.problem.emit(self.plan)
+        return self.problem.codegen(self.plan)
 
     def __repr__(self) -> str:
         found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message

@@ -46,7 +46,7 @@ def ways_of(
             why_not = NOT_ASKED
         elif planned_fits and began + longest > deadline:
             why_not = FOR_WANT_OF_TIME
-        elif name == IN_PARTS and (problem.smaller is None or problem.smaller() is None):
+        elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
             why_not = "no loss that would help"
         elif name == WITH_HOST and there is None:
             why_not = "give host=checkmate.Host(...)"

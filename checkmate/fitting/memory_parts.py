@@ -113,4 +113,4 @@ def lives_of_plain(plain: Problem) -> Lives:
 
 def without_parts(problem: Problem) -> Problem:
     """The step with its loss at once, for each budget."""
-    return replace(problem, smaller=None)
+    return replace(problem, next_split=None)

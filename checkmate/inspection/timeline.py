@@ -231,7 +231,7 @@ class Timeline:
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
-    """Make the timeline of a plan that `checkmate.core.simulator.verify` accepts.
+    """Make the timeline of a plan that `checkmate.core.simulator.check_plan` accepts.
 
     Raises:
         ValueError: if the plan runs nothing, or writes over what no way of an op does.

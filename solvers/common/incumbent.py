@@ -112,7 +112,7 @@ class Incumbent:
             return self.offer(as_matrix(stages), by)
         problem = self.task.problem
         plan = simulator.without_slower_ways(simulator.lower_runs(problem, stages), problem, self.task.budget)
-        broken = problem.rules and simulator.verify(plan, problem)  # searches know not all of these
+        broken = problem.rules and simulator.check_plan(plan, problem)  # searches know not all of these
         return not broken and self.offer_plan(plan, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
@@ -123,7 +123,7 @@ class Incumbent:
         """
         problem = self.task.problem
         trimmed = simulator.without_idle_values(plan, problem)
-        if trimmed is not plan and not simulator.verify(trimmed, problem):  # a rule may ask to keep some
+        if trimmed is not plan and not simulator.check_plan(trimmed, problem):  # a rule may ask to keep some
             plan = trimmed
         cost = simulator.cost(plan, problem)
         return cost < self.cost and self._take(plan, None, cost, f"The plan of {by}", by)
@@ -236,7 +236,7 @@ def certify(
 
 def _verified(problem: Problem, budget: int, schedule: Schedule, plan: Plan, usage: Usage, what: str) -> Solution:
     """A plan that was simulated as a Solution, once it is verified; nothing is proven of it."""
-    if wrong := simulator.verify(plan, problem, budget, usage):
+    if wrong := simulator.check_plan(plan, problem, budget, usage):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"{what} is wrong: {wrong[0]}{more}.")
     cost = simulator.cost(plan, problem)

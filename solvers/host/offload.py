@@ -56,7 +56,7 @@ def offload(
         settle: the gap that is worth all of the time; a smaller one is worth less, in proportion.
     """
     problem = task.problem
-    if start is not None and not simulator.verify(start, problem, task.budget):
+    if start is not None and not simulator.check_plan(start, problem, task.budget):
         incumbent.offer_plan(start, "start")
     alone = Incumbent(replace(task.within(SHARE_OF_RECOMPUTATION * task.clock.left), problem=problem.with_host(None)))
     remarks = recompute(alone.task, alone)

@@ -130,7 +130,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
                     plan = unroll(task, swaps, policy.dropped)
                     peak = simulator.simulate(plan, problem).peak
                     least = min(least, peak)
-                    if peak <= task.budget and not simulator.verify(plan, problem, task.budget):
+                    if peak <= task.budget and not simulator.check_plan(plan, problem, task.budget):
                         incumbent.offer_plan(plan, "capuchin")
             if task.clock.is_over or not policy.take():
                 break

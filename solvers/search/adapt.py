@@ -42,7 +42,7 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
         raise ValueError(f"The start is a schedule of {len(schedule.R)} ops, but the problem has {T}.")
     schedule = Schedule.from_runs(problem.graph, schedule.R)
     plain = without_rules(problem)  # a plan that breaks rules can be made into one that obeys them
-    if wrong := simulator.verify(simulator.lower(problem, schedule), plain):
+    if wrong := simulator.check_plan(simulator.lower(problem, schedule), plain):
         raise ValueError(f"The start is a schedule of another problem: {wrong[0]}.")
     return schedule
 

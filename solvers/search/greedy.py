@@ -10,9 +10,9 @@ run if nothing needs it any more. If something does, letting it go with the run 
 
 One pass takes milliseconds, so a step of a thousand ops has its first plan in a fraction of a second. `next_use` makes
 a pass for each of a grid of weights, and improves the best by local search. Close to the smallest budget the order of
-evictions decides, and no formula for it is right everywhere. So `Tilts` multiplies each value's worth by a factor of
-its own, its tilt, drawn at random. A change counts if the pass it gives is no dearer; large values are tried more
-often, since they decide what fits. A few plans are improved side by side, and from time to time the worst of them
+evictions decides, and no formula for it is right everywhere. So `TiltedPasses` multiplies each value's worth by a
+factor drawn at random, its tilt. A change counts if the pass it gives is no dearer; large values are tried more often,
+since they decide what fits. A few plans are improved side by side, and from time to time the worst of them
 starts over from the best.
 
 Paper: https://arxiv.org/abs/2006.09616
@@ -418,7 +418,7 @@ class _Plan:
     stages: list[list[int]]
 
 
-class Tilts:
+class TiltedPasses:
     """A random search over tilts; `search` can be called again and goes on from its plans.
 
     Args:
@@ -426,7 +426,7 @@ class Tilts:
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> Tilts(Task(problem, 3)).search(Clock(1.0)).sum(axis=0)
+    >>> TiltedPasses(Task(problem, 3)).search(Clock(1.0)).sum(axis=0)
     array([1, 1, 1, 1])
     """
 

@@ -183,7 +183,7 @@ def test_a_second_memory_makes_room_for_more() -> None:
     assert found.solution.plan.sent
     problem = trace(_make_step(), _make_batch(found.size), profile=ROOFLINE).with_host(host)
     assert found.solution.cost <= most_seconds(problem, ONE_FORWARD)
-    assert not simulator.verify(found.solution.plan, problem, BUDGET)
+    assert not simulator.check_plan(found.solution.plan, problem, BUDGET)
 
 
 def test_a_module_is_a_step() -> None:

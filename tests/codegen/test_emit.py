@@ -11,7 +11,7 @@ import checkmate
 from checkmate.codegen.emit import AGAIN
 from checkmate.core.plan import Plan, Run
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import lower, verify
+from checkmate.core.simulator import check_plan, lower
 
 
 def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() -> None:
@@ -25,10 +25,10 @@ def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() ->
     plan = lower(problem, Schedule.from_runs(graph, np.eye(len(graph.ops), dtype=bool)))
     at = plan.steps.index(Run(norm))
     twice = Plan((*plan.steps[:at], Run(norm), *plan.steps[at:]), plan.boundary)
-    assert verify(twice, problem) == []
+    assert check_plan(twice, problem) == []
 
-    assert problem.emit is not None
-    module: fx.GraphModule = problem.emit(twice).backward
+    assert problem.codegen is not None
+    module: fx.GraphModule = problem.codegen(twice).backward
 
     made = [node for node in module.graph.nodes if "native_layer_norm_backward" in str(node.target)]
     assert [AGAIN in node.name for node in made] == [False, True]

@@ -29,7 +29,7 @@ X = torch.ones(512, 8)
 
 def _least(step: Any) -> int:
     """The smallest budget in which no op runs in parts."""
-    return checkmate.min_budget(replace(checkmate.trace(step, X, profile="roofline:h100"), smaller=None)).peak
+    return checkmate.min_budget(replace(checkmate.trace(step, X, profile="roofline:h100"), next_split=None)).peak
 
 
 def test_a_weight_that_plain_pytorch_needs_too(net: nn.Sequential) -> None:

@@ -22,7 +22,7 @@ from checkmate.codegen.transfers import most_there
 from checkmate.compiler import CompiledStep
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import lower, simulate, verify
+from checkmate.core.simulator import check_plan, lower, simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import HostError, Unsupported
 from checkmate.host.store import Store
@@ -124,7 +124,7 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
 
     assert_same(found, expected)
     (plan,) = run.plans
-    assert verify(plan.plan, plan.problem) == []
+    assert check_plan(plan.plan, plan.problem) == []
     assert plan.plan.sent
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
     assert memory.use.calls == 3
@@ -265,6 +265,6 @@ def test_a_plan_of_no_step_has_no_second_memory() -> None:
     step, _ = compiled(Net(), sending(0))
     step(batch(0))
     (plan,) = step.plans
-    forward = Write(plan.problem.emit.joint, plan.problem.emit.over)(plan.plan).forward
+    forward = Write(plan.problem.codegen.joint, plan.problem.codegen.over)(plan.plan).forward
     with pytest.raises(HostError, match="was made for a problem"):
         forward([torch.zeros(()) for _ in forward.graph.find_nodes(op="placeholder")])

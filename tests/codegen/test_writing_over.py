@@ -456,9 +456,9 @@ def test_a_plan_that_reads_what_was_written_over_is_refused() -> None:
     (reader,) = (k for k in graph.users[step.makes] if graph.ops[k].phase == "backward")
     assert step.makes in graph.ops[reader].inputs
     runs = [Run(k, step.over) if k == step.op else Run(k) for k in range(len(graph.ops))]
-    assert problem.emit is not None
+    assert problem.codegen is not None
     with pytest.raises(SolverError, match=r"not at hand|is needed afterwards"):
-        problem.emit(Plan((*runs, Run(step.op)), graph.forward_length))
+        problem.codegen(Plan((*runs, Run(step.op)), graph.forward_length))
 
 
 def test_a_plan_that_writes_over_what_no_way_does_is_refused() -> None:
@@ -466,6 +466,6 @@ def test_a_plan_that_writes_over_what_no_way_does_is_refused() -> None:
     graph = problem.graph
     k = next(k for k, op in enumerate(graph.ops) if op.target.startswith("aten.sum"))
     runs = [Run(i, graph.ops[i].inputs[0] if i == k else None) for i in range(len(graph.ops))]
-    assert problem.emit is not None
+    assert problem.codegen is not None
     with pytest.raises(SolverError, match="write over what it must not"):
-        problem.emit(Plan(tuple(runs), graph.forward_length))
+        problem.codegen(Plan(tuple(runs), graph.forward_length))

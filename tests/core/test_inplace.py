@@ -36,7 +36,7 @@ def _plan(problem: Problem, *again: tuple[int, int]) -> Plan:
 def test_what_goes_with_a_run_is_written_over() -> None:
     plan = _plan(CHAIN)
     assert plan.steps == (Run(0), Run(1), Run(2, over=1), Run(3, over=0), Free(2))
-    assert simulator.verify(plan, CHAIN) == []
+    assert simulator.check_plan(plan, CHAIN) == []
     assert simulator.simulate(plan, CHAIN).bytes_at == (8, 16, 17, 16)
     assert CHAIN.live_bytes.tolist() == [8, 16, 17, 16]
 
@@ -63,7 +63,7 @@ def test_the_way_that_saves_the_most_is_taken() -> None:
     ],
 )
 def test_each_fault_is_found(steps: tuple[Run | Free, ...], says: str) -> None:
-    assert says in simulator.verify(Plan(steps, len(steps)), CHAIN)
+    assert says in simulator.check_plan(Plan(steps, len(steps)), CHAIN)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> N
     least, most = simulator.simulate(whole, problem).peak, schedule.peak(_plainly(problem))
     for budget in {least, (least + most) // 2, most}:
         plan = simulator.without_slower_ways(whole, problem, budget)
-        assert simulator.verify(plan, problem, budget) == []
+        assert simulator.check_plan(plan, problem, budget) == []
         assert plan.runs == whole.runs
         assert (plan.runs_over == 0) == (budget == most or whole.runs_over == 0)
         bytes_at = simulator.simulate(plan, problem).bytes_at
@@ -144,7 +144,7 @@ def test_all_count_the_same_bytes(seed: int) -> None:
     for R in (np.eye(T, dtype=bool), random_runs(problem, seed)):
         schedule = Schedule.from_runs(problem.graph, R)
         plan = simulator.lower(problem, schedule)
-        assert simulator.verify(plan, problem) == []
+        assert simulator.check_plan(plan, problem) == []
         usage = simulator.simulate(plan, problem)
         assert usage.bytes_at == tuple(schedule.memory(problem)[schedule.R])
         first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(T)])

@@ -55,9 +55,9 @@ def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
     assert CHAIN.limits.last_stage == {0: 2, 1: 2}
     again = Plan((Run(0), Run(1), Free(0), Run(2), Free(1), Free(2), Run(0), Run(3), Free(0)), 3)
     says = "step 6 runs op0 after op2 has overwritten p2"
-    assert simulator.verify(again, CHAIN) == [says]
+    assert simulator.check_plan(again, CHAIN) == [says]
     before = Plan((Run(0), Run(1), Free(0), Run(0), Run(2), Free(1), Free(2), Run(3), Run(3), Free(0)), 3)
-    assert simulator.verify(before, CHAIN) == []  # and what reads the new content may run again
+    assert simulator.check_plan(before, CHAIN) == []  # and what reads the new content may run again
     R = np.eye(4, dtype=bool)
     R[3, 0] = True
     broken = "overwritten: R[3, 0] = 1 though op2 has overwritten what it reads"
@@ -76,7 +76,7 @@ def test_two_views_of_what_is_allowed(seed: int) -> None:
     seen = set()
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
-        faults = simulator.verify(plan, problem)
+        faults = simulator.check_plan(plan, problem)
         assert bool(faults) == bool(schedule.violations(problem))
         seen.add(any("has overwritten" in fault for fault in faults))
         if not faults:

@@ -10,7 +10,7 @@ import pytest
 from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send
 from checkmate.core.problem import Problem
-from checkmate.core.simulator import cost, simulate, verify, without_idle_values
+from checkmate.core.simulator import check_plan, cost, simulate, without_idle_values
 from checkmate.solvers.solve import solve
 from tests.support import oracle
 from tests.support.transfers import with_transfers
@@ -26,7 +26,7 @@ def test_plans_with_random_transfers_are_valid(draw: Callable[[int], Problem]) -
         solution = solve(problem, 10**9, method="next-use")
         assert solution.plan is not None
         plan = with_transfers(problem, solution.plan, np.random.default_rng(seed), share=0.8)
-        assert verify(plan, problem) == []
+        assert check_plan(plan, problem) == []
         assert simulate(plan, problem).peak <= simulate(solution.plan, problem).peak
         assert cost(plan, problem) >= cost(solution.plan, problem)
         for kind in kinds:
@@ -46,9 +46,9 @@ def test_values_that_plans_forgot_to_let_go_are_let_go(draw: Callable[[int], Pro
         plan = with_transfers(problem, solution.plan, np.random.default_rng(seed), share=0.5)
         for i, step in enumerate(plan.steps):
             idle = Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
-            if isinstance(step, Free) and not verify(idle, problem):
+            if isinstance(step, Free) and not check_plan(idle, problem):
                 trimmed = without_idle_values(idle, problem)
-                assert verify(trimmed, problem) == []
+                assert check_plan(trimmed, problem) == []
                 assert simulate(trimmed, problem).peak <= simulate(plan, problem).peak
                 assert cost(trimmed, problem) <= cost(idle, problem)
                 assert without_idle_values(trimmed, problem) is trimmed

@@ -169,7 +169,7 @@ def test_any_runs_can_be_completed_and_memory_is_the_simulators(seed: int) -> No
     schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
     assert schedule.violations(problem) == []
     plan = simulator.lower(problem, schedule)
-    assert simulator.verify(plan, problem) == []
+    assert simulator.check_plan(plan, problem) == []
     assert simulator.simulate(plan, problem).bytes_at == tuple(schedule.memory(problem)[schedule.R])
     assert simulator.cost(plan, problem) == pytest.approx(schedule.cost(problem))
     assert len(plan.runs) == schedule.R.sum()
@@ -195,7 +195,7 @@ def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
     kept = Schedule(least.R, most)
     assert kept.violations(problem) == []
     plan = simulator.lower(problem, kept)
-    assert simulator.verify(plan, problem) == []
+    assert simulator.check_plan(plan, problem) == []
     assert simulator.simulate(plan, problem).peak <= kept.peak(problem)
 
 

@@ -11,7 +11,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run, Step
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import cost, lower, simulate, verify, without_idle_values
+from checkmate.core.simulator import check_plan, cost, lower, simulate, without_idle_values
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
@@ -78,8 +78,8 @@ def test_cost() -> None:
 
 
 def test_nothing_is_wrong_with_these() -> None:
-    assert verify(KEEP_ALL, PROBLEM, budget=2_111_000) == []
-    assert verify(AGAIN, PROBLEM, budget=2_111_000) == []
+    assert check_plan(KEEP_ALL, PROBLEM, budget=2_111_000) == []
+    assert check_plan(AGAIN, PROBLEM, budget=2_111_000) == []
 
 
 def _without(i: int) -> Plan:
@@ -113,11 +113,11 @@ def _with(i: int, step: Step) -> Plan:
     ],
 )
 def test_each_fault_is_found(plan: Plan, says: str) -> None:
-    assert says in verify(plan, PROBLEM)
+    assert says in check_plan(plan, PROBLEM)
 
 
 def test_a_peak_beyond_the_budget_is_found() -> None:
-    assert verify(KEEP_ALL, PROBLEM, budget=2_110_999) == [
+    assert check_plan(KEEP_ALL, PROBLEM, budget=2_110_999) == [
         "the peak of 2.11 MB (2_111_000 bytes) at a_grad exceeds the budget of 2.11 MB (2_110_999 bytes)"
     ]
 
@@ -127,11 +127,11 @@ def test_any_missing_run_is_found(seed: int) -> None:
     """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
     problem = random_problem(seed, most_ops=7)
     plan = lower(problem, Schedule.from_runs(problem.graph, _least(problem, seed)))
-    assert verify(plan, problem) == []
+    assert check_plan(plan, problem) == []
     for i, step in enumerate(plan.steps):
         if isinstance(step, Run):
             mutant = Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
-            assert verify(mutant, problem) != []
+            assert check_plan(mutant, problem) != []
 
 
 @in_turn(seed=range(30))
@@ -143,7 +143,7 @@ def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
         if isinstance(step, Run):
             for v in graph.ops[step.op].inputs:
                 mutant = Plan((*plan.steps[:i], Free(v), *plan.steps[i:]), plan.boundary + (i < plan.boundary))
-                assert verify(mutant, problem) != []
+                assert check_plan(mutant, problem) != []
 
 
 def _least(problem: Problem, seed: int) -> np.ndarray:

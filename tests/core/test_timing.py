@@ -12,7 +12,7 @@ from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.core.simulator import check_plan, cost, lower, simulate
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
 from checkmate.solvers.common.fetch_ops import sendable
@@ -50,7 +50,7 @@ def changed(position: int, *steps: Step) -> Plan:
 
 def test_a_value_waits_elsewhere_while_ops_run() -> None:
     problem = CHAIN.with_host(HOST)
-    assert verify(AWAY, problem, budget=6) == []
+    assert check_plan(AWAY, problem, budget=6) == []
     usage = simulate(AWAY, problem)
     assert usage.bytes_at == (4, 5, 5, 6, 6)
     assert usage.host_peak == 4
@@ -70,7 +70,7 @@ def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float) -> No
         *(Fetch(0), Run(3), Wait(0), Drop(0), Run(4), Wait(2), Drop(2), Run(5), Free(0), Free(2), Free(3), Free(4)),
     )
     plan = Plan(steps, boundary=8)
-    assert verify(plan, problem) == []
+    assert check_plan(plan, problem) == []
     assert cost(plan, problem) == seconds
     assert simulate(plan, problem).host_peak == 8
 
@@ -120,15 +120,17 @@ def test_without_transfers_they_are_those_of_its_schedule() -> None:
     ],
 )
 def test_every_fault_is_named(plan: Plan, fault: str) -> None:
-    assert any(fault in wrong for wrong in verify(plan, CHAIN.with_host(HOST))), verify(plan, CHAIN.with_host(HOST))
+    assert any(fault in wrong for wrong in check_plan(plan, CHAIN.with_host(HOST))), check_plan(
+        plan, CHAIN.with_host(HOST)
+    )
 
 
 def test_budgets_of_both_memories_hold() -> None:
-    (wrong,) = verify(AWAY, CHAIN.with_host(Host(3, send=4.0, fetch=2.0)), budget=6)
+    (wrong,) = check_plan(AWAY, CHAIN.with_host(Host(3, send=4.0, fetch=2.0)), budget=6)
     assert "copies in the second memory take 4 B" in wrong
-    (wrong,) = verify(AWAY, CHAIN.with_host(HOST), budget=5)
+    (wrong,) = check_plan(AWAY, CHAIN.with_host(HOST), budget=5)
     assert "exceeds the budget" in wrong
-    assert any("there is no second memory" in wrong for wrong in verify(AWAY, CHAIN))
+    assert any("there is no second memory" in wrong for wrong in check_plan(AWAY, CHAIN))
     with pytest.raises(ValueError, match="with_host"):
         timing(AWAY, CHAIN)
 
@@ -161,4 +163,4 @@ def test_what_others_hold_is_not_sent(target: str) -> None:
     held = replace(CHAIN, graph=replace(graph, ops=(replace(graph.ops[0], target=target), *graph.ops[1:])))
     assert 0 in sendable(CHAIN)
     assert 0 not in sendable(held)
-    assert any("which others hold" in wrong for wrong in verify(AWAY, held.with_host(HOST)))
+    assert any("which others hold" in wrong for wrong in check_plan(AWAY, held.with_host(HOST)))

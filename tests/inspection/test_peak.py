@@ -137,7 +137,7 @@ def test_dropping_a_value_costs_what_is_said(name: str) -> None:
     assert len(droppable) > 3 or name.startswith("random")
     for row in droppable:
         plan = _dropped(solution, row)
-        assert simulator.verify(plan, problem) == []
+        assert simulator.check_plan(plan, problem) == []
         assert simulator.cost(plan, problem) == pytest.approx(solution.cost + row.drop_seconds)
         assert simulator.simulate(plan, problem).bytes_at[peak.moment.index] == peak.peak - row.bytes
 
@@ -192,9 +192,9 @@ def test_a_plan_of_the_step_split_further_is_no_better_plan_of_this_one() -> Non
     )
     split = replace(split, profile=replace(split.profile, seconds=split.seconds / 4))
     least = checkmate.min_budget(problem).peak
-    solution = checkmate.solve(replace(problem, smaller=lambda: split), least)
+    solution = checkmate.solve(replace(problem, next_split=lambda: split), least)
     assert solution.problem.splits == ()
-    smaller = replace(solution, problem=replace(solution.problem, smaller=lambda: split))
+    smaller = replace(solution, problem=replace(solution.problem, next_split=lambda: split))
     answers = [checkmate.solve(split, least)]
     assert answers[0].cost < solution.cost
     assert peaks._better(smaller, answers) is None

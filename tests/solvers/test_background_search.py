@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from checkmate import Problem, Solution, solve
-from checkmate.core.simulator import cost, verify
+from checkmate.core.simulator import check_plan, cost
 from checkmate.solvers import background_search, plan_cache
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import processes
@@ -107,7 +107,7 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     assert search.failure == ""
     assert search.better is not None
     assert search.better.plan is not None
-    assert not verify(search.better.plan, problem, budget)
+    assert not check_plan(search.better.plan, problem, budget)
     assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
     record = plan_cache.lookup(plan_cache.Question.of(problem, budget, "auto"))
@@ -135,8 +135,8 @@ def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
 
 
 def test_what_is_open_is_sent_without_functions() -> None:
-    unfinished = _poor(replace(_chain(), emit=lambda plan: None), 100)
-    assert unfinished.bare().problem.emit is unfinished.bare().start.problem.emit is None
+    unfinished = _poor(replace(_chain(), codegen=lambda plan: None), 100)
+    assert unfinished.bare().problem.codegen is unfinished.bare().start.problem.codegen is None
 
 
 def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

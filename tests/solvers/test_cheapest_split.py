@@ -19,7 +19,7 @@ CHAIN: list[list[int]] = [[], [0], [1], [2], [0, 1, 3]]
 
 def _problem(seconds: int, sizes: list[int], name: str, smaller: Problem | None) -> Problem:
     problem = Problem.from_dag(CHAIN, seconds=[seconds] * 5, sizes=sizes)
-    return replace(problem, splits=(name,) if name else (), smaller=lambda: smaller)
+    return replace(problem, splits=(name,) if name else (), next_split=lambda: smaller)
 
 
 SMALL = _problem(4, [1, 1, 1, 1, 1], "small", None)
@@ -44,7 +44,7 @@ def test_splits_that_cannot_be_cheaper_are_not_asked_for() -> None:
     def never() -> Problem:
         raise AssertionError("asked for")
 
-    tight = replace(_problem(1, [1, 1, 1, 1, 1], "tight", None), smaller=never)
+    tight = replace(_problem(1, [1, 1, 1, 1, 1], "tight", None), next_split=never)
     solution = solve(_problem(1, [9, 9, 9, 9, 9], "", tight), 8, time_limit=1)
     assert solution.problem is tight
 

@@ -31,7 +31,7 @@ NINE_BYTES = Plan(
 
 
 def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
-    assert simulator.verify(NINE_BYTES, FIVE, 9) == []
+    assert simulator.check_plan(NINE_BYTES, FIVE, 9) == []
     assert (simulator.cost(NINE_BYTES, FIVE), is_a_schedule(NINE_BYTES)) == (7.0, False)
     assert FIVE.unavoidable_bytes.max() == 8
     assert min(peak for _, peak in outcomes(FIVE)) == 10

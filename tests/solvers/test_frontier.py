@@ -173,7 +173,7 @@ def test_budgets_as_people_write_them_once_each_and_in_order() -> None:
 
 def test_in_processes_it_is_the_same_as_here() -> None:
     emit = lambda plan: len(plan.steps)  # noqa: E731  # what cannot travel, and is there afterwards
-    problem = replace(dags.unit_chain(4), emit=emit)
+    problem = replace(dags.unit_chain(4), codegen=emit)
     there = frontier(problem, [4, 5], methods=["milp"], jobs=2)
     here = frontier(problem, [4, 5], methods=["milp"], jobs=1)
     figures = [[(row.method, row.budget, row.status, row.cost, row.peak) for row in found] for found in (there, here)]

@@ -10,7 +10,7 @@ import pytest
 
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.core.simulator import check_plan, cost, lower, simulate
 from checkmate.solvers.common.schedules import kept_by_the_forward
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
 from checkmate.solvers.solve import solve
@@ -23,7 +23,7 @@ PROBLEMS = Path(__file__).parents[2] / "benchmarks" / "problems"
 def _check(problem: Problem, choice: Choice) -> None:
     values = [v for k in choice.kept for v in problem.graph.ops[k].outputs]
     plan = lower(problem, Schedule.from_runs(problem.graph, kept_by_the_forward(problem, values)))
-    assert verify(plan, problem) == []
+    assert check_plan(plan, problem) == []
     assert simulate(plan, problem).peak == choice.peak
     assert cost(plan, problem) == pytest.approx(problem.keep_all_cost + choice.seconds)
 

@@ -36,7 +36,7 @@ SEEDS = [*range(2), *map(long, range(2, 4)), *(pytest.param(seed, marks=pytest.m
 
 
 def wrong(problem: Problem, R: np.ndarray, budget: int | None = None) -> list[str]:
-    return simulator.verify(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
+    return simulator.check_plan(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
 
 
 @in_turn(seed=SEEDS)

@@ -59,7 +59,7 @@ def _with_costs(problem: Problem, factor: float) -> Problem:
 
 def _check(solution: Solution) -> None:
     assert solution.plan is not None
-    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert simulator.check_plan(solution.plan, solution.problem, solution.budget) == []
 
 
 def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:

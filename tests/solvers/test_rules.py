@@ -36,7 +36,7 @@ SEEDS = [*range(2), *map(long, range(2, 4)), *few(8, [(seed,) for seed in range(
 
 
 def wrong(problem: Problem, R: np.ndarray, budget: int | None = None) -> list[str]:
-    return simulator.verify(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
+    return simulator.check_plan(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
 
 
 def network(blocks: int = 3) -> Problem:
@@ -87,7 +87,7 @@ def test_every_part_of_auto_obeys(seed: int) -> None:
 def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     problem = random_ruled_problem(seed)
     for schedule in all_schedules(problem):
-        if not simulator.verify(simulator.lower(problem, schedule), without_rules(problem)):
+        if not simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem)):
             assert obeys_limits(problem, schedule.R) == (not wrong(problem, schedule.R))
 
 

@@ -39,7 +39,7 @@ STEPS = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1, 1, 1)), "unet": dags.u
 def check(solution: Solution) -> None:
     """The plan verifies and the figures belong to it."""
     assert solution.plan is not None
-    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert simulator.check_plan(solution.plan, solution.problem, solution.budget) == []
     assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
     assert solution.bound <= solution.cost
     assert solution.seconds > 0

@@ -31,7 +31,7 @@ def outcomes(problem: Problem) -> list[tuple[float, int]]:
     found = []
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
-        if not simulator.verify(plan, problem):
+        if not simulator.check_plan(plan, problem):
             found.append((simulator.cost(plan, problem), simulator.simulate(plan, problem).peak))
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.greedy import Tilts
+from checkmate.solvers.search.greedy import TiltedPasses
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
@@ -25,5 +25,5 @@ def found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> 
     yield drop_runs(task.problem, task.budget, dearest, Clock(1.0))
     yield adapt(task, dearest)
     yield adapt(task, max(every, key=lambda R: float(R.sum())))
-    yield Tilts(task).search(Clock(0.05))
+    yield TiltedPasses(task).search(Clock(0.05))
     yield Neighbourhoods(task).search(dearest, Clock(0.2))

@@ -34,7 +34,7 @@ def with_loss_in_parts(
     *,
     tried: bool,
 ) -> Problem:
-    """The problem of a step, whose `Problem.smaller` is the same step with its loss in more parts.
+    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts.
 
     Args:
         problem: of the step as it was captured.
@@ -74,7 +74,7 @@ class _Ladder:
             rung: how many splits were looked at.
             below: bytes that no plan without kept logits goes below so far.
         """
-        return replace(problem, smaller=cache(partial(self.next, problem, rung, below)))
+        return replace(problem, next_split=cache(partial(self.next, problem, rung, below)))
 
     def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
         """The step with its loss in more parts, if that saves bytes; None: nothing more is to be gained."""

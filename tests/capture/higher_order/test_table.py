@@ -114,7 +114,7 @@ def _model() -> tuple[nn.ModuleList, Tensor]:
 
 def _pinned(problem: Problem, name: str) -> Problem:
     ops = tuple(replace(op, pinned="as before") if op.target == name else op for op in problem.graph.ops)
-    return replace(problem, graph=replace(problem.graph, ops=ops), smaller=None)
+    return replace(problem, graph=replace(problem.graph, ops=ops), next_split=None)
 
 
 def _targets_again(plan: checkmate.Solution) -> set[str]:

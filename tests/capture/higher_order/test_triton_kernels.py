@@ -70,7 +70,7 @@ def _net(device: str = "cpu") -> tuple[nn.Module, Callable[[Tensor], Tensor], Te
 
 def _pinned(problem: checkmate.Problem) -> checkmate.Problem:
     ops = tuple(replace(op, pinned="as before") if "triton" in op.target else op for op in problem.graph.ops)
-    return replace(problem, graph=replace(problem.graph, ops=ops), smaller=None)
+    return replace(problem, graph=replace(problem.graph, ops=ops), next_split=None)
 
 
 def _trained(device: str = "cpu", budget: int | None = None) -> tuple[Trained, list[checkmate.Solution]]:

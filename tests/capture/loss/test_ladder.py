@@ -63,8 +63,8 @@ def test_splits_go_on_where_ctrl_c_ended_one(problem: Problem, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         list(first.splits_in_turn())
     assert [one.splits for one in first.splits_in_turn()] == [one.splits for one in problem.splits_in_turn()]
-    assert first.smaller is not None
-    assert first.smaller() is first.smaller() is not None
+    assert first.next_split is not None
+    assert first.next_split() is first.next_split() is not None
 
 
 @pytest.mark.slow

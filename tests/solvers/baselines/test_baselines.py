@@ -47,7 +47,7 @@ def solve(name: str, problem: Problem, budget: int, **options: object) -> Soluti
         assert solution.status in (Status.NOT_FOUND, Status.INFEASIBLE)
         assert solution.message
     else:
-        assert simulator.verify(solution.plan, problem, budget) == []
+        assert simulator.check_plan(solution.plan, problem, budget) == []
         assert solution.peak == simulator.simulate(solution.plan, problem).peak <= budget
         assert solution.cost == pytest.approx(simulator.cost(solution.plan, problem))
     return solution

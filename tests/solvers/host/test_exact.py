@@ -47,7 +47,7 @@ def test_all_plans_are_as_good_as_all_schedules_where_nothing_is_sent() -> None:
         for budget in interesting_budgets(known):
             cheapest, plan = cheapest_plan(problem, budget)
             assert cheapest == pytest.approx(optimum(known, budget))
-            assert plan is None or simulator.verify(plan, problem, budget) == []
+            assert plan is None or simulator.check_plan(plan, problem, budget) == []
 
 
 def test_the_cheapest_plan_is_one_that_the_simulator_knows() -> None:
@@ -57,7 +57,7 @@ def test_the_cheapest_plan_is_one_that_the_simulator_knows() -> None:
         for budget in budgets(problem):
             cheapest, plan = cheapest_plan(problem, budget)
             if plan is not None:
-                assert simulator.verify(plan, problem, budget) == []
+                assert simulator.check_plan(plan, problem, budget) == []
                 assert simulator.cost(plan, problem) == pytest.approx(cheapest)
                 sent += bool(plan.sent)
             assert cheapest <= cheapest_plan(problem.with_host(None), budget)[0] + 1e-9

@@ -13,7 +13,7 @@ from benchmarks.networks import dags
 from checkmate.core.host import Host
 from checkmate.core.plan import Fetch, Run
 from checkmate.core.problem import Problem
-from checkmate.core.simulator import verify
+from checkmate.core.simulator import check_plan
 from checkmate.core.solution import Status
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
@@ -91,7 +91,7 @@ def test_the_host_budget_holds() -> None:
     solution = solve(problem, 8 * 6)
     assert solution.plan is not None
     assert len(solution.plan.sent) <= 12
-    assert verify(solution.plan, problem, 8 * 6) == []
+    assert check_plan(solution.plan, problem, 8 * 6) == []
     roomier = solve(layers(12).with_host(Host(10**6, send=16.0, fetch=16.0)), 8 * 6)
     assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
 
@@ -115,7 +115,7 @@ def test_what_is_fetched_is_not_made_again() -> None:
     assert [event for event in happens if isinstance(event, Run)].count(Run(2)) == 1
     plan = place_transfers(problem, 8 * 6, happens, boundary)
     assert plan is not None
-    assert verify(plan, problem, 8 * 6) == []
+    assert check_plan(plan, problem, 8 * 6) == []
     fetch, need = plan.steps.index(Fetch(2)), timing(plan, problem)
     assert need.waited == 0.0  # it begins early enough
     assert fetch > plan.steps.index(Run(7))

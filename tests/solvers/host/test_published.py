@@ -36,7 +36,7 @@ def test_plans_are_valid_and_above_the_cheapest(method: str) -> None:
             solution = METHODS[method].solve(problem, budget, time_limit=20)
             assert solution.bound <= cheapest * (1 + 1e-6)
             if solution.plan is not None:
-                assert simulator.verify(solution.plan, problem, budget) == []
+                assert simulator.check_plan(solution.plan, problem, budget) == []
                 assert solution.cost >= cheapest / (1 + 1e-9)
                 found += 1
     assert found

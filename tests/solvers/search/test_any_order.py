@@ -9,7 +9,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import lower, lower_runs, simulate, verify
+from checkmate.core.simulator import check_plan, lower, lower_runs, simulate
 from checkmate.solvers.common.schedules import as_matrix
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.any_order import AnyOrder
@@ -47,9 +47,9 @@ def test_it_finds_a_plan_exactly_where_one_fits(make: Callable[[int], Problem], 
             assert (runs is not None) == fits
             assert runs is not None or search.least > budget
             if runs is not None:
-                assert verify(lower_runs(problem, runs), problem, budget) == []
+                assert check_plan(lower_runs(problem, runs), problem, budget) == []
                 fewer = drop_runs_of(problem, budget, runs, Clock())
-                assert verify(lower_runs(problem, fewer), problem, budget) == []
+                assert check_plan(lower_runs(problem, fewer), problem, budget) == []
                 assert sum(map(len, fewer)) <= sum(map(len, runs))
             proofs = [AnyOrder(sets, budget, Clock(), loose=True).refutes(t) for t in range(sets.T)]
             assert not (fits and any(proofs))
@@ -60,7 +60,7 @@ def test_a_schedule_lowered_by_its_runs_is_the_same_plan(make: Callable[..., Pro
     problem = make(seed, most_ops=4)
     for schedule in all_schedules(problem):
         plan = lower(problem, schedule)
-        if not verify(plan, problem):
+        if not check_plan(plan, problem):
             stages = [[k for k in range(t + 1) if schedule.R[t, k]] for t in range(len(schedule.R))]
             assert lower_runs(problem, stages) == plan
             assert plan.is_a_schedule
@@ -89,7 +89,7 @@ def test_what_runs_twice_in_a_stage_is_said_by_the_stages_alone() -> None:
     runs = AnyOrder(ValueSets(five), 8, Clock()).runs()
     assert runs is not None
     plan = lower_runs(five, runs)
-    assert verify(plan, five, 8) == []
+    assert check_plan(plan, five, 8) == []
     assert not plan.is_a_schedule
     schedule = Schedule.from_runs(five.graph, as_matrix(runs))
     assert simulate(lower(five, schedule), five).peak > 8

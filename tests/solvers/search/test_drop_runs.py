@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.core.simulator import lower_runs, verify
+from checkmate.core.simulator import check_plan, lower_runs
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
@@ -78,4 +78,4 @@ def test_a_value_that_goes_in_the_middle_of_a_stage_and_is_made_again_there() ->
     runs = [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]]
     for budget in (8, 9, 10, 12):
         plan = lower_runs(five, drop_runs_of(five, budget, runs, Clock()))
-        assert verify(plan, five, budget) == []
+        assert check_plan(plan, five, budget) == []

@@ -163,5 +163,5 @@ def check_plans(problem: Problem, budgets: list[int]) -> dict[int, int]:
             if R is not None and obeys_limits(problem, R):
                 found[budget] += 1
                 plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
-                assert not simulator.verify(plan, problem, budget)
+                assert not simulator.check_plan(plan, problem, budget)
     return found

@@ -128,5 +128,5 @@ def test_what_runs_out_of_order_fits_and_is_no_dearer(seed: int) -> None:
     bytes_at = tuple((line.bytes_at[line.on] + line.tables.resident).tolist())
     assert bytes_at == simulator.simulate(plan, problem).bytes_at
     better = simulator.lower_runs(problem, exchange_runs(Task(problem, budget), runs))
-    assert simulator.verify(better, problem, budget) == []
+    assert simulator.check_plan(better, problem, budget) == []
     assert simulator.cost(better, problem) <= simulator.cost(plan, problem)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.simulator import lower_runs, verify
+from checkmate.core.simulator import check_plan, lower_runs
 from checkmate.core.solution import Status
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
@@ -43,7 +43,7 @@ def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) ->
         assert min_budget(problem) == MinBudget(truth, truth)
         assert peak_of(problem, least_runs(problem)[1]) == of_schedules
         plan = lower_runs(problem, least_plan(problem, truth, Clock()))
-        assert verify(plan, problem, truth) == []
+        assert check_plan(plan, problem, truth) == []
 
 
 @in_turn(make=[random_problem, random_problem_with_ways], block=every(5, range(10)))
@@ -59,7 +59,7 @@ def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
         ends = min_budget(problem)
         assert ends.bound <= smallest_peak(problem) <= ends.peak
         plan = lower_runs(problem, least_plan(problem, ends.peak, Clock()))
-        assert verify(plan, problem, ends.peak) == []
+        assert check_plan(plan, problem, ends.peak) == []
 
 
 def test_the_chains_of_the_golden_optima_need_three() -> None:

@@ -38,7 +38,7 @@ def check(solution: Solution) -> None:
     """The plan verifies, and the solution says of it what the simulator says."""
     assert solution.plan is not None
     assert solution.schedule is not None
-    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert simulator.check_plan(solution.plan, solution.problem, solution.budget) == []
     assert solution.schedule.violations(solution.problem, solution.budget) == []
     assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
     assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget

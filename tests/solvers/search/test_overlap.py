@@ -65,7 +65,7 @@ def test_plans_and_bounds_beside_all_plans_there_are(seed: int) -> None:
         if plan is None:
             assert found.plan is None
             continue
-        assert simulator.verify(plan, problem, budget) == []
+        assert simulator.check_plan(plan, problem, budget) == []
         assert simulator.cost(plan, problem) == pytest.approx(seconds)
         assert found.bound <= seconds * SLACK
         assert Exposed.of(problem).bound <= seconds * SLACK
@@ -73,7 +73,7 @@ def test_plans_and_bounds_beside_all_plans_there_are(seed: int) -> None:
         assert found.cost <= seconds * FARTHEST
         at_once = run_at_once(plan, problem.graph)
         assert not at_once.started
-        assert simulator.verify(at_once, problem, budget) == []
+        assert simulator.check_plan(at_once, problem, budget) == []
         assert simulator.simulate(at_once, problem).peak <= simulator.simulate(plan, problem).peak
         line = timeline(plan, problem)
         np.testing.assert_array_equal(sum(line.by_role().values()), line.bytes)
@@ -97,7 +97,7 @@ def test_sums_that_layers_wait_for_are_proven_to_be_waited_for(seed: int) -> Non
     """Of what is split over ranks: nothing that the next layer waits for hides, unless an op that does not is there."""
     problem = random_chain_split_over_ranks(seed)
     seconds, plan = cheapest_plan(problem, problem.keep_all_peak + 8)
-    assert simulator.verify(plan, problem, problem.keep_all_peak + 8) == []
+    assert simulator.check_plan(plan, problem, problem.keep_all_peak + 8) == []
     assert Exposed.of(problem).bound == pytest.approx(seconds)
     low = int(problem.unavoidable_bytes.max())
     for budget in range(low, low + 4):
@@ -140,7 +140,7 @@ def test_every_method_overlaps_its_plan(method: str) -> None:
         return
     assert found.cost <= sum(problem.seconds[k] for k in found.plan.runs)
     assert found.cost < sum(problem.seconds[k] for k in found.plan.runs) or method == "last-node"
-    assert simulator.verify(found.plan, problem, found.budget) == []
+    assert simulator.check_plan(found.plan, problem, found.budget) == []
     assert found.bound <= found.cost
 
 
@@ -163,7 +163,7 @@ GOOD = (Start(1), Run(0), Run(1), Run(2), Free(2), Start(3), Run(4), Run(3), Fre
 
 def test_bytes_and_seconds_by_hand() -> None:
     problem, plan = by_hand(), Plan(GOOD, 5)
-    assert simulator.verify(plan, problem, 35) == []
+    assert simulator.check_plan(plan, problem, 35) == []
     assert [event.device_bytes for event in walk(plan, problem)] == [34, 35, 35, 7, 5, 13, 29, 29, 25, 24, 24, 16]
     assert [event.at for event in walk(plan, problem)] == [0, 0, 1, 2, 5, 5, 5, 10, 10, 10, 10, 10]
     assert simulator.simulate(plan, problem).bytes_at == (35, 35, 13, 29, 29, 24)
@@ -192,7 +192,7 @@ def test_every_fault_of_a_start_is_named() -> None:
     """Each plan breaks one rule, at least; what it says of that is among what the checker says."""
     problem = by_hand()
     for said, steps in FAULTS.items():
-        faults = simulator.verify(Plan(steps, 5), problem)
+        faults = simulator.check_plan(Plan(steps, 5), problem)
         assert any(said in fault for fault in faults), (said, faults)
 
 

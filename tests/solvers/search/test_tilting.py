@@ -13,7 +13,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.greedy import Tilts
+from checkmate.solvers.search.greedy import TiltedPasses
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import in_turn, long
 
@@ -27,14 +27,14 @@ def test_never_below_the_optimum_and_never_over_the_budget(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)
     for budget in interesting_budgets(known)[:-1]:
-        R = Tilts(Task(problem, budget)).search(Clock(SECONDS))
+        R = TiltedPasses(Task(problem, budget)).search(Clock(SECONDS))
         if R is not None:
             assert certify(problem, budget, R, method="tilted").cost >= optimum(known, budget) - 1e-9
 
 
 def test_nothing_fits_below_what_one_op_needs() -> None:
     problem = dags.unit_chain(4)
-    assert Tilts(Task(problem, 2)).search(Clock(SECONDS)) is None
+    assert TiltedPasses(Task(problem, 2)).search(Clock(SECONDS)) is None
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_nothing_fits_below_what_one_op_needs() -> None:
 def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     problem = dags.unet(2)
     budget = int(1.02 * checkmate.min_budget(problem).peak)
-    tilts = Tilts(Task(problem, budget, seed=2))
+    tilts = TiltedPasses(Task(problem, budget, seed=2))
     formulas, give_up = next_use(problem, budget, time_limit=10.0).cost, time.perf_counter() + SECONDS
     found = math.inf
     while found > formulas and time.perf_counter() < give_up:  # some 3 s on a machine with nothing else to do
@@ -56,7 +56,7 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
 @pytest.mark.long
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem, budget = dags.unit_chain(8), 5
-    first, second = (Tilts(Task(problem, budget)).search(Clock(SECONDS)) for _ in range(2))
+    first, second = (TiltedPasses(Task(problem, budget)).search(Clock(SECONDS)) for _ in range(2))
     assert first is not None
     assert second is not None
     assert (first == second).all()
@@ -64,7 +64,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 def test_a_later_search_goes_on_from_the_plans_before() -> None:
     problem = dags.unet(2)
-    tilts = Tilts(Task(problem, int(1.05 * checkmate.min_budget(problem).peak)))
+    tilts = TiltedPasses(Task(problem, int(1.05 * checkmate.min_budget(problem).peak)))
     costs = []
     for _ in range(3):
         R = tilts.search(Clock(0.5))

@@ -84,7 +84,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
     sets = ValueSets(problem)
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
-        if simulator.verify(plan, problem):
+        if simulator.check_plan(plan, problem):
             continue
         usage = simulator.simulate(plan, problem)
         at_hand: set[int] = set()

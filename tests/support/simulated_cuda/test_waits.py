@@ -32,7 +32,7 @@ from checkmate.compiler import CompiledStep
 from checkmate.core.plan import Plan, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import lower, verify
+from checkmate.core.simulator import check_plan, lower
 from checkmate.core.solution import Solution
 from checkmate.demo import training
 from checkmate.errors import HostError
@@ -491,12 +491,12 @@ def test_a_plan_without_one_of_its_waits_is_no_plan() -> None:
     """Nor one with a wait behind the step that must wait."""
     (solution,) = sending_step().compiled.plans
     plan, problem = solution.plan, solution.problem
-    assert verify(plan, problem) == []
+    assert check_plan(plan, problem) == []
     waits = [i for i, step in enumerate(plan.steps) if isinstance(step, Wait)]
     assert len(waits) > 20
     for i in waits:
         rest = (*plan.steps[:i], *plan.steps[i + 1 :])
-        assert verify(Plan(rest, plan.boundary - (i < plan.boundary)), problem), plan.steps[i]
+        assert check_plan(Plan(rest, plan.boundary - (i < plan.boundary)), problem), plan.steps[i]
 
 
 def test_the_allocator_waits_for_other_streams_where_its_cache_is_emptied() -> None:
