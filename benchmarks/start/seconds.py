@@ -91,7 +91,7 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
     if backend == OURS:
         _adds_up(compilation.Backend, "__call__", "backend", spent)
         _adds_up(compilation, "problem_of", "measure", spent)
-        _adds_up(Planner, "_plan", "plan", spent)
+        _adds_up(Planner, "plan", "plan", spent)
         _adds_up(step_problem, "emit", "code", spent)
         _adds_up(compilation, "writing_over", "code", spent)
         step = checkmate.compile(plain, budget=budget, time_limit=time_limit)
