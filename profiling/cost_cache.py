@@ -129,7 +129,7 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
 
 def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
     """The costs of ops, by default all, on disk for these conditions; none, with a warning, if that fails."""
-    at = _prefix(conditions)
+    at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
     try:
         with files.rows(TABLE) as kept:
             found = kept.beginning(at) if keys is None else kept.get(at + key for key in keys)
@@ -141,17 +141,13 @@ def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
 
 def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
     """Add ops to what is on disk, and drop others; of an op the latest cost counts. A warning says if that fails."""
-    at = _prefix(conditions)
+    at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
     try:
         with files.rows(TABLE, write=True) as kept:
             kept.drop(at + key for key in without)
             kept.put({at + key: _as_list(cost) for key, cost in ops.items()})
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)
-
-
-def _prefix(conditions: Conditions) -> str:
-    return f"{json.dumps(asdict(conditions))} "
 
 
 def recall(keys: Collection[OpKey]) -> dict[OpKey, OpCost | None]:

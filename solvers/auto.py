@@ -38,6 +38,7 @@ from checkmate.solvers.search.local_search import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
+NEXT_USE = 0.05  # of the time
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
 SHARE_OF_TURN = 0.15  # of all the time: one search in turn
@@ -150,9 +151,10 @@ def _known(search: Portfolio, task: Task) -> None:
 
 
 def _next_use(search: Portfolio, task: Task) -> None:
-    """Passes of eviction, where there is no plan yet."""
+    """Passes of eviction, where there is no plan yet: patience ends the look for a first plan, not for better ones."""
     if search.incumbent.R is None:
-        search.stuck = next_use(task, search.incumbent).stuck
+        whole = search.task.within(NEXT_USE * search.task.clock.left)
+        search.stuck = next_use(whole, search.incumbent, patience=search.left / 2).stuck
 
 
 def _near_keep_all(search: Portfolio, task: Task) -> None:
@@ -243,7 +245,7 @@ class Stage:
 
 STAGES = (
     Stage("known", _known, 0.1),
-    Stage("next-use", _next_use, 0.05),
+    Stage("next-use", _next_use, NEXT_USE),
     Stage("near keep-all", _near_keep_all, 0.5),
     Stage("least", _least, 0.5),
     Stage("exact at once", _backward_bound, 0.3, most_ops=50),

@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -365,17 +366,18 @@ class PassState:
         return total
 
 
-def next_use(task: Task, incumbent: Incumbent) -> Remarks:
+def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Remarks:
     """The best plan of many passes, improved by local search. No plan where no pass fits.
 
-    Passes take half of the time at most. The same seed gives the same plan where the time limit does not bind.
+    Passes take half of the time at most, or ``patience``, in seconds. The same seed gives the same plan where the time
+    limit does not bind.
 
     >>> from checkmate import Problem, solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> solve(problem, 3, method="next-use").cost
     4.0
     """
-    problem, tables, clock = task.problem, Tables.of(task.problem), task.clock.share(PASSES_TAKE)
+    problem, tables, clock = task.problem, Tables.of(task.problem), Clock(min(PASSES_TAKE * task.clock.left, patience))
     # Keep the plans of the cheapest passes, those that differ.
     best: list[tuple[float, list[list[int]]]] = []  # the cheapest first: seconds, and per stage the ops that run
     passes = 0
