@@ -188,15 +188,14 @@ def rows(table: str, *, write: bool = False) -> Iterator[Rows]:
     if sqlite3 is None:
         raise OSError("this Python was built without SQLite")
     path = folder() / DATABASE
-    if not path.exists():
+    if write and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)  # for this user alone
+    where = path if path.exists() else ":memory:"  # where there is nothing to read, nothing is made
     try:
-        with closing(sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)) as database:
+        with closing(sqlite3.connect(where, timeout=LOCK_SECONDS, isolation_level=None)) as database:
             database.execute("PRAGMA synchronous = OFF")  # a loss of power may damage the file, which is noticed
-            database.execute(
-                f"CREATE TABLE IF NOT EXISTS {table} (key TEXT PRIMARY KEY, text TEXT, checksum TEXT, used REAL)"
-            )
+            database.execute(f"CREATE TABLE IF NOT EXISTS {table} (key TEXT PRIMARY KEY, text, checksum, used REAL)")
             with database:
                 database.execute("BEGIN IMMEDIATE" if write else "BEGIN")
                 yield Rows(database, table)

@@ -103,6 +103,7 @@ def _all() -> dict[str, Any]:
 
 def test_what_is_put_is_got_exactly(database: Path) -> None:
     assert _all() == {}
+    assert not database.parent.exists()
     _put(DOCUMENTS)
     assert _all() == DOCUMENTS
     with rows("things_1") as kept:
