@@ -128,7 +128,7 @@ class Rows:
         return self._intact(row for key in keys for row in self._database.execute(chosen, [key]))
 
     def beginning(self, prefix: str, most: int = -1) -> dict[str, Any]:
-        """The documents whose key begins so, the last used first; so many at most."""
+        """The documents of keys with this prefix, the last used first, ``most`` at most."""
         chosen = f"SELECT key, text, checksum FROM {self._table} WHERE key >= ? AND key < ? ORDER BY used DESC LIMIT ?"
         return self._intact(self._database.execute(chosen, [prefix, f"{prefix}\U0010ffff", most]))
 
@@ -143,7 +143,7 @@ class Rows:
         self._database.executemany(f"DELETE FROM {self._table} WHERE key = ?", [[key] for key in keys])
 
     def note_use(self, key: str) -> None:
-        """Have a row be the last used."""
+        """Mark a row as used now."""
         self._database.execute(f"UPDATE {self._table} SET used = ? WHERE key = ?", [time.time(), key])
 
     def prune(self, most: int, most_bytes: int) -> None:
