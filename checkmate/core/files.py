@@ -1,8 +1,8 @@
 """Files that several processes read and write at once: never half written, never run as code.
 
-What the next process would find out again is kept in the user's cache folder, or in the folder that the environment
-variable ``CHECKMATE_CACHE_DIR`` names: costs of ops, plans and speeds of links in one SQLite database, with a table for
-each and a row for each key: a document as JSON, with a checksum, and when it was last used. A capture reads and writes
+The user's cache folder, or the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names, keeps costs of ops,
+plans and speeds of links for the next process, in one SQLite database with a table for each. A row is a key, a document
+as JSON with a checksum, and when it was last used. A capture reads and writes
 the rows of its own ops only, however many there are. A row that was altered is left out with a warning, and a damaged
 database is removed. Deleting all of it costs nothing but time.
 """
