@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from checkmate.capture.patches.only_our_captures import follow, follow_function, follow_method
 from checkmate.torch_internals.dynamo import (
@@ -89,8 +88,9 @@ def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> An
     """Errors that PyTorch's fake tensors have and its kernels may not have are refusals, which say so.
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
-    ``unsqueeze_``, is left out: a later write to such a view fails. And of tensors without elements, which many kernels
-    return at once, the description of an op may check more than the kernel.
+    ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements, which many kernels
+    return at once, the description of an op may check more than the kernel. And the backward of a function of which
+    nothing is differentiated is traced, but never runs.
     """
     given = node.all_input_nodes
     try:
@@ -110,8 +110,11 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
     if changes and (isinstance(error, IndexError) or tx.output.current_tracer.parent is not None):  # within a function
         return f"Before, {changes[0]} changed the shape of a tensor in place."
     described = [n.meta.get("example_value") for n in given]
-    is_empty = any(isinstance(x, torch.Tensor) and any(type(n) is int and n == 0 for n in x.shape) for x in described)
-    return "It is given a tensor of no elements." if is_empty else None
+    if any(isinstance(x, torch.Tensor) and any(type(n) is int and n == 0 for n in x.shape) for x in described):
+        return "It is given a tensor of no elements."
+    while tx is not None and tx.f_code.co_name != "backward":
+        tx = tx.parent
+    return tx and "Plain PyTorch runs a backward only where the result of its function is used."
 
 
 def _said(error: Exception) -> str:
@@ -140,13 +143,14 @@ def _note_compiled_attribute(plain: Plain, self: Any, tx: Any, args: Any, kwargs
 
 
 def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    before = set(_calls(tx.output.graph))
+    attention: Any = {"op": "call_function", "target": torch.ops.higher_order.flex_attention}
+    before = set(tx.output.graph.find_nodes(**attention))
     result = plain(self, tx, args, kwargs)
     config = _config(compiled)
     if config is not None:
         usual = _config(torch.compile(_nothing)) or {}
         changed = {name: value for name, value in config.items() if usual.get(name) != value}
-        for node in _calls(tx.output.graph):
+        for node in tx.output.graph.find_nodes(**attention):
             if node not in before:
                 position = OPTIONS["flex_attention"]
                 options: Any = node.args[position]
@@ -158,10 +162,6 @@ def _config(function: Any) -> dict[str, Any] | None:
     """The settings of Inductor; other compilers have none."""
     ask = getattr(function, "get_compiler_config", None)
     return None if ask is None else ask()
-
-
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
 
 
 def _nothing() -> None: ...

@@ -140,6 +140,37 @@ def test_what_a_kernel_takes_of_no_elements_is_refused() -> None:
         checkmate.compile(step, budget="1 MB")()
 
 
+class _FirstHalved(torch.autograd.Function):
+    """Its backward takes no scalars."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _first_halved(grad.clone())
+
+
+def _first_halved(grad: Tensor) -> Tensor:
+    grad[..., :1] *= 0.5
+    return grad
+
+
+def test_a_backward_that_would_fail_and_never_runs_is_refused() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def step() -> Tensor:
+        _FirstHalved.apply(weight.mean())
+        return weight.sum()
+
+    step().backward()
+    with pytest.raises(
+        checkmate.Unsupported, match=r"too many indices[^$]*runs a backward only[^$]*small_changes"
+    ):
+        checkmate.compile(step, budget="1 MB")()
+
+
 @pytest.mark.parametrize("dropout", [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, train=True)])
 def test_dropout_of_nothing_is_of_any_type(dropout: Callable[[Tensor], Tensor]) -> None:
     """Of integers plain PyTorch draws nothing, if there are none of them."""
