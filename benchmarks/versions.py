@@ -40,10 +40,7 @@ SELECTION = {  # by markers
     ),
 }
 QUICK = {
-    "not slow and not long": (
-        *("tests/torch_internals", "tests/capture/patches", "tests/codegen"),
-        *("tests/training/test_families.py", "tests/memory/test_arena.py"),
-    ),
+    "not slow and not long": ("tests/torch_internals", "tests/capture/patches", "tests/training/test_families.py"),
 }
 COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed", "skipped")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make, and not each time among all that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

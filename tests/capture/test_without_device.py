@@ -122,7 +122,7 @@ def test_the_ops_are_those_of_a_gpu(device: str, half: str, single: str) -> None
 
 def test_the_backward_of_attention_with_dropout_draws_nothing() -> None:
     """It reads the seed and the offset that the forward drew by, and may run again where its sums have an order."""
-    for device, half in (("h100", True), ("a100", True), ("h100", False)):
+    for device, half in (("a100", True), ("h100", False)):
         step, batch = _step(enabled=half, dtype=torch.bfloat16)
         for strict, pinned in ((False, "adds in no fixed order on a GPU"), (True, None)):
             torch.use_deterministic_algorithms(strict)

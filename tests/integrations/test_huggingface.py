@@ -132,8 +132,9 @@ def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="stays within a budget already"):
         _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB"), WithinBudget("2 MB")])
     with pytest.raises(InfeasibleBudget, match="An update of this GPT2LMHeadModel needs") as refused:
-        _trainer(tmp_path, _gpt2(), [WithinBudget("300 kB")]).train()
-    _trainer(tmp_path, _gpt2(), [WithinBudget(refused.value.min_budget)], max_steps=2).train()  # works, as is named
+        _trainer(tmp_path, _gpt2(), [WithinBudget("300 kB", time_limit=1)]).train()
+    named = WithinBudget(refused.value.min_budget, time_limit=1)
+    _trainer(tmp_path, _gpt2(), [named], max_steps=2).train()
     with pytest.raises(Unsupported, match="it finds the size"):
         _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB")], auto_find_batch_size=True).train()
 
@@ -212,8 +213,8 @@ def _trl(kind: str, tmp_path: Path, *, lora: bool, **more: Any) -> Callable[[Wit
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
-        pytest.param("sft", True, marks=pytest.mark.slow),
         pytest.param("dpo", False, marks=pytest.mark.slow),
+        long("sft", True),
         long("sft", False),
         long("dpo", True),
     ],

@@ -64,11 +64,19 @@ def start_ranks(run: Callable[..., None], ranks: int, *arguments: Any) -> None:
 
 
 def _run_rank(rank: int, environment: dict[str, str], run: Callable[..., None], *arguments: Any) -> None:
+    os.environ.update(environment)
+    _compile_quickly()
+    run(rank, *arguments)
+
+
+def _compile_quickly() -> None:
+    """Do as the fixtures of tests do: ops are timed a few times each, and guards not at all."""
+    from torch._dynamo import guards
+
     from checkmate.profiling import measure
 
-    os.environ.update(environment)
     measure.MOST_REPEATS = measure.LEAST_REPEATS
-    run(rank, *arguments)
+    guards.profile_guard_manager = lambda *args: 0.0
 
 
 def fork_server() -> ForkServerContext:
@@ -92,6 +100,7 @@ def _interpret(arguments: tuple[str, ...], environment: dict[str, str], said: tu
     for stream, file in enumerate(said, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(ROOT)
+    _compile_quickly()
     match arguments:
         case "-c", code, *others:
             sys.argv = ["-c", *others]

@@ -26,6 +26,8 @@ from tests.support.transfers import as_run, with_transfers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SECONDS = 0.4  # to plan
+
 
 class Net(nn.Module):
     """Dropout and batch norm, and values that are cheap to send for their bytes."""
@@ -50,19 +52,19 @@ def batch(size: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
 @functools.cache
 def least() -> int:
     """The smallest budget without a second memory, about."""
-    return checkmate.min_budget(checkmate.trace(Net(), *batch()), time_limit=1).peak
+    return checkmate.min_budget(checkmate.trace(Net(), *batch()), time_limit=SECONDS).peak
 
 
 @functools.cache
 def below() -> int:
     """A budget that holds with a second memory only."""
     problem = checkmate.trace(Net(), *batch(), host_budget="100 MB", host="file:/dev/shm")
-    return (checkmate.min_budget(problem, time_limit=1).peak + least()) // 2
+    return (checkmate.min_budget(problem, time_limit=SECONDS).peak + least()) // 2
 
 
 def compiled(fn: Any) -> Any:
     asked: dict[str, Any] = {"budget": below(), "host_budget": "100 MB", "host": "file:/dev/shm"}
-    return checkmate.compile(fn, time_limit=1, wait="best", **asked)
+    return checkmate.compile(fn, time_limit=SECONDS, wait="best", **asked)
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
     monkeypatch.setattr(opening, "_measured", {})
     with pytest.raises(InfeasibleBudget):
-        checkmate.compile(Net(), budget=budget, time_limit=1)(*batch())
+        checkmate.compile(Net(), budget=budget, time_limit=SECONDS)(*batch())
     plain = Net()
     expected = train(plain, plain, batch())
     model = compiled(Net())
@@ -116,13 +118,13 @@ def test_whole_steps_with_gradients_that_are_accumulated() -> None:
     there: dict[str, Any] = {"host_budget": "100 MB", "host": "file:/dev/shm"}
 
     def planned(model: Net, optimizer: torch.optim.Optimizer, budget: int, **options: Any) -> checkmate.TrainingStep:
-        about: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2, "time_limit": 1, "wait": "best"}
+        about: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2, "time_limit": SECONDS, "wait": "best"}
         return checkmate.training_step(model, optimizer, budget=budget, **about, **options)
 
     def smallest(**options: Any) -> int:
         model = Net()
         step = planned(model, torch.optim.AdamW(model.parameters(), lr=0.01), 10**9)
-        return checkmate.min_budget(checkmate.trace(step, *batch(), **options), time_limit=1).peak
+        return checkmate.min_budget(checkmate.trace(step, *batch(), **options), time_limit=SECONDS).peak
 
     budget = (smallest() + smallest(**there)) // 2
     left = []
@@ -179,7 +181,9 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
 
 @pytest.mark.slow
 def test_it_is_verified() -> None:
-    report = checkmate.verify(Net(), *batch(), budget=below(), time_limit=1, host_budget="100 MB", host="file:/dev/shm")
+    report = checkmate.verify(
+        Net(), *batch(), budget=below(), time_limit=SECONDS, host_budget="100 MB", host="file:/dev/shm"
+    )
     assert report.measured_peak == report.predicted_peak
 
 

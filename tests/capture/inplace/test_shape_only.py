@@ -87,7 +87,7 @@ def test_a_certain_format_is_that_of_all_strides_of_one_element() -> None:
     """PyTorch's own answer is the oracle, over all strides that a dimension of one element may have."""
     rng = random.Random(0)
     certain = 0
-    for _ in range(2000):
+    for _ in range(600):
         n = rng.choice((4, 5))
         order, shape = rng.sample(range(n), n), _sizes(rng, n, 1, 2, 3)
         stride, step = [0] * n, 1
@@ -104,7 +104,7 @@ def test_a_certain_format_is_that_of_all_strides_of_one_element() -> None:
         if has_certain_format(shape, stride):
             certain += 1
             assert len(formats) == 1, (shape, stride)
-    assert certain > 500
+    assert certain > 150
 
 
 class _OneChannel(nn.Module):
@@ -123,7 +123,7 @@ class _OneChannel(nn.Module):
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_map_of_one_channel_has_the_gradient_of_plain_pytorch() -> None:
-    for seed in range(10):
+    for seed in range(4):
         torch.manual_seed(seed)
         net, x = _OneChannel(), torch.randn(4, 2, 7, 7)
         checkmate.verify(lambda x, net=net: (net(x) ** 2).sum(), x)

@@ -162,7 +162,7 @@ def _trained(model: nn.Module, batches: list[tuple[Tensor, ...]], wrap: Callable
     ("name", "make", "plans"),
     [
         pytest.param("queue", _Queue, 2, marks=pytest.mark.slow),
-        pytest.param("resized", _Resized, None, marks=pytest.mark.slow),
+        pytest.param("resized", _Resized, None, marks=pytest.mark.long),
         pytest.param("graph", _Graph, None, marks=pytest.mark.long),
         pytest.param("detector", _Detector, 2, marks=pytest.mark.long),
         pytest.param("split", _Split, 2, marks=pytest.mark.slow),

@@ -165,9 +165,7 @@ def test_a_backward_that_would_fail_and_never_runs_is_refused() -> None:
         return weight.sum()
 
     step().backward()
-    with pytest.raises(
-        checkmate.Unsupported, match=r"too many indices[^$]*runs a backward only[^$]*small_changes"
-    ):
+    with pytest.raises(checkmate.Unsupported, match=r"too many indices[^$]*runs a backward only[^$]*small_changes"):
         checkmate.compile(step, budget="1 MB")()
 
 

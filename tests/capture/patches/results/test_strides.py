@@ -346,7 +346,7 @@ def test_views_of_another_shape_lie_as_in_eager_pytorch() -> None:
     """Strides of dimensions of one element, too: a convolution may choose its kernel by them."""
     rng = random.Random(0)
     compared = 0
-    for _ in range(1000):
+    for _ in range(300):
         shape = [rng.choice((1, 1, 2, 3)) for _ in range(rng.choice((2, 3, 4, 5)))]
         strides, step = [0] * len(shape), 1
         for d in rng.sample(range(len(shape)), len(shape)):
@@ -365,4 +365,4 @@ def test_views_of_another_shape_lie_as_in_eager_pytorch() -> None:
             views = fake.view(wanted), aten._unsafe_view.default(fake, wanted)
         assert [view.stride() for view in views] == [eager.stride()] * 2, (shape, strides, wanted)
         compared += 1
-    assert compared > 500
+    assert compared > 150
