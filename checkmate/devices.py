@@ -41,7 +41,7 @@ class Kind:
     may_waver = True  # kernels may add in no fixed order: plain PyTorch need not repeat its own numbers
 
     def name(self, device: torch.device) -> str:
-        """Which device it is: what was measured on it holds for those of this name."""
+        """The device's name: what was measured on one holds for all of this name."""
         module = torch.get_device_module(device)
         return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
 

@@ -152,7 +152,7 @@ def _output() -> Iterator[Callable[[float, str], None]]:
 
 
 def written(parts: tuple[_Part, ...]) -> tuple[float, str]:
-    """How much of tqdm's bar is full, and the line around it, of at most `WIDTH` columns."""
+    """The share of tqdm's bar that is full, and the line around it, of at most `WIDTH` columns."""
     part = parts[-1]
     name = next((outer.name for outer in reversed(parts) if outer.name), NAME)
     share = 0.0 if part.share is None else min(1.0, max(0.0, part.share()))

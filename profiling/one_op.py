@@ -184,7 +184,7 @@ def _fill(memory: torch.Tensor) -> None:
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
-    """For the arguments that hold indices, how many things there are to pick from."""
+    """The number of things to pick from, for each argument that holds indices."""
     args: tuple[Any, ...] = node.args
     packet = packet_of(node.target)
     found: dict[Any, int] = {}

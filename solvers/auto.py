@@ -140,7 +140,7 @@ class Portfolio:
 
     @cached_property
     def neighbourhoods(self) -> Neighbourhoods:
-        """How far was looked around the best plan."""
+        """The distance that was looked at around the best plan."""
         return Neighbourhoods(self.task)
 
 

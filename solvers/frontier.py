@@ -152,7 +152,7 @@ def frontier(
 
 
 def _options_by_method(methods: Sequence[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each method the options that it takes; one that none takes is refused."""
+    """The options that each method takes; one that none takes is refused."""
     if isinstance(methods, str):
         methods = (methods,)
     for method in methods:

@@ -369,7 +369,7 @@ def refuse_unknown_rules(problem: Problem, method: str) -> None:
 
 
 def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
-    """For each pattern the smallest budget in bytes without its rule; for "" that without all. None without rules.
+    """Smallest budgets in bytes without the rule of each pattern; for "" without all. None without rules.
 
     >>> dag = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[4, 1, 1, 1], forward=3)
     >>> smallest_without(with_rules(dag, {"op": "once"}), 1.0)
@@ -388,7 +388,7 @@ def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
 
 
 def _rules_in_words(problem: Problem, ends: MinBudget, without: dict[str, int]) -> str:
-    """Which rules ask for more bytes, and how many: sentences to end a refusal with."""
+    """Sentences to end a refusal with: the rules that ask for more bytes, and how many."""
     saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
     parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
     if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):

@@ -309,7 +309,7 @@ class Planner:
         return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
-        """With the rules. One that named an op before is no mistake where a part of the step is left out."""
+        """Add the rules. One that named an op before is no mistake where a part of the step is left out."""
         rules = self.options.rules
         if not rules:
             return problem

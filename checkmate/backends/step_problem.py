@@ -1,4 +1,4 @@
-"""From a captured step to the `Problem` that solvers get: its ops, and the bytes that are in use beside them."""
+"""Make of a captured step the `Problem` that solvers get: its ops, and the bytes that are in use beside them."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class _Search:
 
     @property
     def seconds(self) -> float:
-        """How long it has looked."""
+        """Seconds for which it has looked."""
         return time.perf_counter() - self.began
 
     @property

@@ -1,4 +1,4 @@
-"""Which mesh of ranks and which batch train fastest in the bytes of one rank: sharded steps, traced on imagined ranks.
+"""Find the mesh of ranks and the batch that train fastest in the bytes of one rank, on imagined ranks.
 
 No rank runs. For each mesh PyTorch's backend "fake" stands for a process group, of which this process is the first
 rank: a step is captured with its collectives as it would be there, and planned.

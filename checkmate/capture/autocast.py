@@ -116,7 +116,7 @@ class Copies:
 
 
 def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each input of a joint graph itself, and what the step makes of it one after the other if it is written."""
+    """Versions of each input of a joint graph: itself, and what writes of the step make of it, one after the other."""
     found = {n: [n] for n in graph.find_nodes(op="placeholder") if _is_primal(n)}
     by_position = {getattr(n.meta.get("desc"), "idx", None): n for n in found}
     output = graph.output_node()

@@ -208,7 +208,7 @@ def _check_types(graph: fx.Graph) -> None:
 
 
 def value_of(leaf: Any) -> Any:
-    """For a symbol of Dynamo's the number that was captured, without fixing it; all else as it is."""
+    """The number that was captured for a symbol of Dynamo's, without fixing it; all else as it is."""
     return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
 
 

@@ -1,4 +1,4 @@
-"""Which ops of a traced training step run in its forward and which in its backward, in what order, which only once."""
+"""Order of a traced training step's ops: its forward, its backward, and ops that must run only once."""
 
 from __future__ import annotations
 

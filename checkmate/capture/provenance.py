@@ -72,7 +72,7 @@ def module_path(path: str) -> str:
 
 
 def input_names(module: fx.GraphModule) -> list[str]:
-    """For each tensor that Dynamo found outside a step, how a person calls it: ``layer1.0.weight``, ``args.0``."""
+    """Names of tensors that Dynamo found outside a step, as a person calls them: ``layer1.0.weight``, ``args.0``."""
     names = []
     for node in module.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)

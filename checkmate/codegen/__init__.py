@@ -1,1 +1,1 @@
-"""From a plan to two modules, forward and backward, and their place in autograd's graph."""
+"""Make of a plan two modules, forward and backward, and put them in autograd's graph."""

@@ -93,7 +93,7 @@ def refuse_unwritable(graph: fx.Graph) -> None:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
-    """For each node the storages of its tensors: numbers, by those of the fake tensors.
+    """The storages of each node's tensors: numbers, by those of the fake tensors.
 
     An op that runs twice makes two storages, though its fake result is one.
     """

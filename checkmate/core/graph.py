@@ -185,7 +185,7 @@ class Graph:
 
     @cached_property
     def overwritten_by(self) -> dict[int, int]:
-        """For each value that an op overwrites, that op."""
+        """The op that overwrites each value, of those that one does."""
         return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
 
     @cached_property
@@ -200,7 +200,7 @@ class Graph:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the ops that read it, ascending."""
+        """The ops that read each value, ascending."""
         users: list[list[int]] = [[] for _ in self.values]
         for k, op in enumerate(self.ops):
             for v in op.inputs:
@@ -209,7 +209,7 @@ class Graph:
 
     @cached_property
     def deps(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the ops whose values it reads, ascending."""
+        """The ops whose values each op reads, ascending."""
         producers = ({self.values[v].producer for v in op.inputs} for op in self.ops)
         return tuple(tuple(sorted(p for p in made_by if p is not None)) for made_by in producers)
 

@@ -64,7 +64,7 @@ Saving = tuple[int, int]  # a value, and the bytes less where it goes with the r
 
 
 def savings(ways: Sequence[InPlace], sizes: np.ndarray, workspace: np.ndarray) -> tuple[tuple[Saving, ...], ...]:
-    """For each op what its ways save, the most first: (value that is written over, bytes), all more than none.
+    """Savings of each op's ways, the most first: (value that is written over, bytes), all more than none.
 
     A value of no bytes is nothing to write over.
 

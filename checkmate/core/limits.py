@@ -79,7 +79,7 @@ class Limits:
 
 
 def last_stages(graph: Graph) -> dict[int, int]:
-    """For each op that reads what a later one overwrites, that one: the last stage in which it may run, before it.
+    """The last stage in which an op may run that reads what a later one overwrites: before that one.
 
     Pinned ops are left out: they run in their own stage only.
 
@@ -96,7 +96,7 @@ def last_stages(graph: Graph) -> dict[int, int]:
 
 
 def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """For each op the last stage in which running it may be of use, and for each value the last that may read it.
+    """The last stage in which running each op may be of use, and the last that may read each value.
 
     Results of the step are at hand in any case, and not made again to be read.
 
@@ -117,7 +117,7 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
 
 
 def _closing(graph: Graph, last: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """For each stage, the values that cannot be made again after it and may be read then; less results of the step."""
+    """Values that cannot be made again after each stage and may be read then; less results of the step."""
     found: dict[int, tuple[int, ...]] = {}
     read = lives(graph, last)[1] if last else []
     for k, stage in last.items():

@@ -194,7 +194,7 @@ class Problem:
 
     @cached_property
     def savings(self) -> tuple[tuple[Saving, ...], ...]:
-        """For each op what its ways save, the most first: (value that is written over, bytes less where it goes)."""
+        """Savings of each op's ways, the most first: (value that is written over, bytes less where it goes)."""
         return savings(self.profile.ways, self.sizes, self.workspace)
 
     def saved(self, k: int, dying: Container[int]) -> Saving | None:

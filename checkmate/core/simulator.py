@@ -1,4 +1,4 @@
-"""From a schedule to a plan, and what a plan costs and takes: a checker and a simulator that know no solver.
+"""Lower a schedule to a plan; check plans, and simulate what they cost and take, without knowing any solver.
 
 Both are short, slow and obvious on purpose: they are what a solver's answer is measured by.
 On the main path, 13 of 16: see docs/idea.md.

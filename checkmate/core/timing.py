@@ -57,7 +57,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timing:
-    """When everything happens, in seconds since the step began."""
+    """Times of everything that happens, in seconds since the step began."""
 
     seconds: float  # of the whole step
     at: tuple[float, ...]  # for each step of the plan, when it is reached

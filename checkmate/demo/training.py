@@ -32,7 +32,7 @@ TIGHT = 1.15  # times the smallest budget, the last one
 
 @dataclass(frozen=True)
 class Effort:
-    """How long it may take."""
+    """Seconds and steps that it may take."""
 
     lowest: float = 10.0  # seconds to look for the smallest budget
     plan: float = 6.0  # seconds to plan for one budget

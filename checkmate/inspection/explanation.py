@@ -105,7 +105,7 @@ _COLUMNS = (
 
 
 def _rule_rows(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """For each rule how many ops it is for, the bytes that they make, and why others cannot obey it."""
+    """Rows of the rules: how many ops each is for, the bytes that they make, and why others cannot obey it."""
     for rule in problem.rules:
         made = sum(int(problem.sizes[list(problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
         reasons = Counter(why for _, why in rule.exempt)

@@ -173,7 +173,7 @@ class Timeline:
         return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
 
     def by_role(self) -> dict[str, np.ndarray]:
-        """For each role that has any bytes, in the order of ROLES, (N,) int64: its bytes over the step.
+        """Bytes over the step, (N,) int64, of each role that has any, in the order of ROLES.
 
         They add up to `bytes`.
         """
@@ -183,7 +183,7 @@ class Timeline:
         return {role: rows[role] for role in ROLES if role in rows and rows[role].any()}
 
     def by_module(self, groups: int = GROUPS) -> dict[str, np.ndarray]:
-        """For each group of modules, (N,) int64: bytes of what its ops make and need, over the step.
+        """Bytes over the step, (N,) int64, of what the ops of each group of modules make and need.
 
         Modules next to each other are taken together as in `checkmate.inspection.modules.fold`, until there are
         at most ``groups`` of them. What belongs to none is under "outside modules", what is there all the time under
@@ -392,7 +392,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
 
 
 def _best_ways(problem: Problem) -> dict[tuple[int, int | None], InPlace]:
-    """For an op and a value that it may write over, the way that saves the most."""
+    """The way that saves the most, by op and value that it may write over."""
     return {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
 
 

@@ -1,4 +1,4 @@
-"""How PyTorch finds what runs for an op: ops and their overloads, dispatch keys, modes of Python, transforms."""
+"""PyTorch's dispatcher: ops and their overloads, dispatch keys, modes of Python, transforms."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Average:
 
     @property
     def pairs(self) -> dict[torch.Tensor, torch.Tensor]:
-        """For each parameter and buffer of the model, what follows it."""
+        """Pairs of each parameter and buffer of the model, and what follows it."""
         of, follow = ((*module.parameters(), *module.buffers()) for module in (self.model, self.averaged.module))
         return dict(zip(of, follow, strict=True))
 

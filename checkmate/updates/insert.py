@@ -190,7 +190,7 @@ class _Writer:
             token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
 
     def _decisions(self) -> dict[optim.Optimizer, fx.Node]:
-        """For each optimizer, where the loss is scaled, whether its updates are skipped."""
+        """Decisions of a scaled loss: whether each optimizer's updates are skipped."""
         if self.what.scaling is None:
             return {}
         largest: dict[optim.Optimizer, list[fx.Node]] = {}

@@ -157,5 +157,5 @@ def _visible(document: Any) -> Any:
 
 
 def _breakable(text: str) -> Markup:
-    """With places at which a long name may end a line: after its underscores, as in the page's script."""
+    """Add places at which a long name may end a line: after its underscores, as in the page's script."""
     return Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))

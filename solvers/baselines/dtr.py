@@ -141,7 +141,7 @@ class Around:
             self.sums[[*self._reached(v, back)]] = np.nan
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
-        """For each of these values (N,), all at hand, the seconds (N,) around it: each op once in either direction."""
+        """The seconds (N,) around each of these values (N,), all at hand: each op once in either direction."""
         for v in values[np.isnan(self.sums[values])].tolist():
             self.sums[v] = 0.0
             for there, _ in self.ways:
@@ -254,7 +254,7 @@ class Runtime:
         self.held: set[int] = set()  # cannot come back, not read by the program any more, but others are made of them
 
     def run(self) -> list[list[int]] | DeadEnd:
-        """For each stage the ops that run, in their order, repeats included; or where nothing was left to evict.
+        """The ops that run in each stage, in their order, repeats included; or where nothing was left to evict.
 
         Raises:
             OutOfTime: once the time is over, or after `MOST_RUNS` for each op.

@@ -93,7 +93,7 @@ def least_steps(steps: int, slots: int) -> int:
 
 
 def stored(steps: int, slots: int) -> list[tuple[int, ...]]:
-    """For each state x_0, …, x_{l-1}, the states that are in slots when it is needed, ascending.
+    """The states in slots when each state x_0, …, x_{l-1} is needed, ascending.
 
     To reverse l steps from a state in a slot: m steps forward; store that state, reverse the last l − m steps with one
     slot less, drop it; reverse the first m. This m is one of those that reach t(l, s).
@@ -116,7 +116,7 @@ def stored(steps: int, slots: int) -> list[tuple[int, ...]]:
 
 
 def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
-    """For each backward op that reads what the forward may drop, the state from which its reversal starts.
+    """The state from which the reversal starts of each backward op that reads what the forward may drop.
 
     That is the lowest from which all it reads can be made: j where it reads what the j-th op of ``line`` makes, or what
     an op between that and the next makes. It never rises from one op to a later one.

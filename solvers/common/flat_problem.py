@@ -65,7 +65,7 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class Touches:
-    """Who reads or makes the values that a schedule may keep: those with a producer and users that are no results.
+    """The readers and makers of values that a schedule may keep: with a producer and users, and no results.
 
     A touch is a pair of a value and an op that makes or reads it. The touches of a value stand together, its producer's
     first and then its users' in order.

@@ -103,7 +103,7 @@ class Incumbent:
         return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
 
     def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """As `offer`, for the ops that run in each stage, in any order and as often as need be.
+        """Do as `offer` for the ops that run in each stage, in any order and as often as need be.
 
         Raises:
             SolverError: if it breaks another rule than the budget, or those that the problem has in words.

@@ -170,7 +170,7 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
 
 
 def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
-    """As `without_useless`, for the ops that run in each stage, in any order."""
+    """Do as `without_useless` for the ops that run in each stage, in any order."""
     found: list[list[int]] = []
     needed: set[int] = set()
     for t in reversed(range(len(stages))):

@@ -204,7 +204,7 @@ class Program:
         equations.run_at_most(self.model, self.R, problem)
 
     def carry(self, name: str, shares: tuple[np.ndarray, ...], under_way: np.ndarray) -> None:
-        """What is carried in stage t: all of what ended in it and was not carried before, and some of what goes on.
+        """Carry in stage t all of what ended in it and was not carried before, and some of what goes on.
 
         q[t] <= Out[t],  o[t] >= E[t] + q[t] - q[t-1],  e[t] >= E[t] - q[t-1]      of v, every stage t
 
@@ -232,7 +232,7 @@ class Program:
         self.model.constrain("have inputs", terms, upper=0.0)
 
     def stay(self) -> None:
-        """What is at hand in a moment was so in the one before, or was made or fetched between; as what is sent is.
+        """Hold values: each was held in the moment before, or was made or fetched between; copies likewise.
 
         S[t, v], E[t, v] <= here[t, v] - over[t-1, v] + R[t, prod(v)] + F[t, v]      every stage t, value v
         S[t, v] <= R[t, prod(v)]      the first stage t of the backward, v that a rule has made again there
@@ -246,7 +246,7 @@ class Program:
         pairs(self.model, "made again", gone, [(self.made, -1.0)])
 
     def go_and_come(self) -> None:
-        """What has a copy was sent; what comes back has one, and is not at hand; what is under way is waited for.
+        """Order transfers: a copy was sent; a fetched value has one and was not at hand; each transfer is waited for.
 
         Out[t] <= S[t],  Out[t] + over[t] <= 1,  H[t] + Out[t] <= 1,  H[t] <= H[t-1] + E[t],  Out[t-1] <= Out[t] + E[t]
         In[t] + S[t] <= 1,  In[t] <= H[t],  F[t] <= H[t-1] + E[t],  In[t-1] <= In[t] + F[t]      of v, every stage t

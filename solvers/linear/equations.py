@@ -136,7 +136,7 @@ def free_with_no_hazard_only(model: Model, x: Variables) -> None:
 
 
 def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
-    """What holds a value back after op k, less the constant 1, a row for each FREE[t, v, k]; and how many terms."""
+    """Terms that hold a value back after op k, less the constant 1, a row for each FREE[t, v, k]; and their number."""
     touch = x.touches
     there = x.FREE != NONE
     t, e = np.nonzero(there)
@@ -175,7 +175,7 @@ def depend_until_freed(model: Model, x: Variables) -> None:
 
 
 def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
-    """What is at hand is kept, or freed once, and nothing else is; implies (1c) where ``kept`` (T, V) is S[t+1].
+    """Keep values that are at hand, or free them once, and no others; implies (1c) where ``kept`` (T, V) is S[t+1].
 
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
@@ -198,7 +198,7 @@ def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
-    """From one op to the next, what the first frees goes and what the second makes comes (3, 4).
+    """Subtract what one op frees, and add what the next one makes (3, 4).
 
     U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
     """
@@ -213,7 +213,7 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
-    """The same schedules in smaller numbers, which tolerances are for: budget and workspaces without what is spare.
+    """Describe the schedules in smaller numbers, which tolerances are for: budget and workspaces less what is spare.
 
     U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
     the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
@@ -265,7 +265,7 @@ def write_over(model: Model, x: Variables) -> None:
 
 
 def keep_one_copy(model: Model, x: Variables) -> None:
-    """What is kept is not made again beside it, so that what is written over is no second copy.
+    """Forbid to make again what is kept, so that what is written over is no second copy.
 
     S[t, v] + R[t, prod(v)] <= 1      every stage t, value v that a way writes over
     """

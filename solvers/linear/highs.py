@@ -29,7 +29,7 @@ OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve
 
 
 class SolveStatus(Enum):
-    """How a run ended."""
+    """The end of a run."""
 
     OPTIMAL = "solved to the asked gap"
     STOPPED = "stopped early by a limit; there may be an incumbent"

@@ -105,7 +105,7 @@ class Relaxed:
     links: LinkColumns | None = None  # where there is a second memory
 
     def sources(self, s: np.ndarray, v: np.ndarray, made_by: np.ndarray) -> list[Term]:
-        """Where values are from in the segments after moments s, in an equation on whose other side that stands."""
+        """Sources of values in the segments after moments s, in an equation on whose other side those stand."""
         fetched = [] if self.links is None else [(self.links.F[s + 1, v], -1.0)]
         return [(self.carried[s, v], -1.0), (self.R[s + 1, made_by[v]], -1.0), *fetched]
 

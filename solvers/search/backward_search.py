@@ -318,5 +318,5 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
 
 
 def far_enough(sets: ValueSets) -> int:
-    """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
+    """The time for which gradients may have been let go; all there is where updates wait for all, to be clipped."""
     return ANY if sets.problem.limits.last_stage else FAR

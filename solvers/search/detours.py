@@ -1,4 +1,4 @@
-"""For `auto`: improve its best plan by beam searches beside it, each with other prices of memory, drawn at random.
+"""Improve the best plan of `auto` by beam searches beside it, each with other prices of memory, drawn at random.
 
 What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So the prices
 are drawn at random around that, again and again, and the beams become wider as narrow ones find nothing more. What a

@@ -39,7 +39,7 @@ def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.
 
 
 def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """As `drop_runs`, for the ops that run in each stage, in any order.
+    """Do as `drop_runs` for the ops that run in each stage, in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 

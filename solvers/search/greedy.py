@@ -71,7 +71,7 @@ class DeadEnd:
 
 
 def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
-    """For each stage the ops that run, ascending; or where the budget was too small for this order of evictions.
+    """The ops that run in each stage, ascending; or where the budget was too small for this order of evictions.
 
     Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
     """

@@ -83,7 +83,7 @@ def _lowest(graph: Graph) -> int:
 
 
 def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, int]]:
-    """For each share of the bytes that wait, the ops of the backward to run again, and in which stage; once each.
+    """The backward's ops to run again for each share of the bytes that wait, and in which stage; once each.
 
     What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
     longest, all together. An op runs again when something needs it for the first time after that, or before another op

@@ -34,7 +34,7 @@ def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
 
 
 def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
-    """As `exchange`, for the ops that run in each stage; one that runs in another order keeps it, or runs less."""
+    """Do as `exchange` for the ops that run in each stage; one that runs in another order keeps it, or runs less."""
     line = Line(task.problem, task.budget, as_matrix(stages), stages)
     rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost

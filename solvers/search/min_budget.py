@@ -151,7 +151,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
-    """As `min_budget`, for a problem as it is, not split further."""
+    """Find `min_budget` of a problem as it is, not split further."""
     if problem.host is not None:
         return _ends_with_host(problem, time_limit)
     known = _find(problem, time_limit)

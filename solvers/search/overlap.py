@@ -177,7 +177,7 @@ class Exposed:
 
 
 def _between(graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each op, the number after the last of the processor's ops that it is made from, and the first that reads it.
+    """The number after the last of the processor's ops that each op is made from, and the first that reads it.
 
     These are for ops of links: between both a link has to carry the op.
     """

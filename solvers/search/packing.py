@@ -409,7 +409,7 @@ class _Arena:
             begin, left = after, bottom
 
     def _options(self, begin: int, end: int) -> list[int] | None:
-        """How many blocks may cover each section on the bottom of a valley; None if none anywhere."""
+        """The number of blocks that may cover each section on the bottom of a valley; None if none anywhere."""
         change = [0] * (end - begin + 1)
         some = False
         last = end

@@ -120,7 +120,7 @@ class ValueSets:
         return (self.tables.resident + np.cumsum([0, *made[:-1]])).tolist()
 
     def index(self, value: int) -> int:
-        """Which bit a value has."""
+        """The bit of each value."""
         return self.bit[value].bit_length() - 1
 
     def bytes_of(self, values: int) -> int:
@@ -256,7 +256,7 @@ def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int,
 
 
 def _by_stage(debts: list[MandatoryBytes], T: int) -> tuple[list[list[MandatoryBytes]], list[int]]:
-    """For each stage the debts that hold in it, and the values that they speak of."""
+    """The debts that hold in each stage, and the values that they speak of."""
     at: list[list[MandatoryBytes]] = [[] for _ in range(T)]
     owing = [0] * T
     for debt in debts:

@@ -1,4 +1,4 @@
-"""Which ops can write their result over an argument, and how they are called to do so: a table of candidates.
+"""Table of candidates: ops that can write their result over an argument, and how they are called to do so.
 
 Only variants that need no second copy are here: some of PyTorch's ``out=`` are generated, and fill a new tensor that
 they then copy. What computes each element from the same element of its arguments may write over these on any device,
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Written:
-    """How an op is called so that its first result is written over one of its arguments.
+    """A call of an op that writes its first result over one of its arguments.
 
     >>> Written(aten.exp.out, (0,)).out
     'out'
@@ -114,7 +114,7 @@ TABLE: Mapping[Any, Written] = {
 
 
 def written_of(target: Any) -> Written | None:
-    """How an op is written over an argument, by the table or by what the op says of itself; None: it is not."""
+    """The call that writes an op over an argument, by the table or by what the op says of itself; None: it has none."""
     found: Written | None = TABLE.get(target) or getattr(target, "written", None)
     return found
 

@@ -78,7 +78,7 @@ def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int])
 
 
 def inputs_of_loss(loss: Loss) -> int:
-    """How many inputs a loss is tried on: more if it is small."""
+    """The number of inputs that a loss is tried on: more if it is small."""
     return min(MOST_INPUTS, max(INPUTS, ENOUGH // loss.product.meta["val"].numel()))
 
 

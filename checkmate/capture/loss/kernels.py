@@ -72,7 +72,7 @@ class Layer(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How logits become log-probabilities, and in which parts."""
+    """The way from logits to log-probabilities, and its parts."""
 
     ignore: int  # the target of rows that do not count
     dtype: torch.dtype  # of the softmax
@@ -118,7 +118,7 @@ def weighted_loss(q: Tensor, y: Tensor, weights: Tensor, reduction: int, ignore_
 
 
 def row_sums(layer: Layer, form: Form) -> Tensor:
-    """For each row the log-probability of its target, its largest logit, and the largest log-probability: (3, N).
+    """The log-probability of each row's target, its largest logit, and the largest log-probability: (3, N).
 
     With label smoothing also the sum of its log-probabilities: (4, N).
     """

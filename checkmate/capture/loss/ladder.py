@@ -118,7 +118,7 @@ class _Ladder:
         return module
 
     def certificate(self) -> str:
-        """How bits are known to be equal, in words."""
+        """The reason why bits are known to be equal, in words."""
         if not self.tried:
             return "if the device keeps the bits: not tried here"
         count = torch.get_num_threads()

@@ -58,7 +58,7 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
-    """Which nodes of a graph depend on an input that needs a gradient by what needs one."""
+    """The nodes of a graph that depend on an input that needs a gradient by what needs one."""
     found = {
         node
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)

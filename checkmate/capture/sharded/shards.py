@@ -43,7 +43,7 @@ def local(tensor: Any) -> Any:
 
 @dataclass(eq=False)
 class Layout:
-    """How a tensor lies on the ranks: what makes a `DTensor` of a shard."""
+    """A tensor's place on the ranks: what makes a `DTensor` of a shard."""
 
     mesh: Any
     placements: Any

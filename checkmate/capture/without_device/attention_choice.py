@@ -1,4 +1,4 @@
-"""Which attention kernel PyTorch takes on an NVIDIA GPU, by the GPU's compute capability.
+"""The attention kernel that PyTorch takes on an NVIDIA GPU, by the GPU's compute capability.
 
 PyTorch decides for each call by what the device, the types and the shapes allow, in an order of preference
 (``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN first on Hopper and data-center

@@ -199,7 +199,7 @@ def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | None:
-    """How many dimensions of size one an expansion puts in front, if it does no more than that; else None."""
+    """The number of dimensions of size one that an expansion puts in front, if it does no more; else None."""
     leading = len(sizes) - tensor.dim()
     if not all(isinstance(n, int) for n in (*sizes, *tensor.shape)) or any(n != 1 for n in sizes[:leading]):
         return None
