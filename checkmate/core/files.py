@@ -2,9 +2,9 @@
 
 The user's cache folder, or the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names, keeps costs of ops,
 plans and speeds of links for the next process, in one SQLite database with a table for each. A row is a key, a document
-as JSON with a checksum, and when it was last used. A capture reads and writes
-the rows of its own ops only, however many there are. A row that was altered is left out with a warning, and a damaged
-database is removed. Deleting all of it costs nothing but time.
+as JSON with a checksum, and when it was last used. A capture reads and writes the rows of its own ops only, however
+many there are. A row that was altered is left out with a warning, and a damaged database is removed. Deleting all of it
+costs nothing but time.
 """
 
 from __future__ import annotations
