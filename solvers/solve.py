@@ -226,7 +226,7 @@ def with_halved(solution: Solution) -> Solution:
     if problem.host is not None or problem.limits.recomputed or solution.cost <= 2 * problem.keep_all_cost:
         return solution
     halved = high, problem.keep_all_cost
-    while high - low > NEAR * high and not clock.is_over:
+    while high - low > max(1, NEAR * high) and not clock.is_over:
         middle = (low + high) // 2
         found = attempt(problem, middle, time_limit=max(clock.left, TRY_SECONDS), gap=1.0, progress=False)
         if found.plan is not None and found.cost <= solution.cost / 2:

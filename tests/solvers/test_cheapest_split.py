@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from math import inf
 
 import pytest
 
+from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.auto import Portfolio
@@ -114,3 +116,17 @@ def test_a_plan_of_more_than_double_the_step_names_a_budget_that_halves_it() -> 
     assert solve(problem, more, time_limit=5).cost <= seconds * (1 + 1e-9)
     assert "with more" in str(slow)
     assert "halved" not in solve(problem, problem.keep_all_peak).details
+
+
+def test_the_budget_that_halves_is_found_in_a_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of 10 bytes, where a twentieth of the budget is less than one."""
+    tried: list[int] = []
+
+    def counted(problem: Problem, budget: int, **options: object) -> Solution:
+        tried.append(budget)
+        return attempt(problem, budget, **options)
+
+    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", counted)
+    solution = solve(dags.unit_chain(8), 3)
+    assert solution.details["halved"][0] in tried
+    assert len(tried) == len({*tried}) > 1
