@@ -40,7 +40,10 @@ SELECTION = {  # by markers
     ),
 }
 QUICK = {
-    "not slow and not long": ("tests/torch_internals", "tests/capture/patches", "tests/training/test_families.py"),
+    "not slow and not long": (
+        *("tests/torch_internals", "tests/capture/patches/test_patches.py", "tests/capture/patches/test_kernels.py"),
+        *("tests/capture/patches/test_small_changes.py", "tests/training/test_families.py"),
+    ),
 }
 COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed", "skipped")}
 

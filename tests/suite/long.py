@@ -1,12 +1,15 @@
 """Write tests/long.txt: the cases that run with ``-m long`` only, as others run all of their lines.
 
-    python -m tests.suite.long [--least 1.0] [--others 1]     # after the commands of tests/suite/covered.py
+    python -m tests.suite.long [--least 1.0] [--others 1] [--whole 3]     # after the commands of tests/suite/covered.py
 
 Of each test function the cheapest case stays in the suite. Of the other cases of so many seconds or more, the dearest
 first, those become long of which each line of the product is run by so many others that stay. Of cases that compare
 bits so many stay that each value of each parameter is in one of them: what each op and each optimizer computes is a row
 of a table, and no line. Cases that are named in tests/suite/mutants.jsonl stay: they found a mistake that
 `tests.suite.mutants` had planted. What is in the list already and was not run stays in it.
+
+``--whole``: a function whose lines so many others run becomes long with its last case, but for one that compares bits
+or bounds, or whose product runs in a process of its own, where no lines are recorded.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ from tests.suite.mutants import MUTANTS
 
 LIST = ROOT / "tests" / "long.txt"
 COMPARES_BITS = re.compile(r"bits|same_numbers|eager|gradients_are_those|of_the_kernel|as_the_kernel")
+COMPARES_BOUNDS = re.compile(
+    r"optim[au]|brute_force|bound|never|proven|published|golden|best_of_all|among_all|refut|random|committed|readme"
+    r"|leaves_no_trace|whole_steps|trainer|budget_is|users|killed|dies"
+)
+FEW_LINES = 40  # of the product: a test that runs fewer runs the rest in another process
 HEAD = "# Cases of whose lines others run every one, by python -m tests.suite.long: they run with -m long.\n"
 
 
@@ -33,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--least", type=float, default=1.0)
     parser.add_argument("--others", type=int, default=1)
+    parser.add_argument("--whole", type=int, default=0, help="others that run each line of a function; 0: all stay")
     asked = parser.parse_args()
 
     lines_of: dict[str, list[int]] = defaultdict(list)
@@ -49,12 +58,18 @@ def main() -> None:
     chosen = [test for test in LIST.read_text().splitlines()[1:] if test not in lines_of]
     for test in sorted(lines_of, key=lambda test: (-seconds[test], test)):
         function = _function(test)
-        if seconds[test] < asked.least or left[function] == 1 or test in finders:
+        if seconds[test] < asked.least or test in finders:
             continue
+        others = asked.others
+        if left[function] == 1:
+            name, others = function.partition("::")[2], asked.whole
+            compares = COMPARES_BITS.search(name) or COMPARES_BOUNDS.search(name)
+            if not others or compares or len(lines_of[test]) < FEW_LINES:
+                continue
         of_test = [(function, value) for value in values.get(test, ())]
         if _compares_bits(test) and not (of_test and all(rows[value] > 1 for value in of_test)):
             continue
-        if all(runs[line] > asked.others for line in lines_of[test]):
+        if all(runs[line] > others for line in lines_of[test]):
             chosen.append(test)
             left[function] -= 1
             runs.subtract(lines_of[test])
