@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -119,9 +120,8 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
 
 def _said(error: Exception) -> str:
     """PyTorch's own sentence."""
-    text = str(error)
-    _, found, quoted = text.partition("got RuntimeError(")
-    return (quoted.split("\n")[0].strip(")'\"") if found else text.split("\n")[0]).rstrip(".')\"")
+    found = re.search(r"got \w+\((.*)", str(error))
+    return (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
 
 
 def _note_compiled(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
