@@ -148,13 +148,13 @@ _OTHER = Kind()
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether steps can be planned for this kind of device: its allocator counts what a plan is held against."""
+    """Tell whether steps can be planned for this kind of device: its allocator counts what a plan is held against."""
     return device.type in _KINDS or _counts_requests(device.type)
 
 
 @cache
 def _counts_requests(kind: str) -> bool:
-    """Whether `torch.accelerator` speaks for a kind of device here, and its allocator counts the bytes asked for."""
+    """Tell whether `torch.accelerator` speaks for a kind of device, and its allocator counts the bytes asked for."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         return False
@@ -182,7 +182,7 @@ def kinds() -> list[str]:
 
 
 def is_here(device: torch.device) -> bool:
-    """Whether tensors can be made on a device in this process; on the meta device they can."""
+    """Tell whether tensors can be made on a device in this process; on the meta device they can."""
     return device.type == "meta" or bool(torch.get_device_module(device).is_available())
 
 

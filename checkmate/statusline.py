@@ -63,12 +63,12 @@ def showing(
 
 
 def _is_seen() -> bool:
-    """Whether somebody looks at standard error: on a terminal, or in a notebook."""
+    """Tell whether somebody looks at standard error: on a terminal, or in a notebook."""
     return sys.stderr is not None and (sys.stderr.isatty() or _in_a_notebook())
 
 
 def _in_a_notebook() -> bool:
-    """Whether standard error goes to a Jupyter kernel's front end."""
+    """Tell whether standard error goes to a Jupyter kernel's front end."""
     return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
 
 

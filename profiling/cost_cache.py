@@ -165,7 +165,7 @@ def all_known(conditions: Conditions) -> Costs:
 
 
 def ran_here(key: OpKey) -> bool:
-    """Whether this process measured an op."""
+    """Tell whether this process measured an op."""
     return key in _known
 
 

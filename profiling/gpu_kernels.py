@@ -160,14 +160,14 @@ def _shape(node: Any) -> torch.Size:
 
 
 def _channels_last(node: fx.Node) -> bool:
-    """Whether the largest tensor of a convolution has its channels beside each other."""
+    """Tell whether the largest tensor of a convolution has its channels beside each other."""
     touched = [t for n in (node, *node.all_input_nodes) for t in tensors(n.meta.get("val")) if t.dim() > 2]
     largest = max(touched, key=torch.Tensor.numel)
     return largest.stride(1) == 1 < largest.shape[1]
 
 
 def _is_causal(node: fx.Node) -> bool:
-    """Whether attention is told that no position sees a later one: its kernels leave these products out."""
+    """Tell whether attention is told that no position sees a later one: its kernels leave these products out."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -180,7 +180,7 @@ def keys_of(joint: Joint) -> list[OpKey | None]:
 
 
 def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> bool:
-    """Whether an op was not measured, or when fewer of its ways were known than are now.
+    """Tell whether an op was not measured, or when fewer of its ways were known than are now.
 
     A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
@@ -193,7 +193,7 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
 
 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
-    """Whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
+    """Tell whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
     return cost is None or cost.over.keys() >= set(positions_to_try(node))
 
 

@@ -275,7 +275,7 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Tell whether a node waits for a collective."""
     return _functional(node) == "wait_tensor"
 
 

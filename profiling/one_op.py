@@ -95,7 +95,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def runs_alone(node: fx.Node) -> bool:
-    """Whether it makes sense to run an op by itself: no collective, no side effect, no graph that does more."""
+    """Tell whether it makes sense to run an op by itself: no collective, no side effect, no graph that does more."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return table.runs_alone(node)

@@ -112,7 +112,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
 
 
 def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
-    """Whether a call over an argument makes what the plain one made, there."""
+    """Tell whether a call over an argument makes what the plain one made, there."""
     where = over.data_ptr(), over.untyped_storage().nbytes()
     made = attempt(node, lambda: tensors(call()))
     if made is None or len(made) != len(plain):
@@ -182,7 +182,7 @@ def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int
 
 
 def same_in_two(node: fx.Node) -> bool:
-    """Whether a ``convolution_backward`` leaves the same bits as one call for its input and one for the others.
+    """Tell whether a ``convolution_backward`` leaves the same bits as one call for its input and one for the others.
 
     An op that does not run on made-up inputs stays as it is. The global random state is not touched.
     """
@@ -202,7 +202,7 @@ def same_in_two(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> bool:
-    """Whether an op leaves the same bits each time, in the caller's thread and in that of autograd's backwards.
+    """Tell whether an op leaves the same bits each time, in the caller's thread and in that of autograd's backwards.
 
     In each thread cuDNN chooses, and may try out, a kernel for a convolution when it first runs there: that is here.
     """
@@ -221,7 +221,7 @@ def repeats(node: fx.Node) -> bool:
 
 
 def same_again(node: fx.Node) -> bool:
-    """Whether an op on an accelerator draws the same numbers from the state that its generator had."""
+    """Tell whether an op on an accelerator draws the same numbers from the state that its generator had."""
 
     def trial() -> bool:
         run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)

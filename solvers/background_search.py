@@ -62,7 +62,7 @@ class Search(BackgroundProcess):
 
     @property
     def goes_on(self) -> bool:
-        """Whether there may still be news."""
+        """Tell whether there may still be news."""
         return not self.over.is_set()
 
     @property

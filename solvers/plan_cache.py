@@ -142,7 +142,7 @@ class UnfinishedSearch:
         return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
 
     def is_better(self, cost: float, than: float) -> bool:
-        """Whether a plan of this cost is worth taking over from one of another."""
+        """Tell whether a plan of this cost is worth taking over from one of another."""
         return cost <= (1 - BETTER) * than
 
     def bare(self) -> UnfinishedSearch:
@@ -343,7 +343,7 @@ class Record:
         return R
 
     def answers(self, question: Question) -> bool:
-        """Whether its bound holds there: for the same costs and sizes, and no more room than it was proven for."""
+        """Tell whether its bound holds there: for the same costs and sizes, and no more room than it was proven for."""
         names = ("structure", "sizes", "costs", "checkmate")
         same = all(getattr(self.question, name) == getattr(question, name) for name in names)
         return same and question.room <= self.question.room

@@ -212,7 +212,7 @@ def cheapest_split(
 
 
 def _gave_up(answer: Solution) -> bool:
-    """Whether there was no plan after a moment, and may be one after more: other methods than "auto" take all time."""
+    """Tell whether there was no plan after a moment, and may be one after more: methods but "auto" take all time."""
     return answer.status is Status.NOT_FOUND and answer.method == "auto"
 
 

@@ -62,7 +62,7 @@ class LargestBatch(Listed[SizePoint]):
 
     @property
     def proven(self) -> bool:
-        """Whether no schedule fits for a size that is larger by one."""
+        """Tell whether no schedule fits for a size that is larger by one."""
         return self.next_size == "proven"
 
     def summary(self) -> dict[str, Any]:

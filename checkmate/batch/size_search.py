@@ -71,7 +71,7 @@ def is_within(solution: Solution, cap: float) -> bool:
 
 
 def is_beyond(solution: Solution, cap: float) -> bool:
-    """Whether it is proven that no schedule takes so few seconds, by more than solvers are exact to."""
+    """Tell whether it is proven that no schedule takes so few seconds, by more than solvers are exact to."""
     return solution.status is Status.INFEASIBLE or solution.bound > cap * (1 + OPTIMAL_GAP)
 
 
@@ -144,12 +144,12 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan within the budget and the cap."""
+        """Tell whether there is a plan within the budget and the cap."""
         return is_within(self.solution, self.cap)
 
     @property
     def refuted(self) -> bool:
-        """Whether it is proven that no schedule is within them, by any method."""
+        """Tell whether it is proven that no schedule is within them, by any method."""
         return not self.fits and is_beyond(self.solution, self.cap)
 
     @property
@@ -180,12 +180,12 @@ class SizeSearch:
 
     @property
     def in_time(self) -> bool:
-        """Whether there is time for another size."""
+        """Tell whether there is time for another size."""
         return time.perf_counter() < self.deadline
 
     @property
     def is_open(self) -> bool:
-        """Whether there are sizes between the one that fits and the one that does not."""
+        """Tell whether there are sizes between the one that fits and the one that does not."""
         return self._end - self._low.size > 1
 
     def run(self) -> Attempt | None:

@@ -33,13 +33,13 @@ _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the
 
 
 def within_region() -> bool:
-    """Whether a region of autocast is entered, enabled or not: it keeps copies until it is left."""
+    """Tell whether a region of autocast is entered, enabled or not: it keeps copies until it is left."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
 
 def is_kept(tensor: Any) -> bool:
-    """Whether autocast keeps the copy of a tensor once it has converted it."""
+    """Tell whether autocast keeps the copy of a tensor once it has converted it."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype == torch.float32
@@ -130,7 +130,7 @@ def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_converted(node: fx.Node) -> bool:
-    """Whether autocast has converted something here."""
+    """Tell whether autocast has converted something here."""
     by = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
     by_hand = (by if isinstance(by, str) else getattr(by, "__name__", "")) in _BY_HAND
     return node.target is aten._to_copy.default and node.meta["val"].dtype in _HALF and not by_hand

@@ -37,7 +37,7 @@ def expose_cudnn(graph: fx.Graph) -> None:
 
 
 def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) -> bool:
-    """Whether eager PyTorch would have cuDNN do this batch norm; PyTorch itself is asked.
+    """Tell whether eager PyTorch would have cuDNN do this batch norm; PyTorch itself is asked.
 
     ``tensors``: input, weight, bias, running mean and running variance.
     """

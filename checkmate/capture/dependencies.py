@@ -38,7 +38,7 @@ def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether the name of a function or method says that it writes. What else writes, `guards.evaluate` finds."""
+    """Tell whether the name of a function or method says that it writes. What else writes, `guards.evaluate` finds."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return (
         node.target is operator.setitem

@@ -154,7 +154,7 @@ def _with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def may_waver(device: torch.device) -> bool:
-    """Whether plain PyTorch need not repeat its own numbers there."""
+    """Tell whether plain PyTorch need not repeat its own numbers there."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return kind_of(device).may_waver and not strict
 

@@ -241,7 +241,7 @@ def _take(module: fx.GraphModule) -> DataGuards:
 
 
 def depends_on_inputs(node: fx.Node) -> bool:
-    """Whether a node of a graph is computed from its inputs."""
+    """Tell whether a node of a graph is computed from its inputs."""
     return any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)]))
 
 
@@ -262,14 +262,14 @@ def _guards(module: fx.GraphModule, markers: Sequence[fx.Node]) -> DataGuards:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node makes a Python number from a tensor, or from such numbers: nobody may want it any more."""
+    """Tell whether a node makes a Python number from a tensor, or from such numbers: nobody may want it any more."""
     kind = node.meta.get("example_value")
     numbers = (torch.SymBool, torch.SymInt, torch.SymFloat)
     return node.target in WITHOUT_TENSORS or (node.op != "placeholder" and isinstance(kind, numbers))
 
 
 def _is_certain(node: fx.Node) -> bool:
-    """Whether a node checks what Dynamo itself knows of a number from a tensor, such as that a truth is 0 or 1."""
+    """Tell whether a node checks what Dynamo itself knows of a number from a tensor, such as that a truth is 0 or 1."""
     return node.target is torch.ops.aten._assert_scalar.default and str(node.args[1]).startswith("Runtime assertion")
 
 

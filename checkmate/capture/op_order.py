@@ -132,7 +132,7 @@ def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_outside_its_running_statistics(node: fx.Node) -> bool:
-    """Whether what an op computes does not depend on the running statistics that it is given: it is training."""
+    """Tell whether what an op computes does not depend on the running statistics that it is given: it is training."""
     return node.target in _BATCH_NORMS and bool(node.args[5])
 
 

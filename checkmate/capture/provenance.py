@@ -22,7 +22,7 @@ _ROOTS = re.compile(
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame in this file is the user's code, and not Python's, PyTorch's or ours on the way to it."""
+    """Tell whether a frame in this file is the user's code, and not Python's, PyTorch's or ours on the way to it."""
     return not file.startswith(_LIBRARIES) and (not file.startswith(_PYTHON) or "-packages" in file)
 
 

@@ -27,7 +27,7 @@ WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
 
 def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op of PyTorch's draws from a generator.
+    """Tell whether an op of PyTorch's draws from a generator.
 
     Attention ops carry the tag even where their dropout probability is zero, and where they are handed the seed that
     another drew by, as backwards are.

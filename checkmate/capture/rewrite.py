@@ -140,7 +140,7 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
 
 
 def _draws_elsewhere(node: fx.Node) -> bool:
-    """Whether it is an op of PyTorch's whose large result is drawn by the generator of an accelerator."""
+    """Tell whether it is an op of PyTorch's whose large result is drawn by the generator of an accelerator."""
     op, made = node.target, tensors(node.meta.get("val"))
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
         return False

@@ -1,4 +1,4 @@
-"""Whether this installation is in order: versions, device, threads, solver, and the folder of files."""
+"""Tell whether this installation is in order: versions, device, threads, solver, and the folder of files."""
 
 from __future__ import annotations
 

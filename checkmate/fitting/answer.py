@@ -72,7 +72,7 @@ class LargestSizes:
 
 @dataclass(frozen=True, repr=False)
 class Fits(Printed):
-    """Whether a step fits a device, and what would make it fit. Prints as a page."""
+    """Tell whether a step fits a device, and what would make it fit. Prints as a page."""
 
     device: str  # its name
     room: int  # bytes that a step may take there

@@ -21,7 +21,7 @@ def verdict(
     best: MemoryOption | None,
     sizes: LargestSizes | None,
 ) -> str:
-    """Whether it fits, and how, in a sentence."""
+    """Tell whether it fits, and how, in a sentence."""
     needs, room = format_bytes(plain_peak), format_bytes(place.room)
     if plain_peak <= place.room:
         return f"It fits {place.name} as it is: plain PyTorch takes about {needs}, and there is room for {room}."

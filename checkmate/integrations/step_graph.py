@@ -142,7 +142,7 @@ class _Reader:
         return self.pointwise.is_fusible(node) or str(node.target).startswith(_DRAWS)
 
     def _melts(self, node: fx.Node) -> bool:
-        """Whether Inductor computes it within its readers, which stand near where they are of the same half."""
+        """Tell whether Inductor computes it within its readers, which stand near where they are of the same half."""
         if not self._is_pointwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         if is_random(node) or is_mutating(node) or _is_to_be_saved(node) or storage(node.meta["val"]) in self.written:

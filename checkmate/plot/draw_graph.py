@@ -231,7 +231,7 @@ def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
 
 
 def _crosses(ends: np.ndarray, margin: float, box: np.ndarray) -> bool:
-    """Whether a straight line comes nearer to a box than the margin, above or below it."""
+    """Tell whether a straight line comes nearer to a box than the margin, above or below it."""
     (x, y), (dx, dy) = ends[0], ends[1] - ends[0]
     over = np.clip(box[:, 0], *sorted(ends[:, 0]))  # from where to where the line is over or under the box
     if over[0] == over[1]:

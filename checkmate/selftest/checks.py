@@ -129,7 +129,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
 
 
 def _repeats(node: fx.Node, device: torch.device) -> bool:
-    """Whether the numbers that an op makes of the same arguments and draws are the same each time."""
+    """Tell whether the numbers that an op makes of the same arguments and draws are the same each time."""
     if "empty" in target_name(node):  # which makes none
         return True
     run = call_of(node)
@@ -182,7 +182,7 @@ def attention(setting: Setting) -> Finding:
 
 
 def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, length: int) -> bool | None:
-    """Whether a kernel's gradients are the same each time; None: it does not run here."""
+    """Tell whether a kernel's gradients are the same each time; None: it does not run here."""
     q, k, v = (torch.randn(2, 4, length, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
 
     def gradients() -> tuple[Tensor, ...]:

@@ -75,7 +75,7 @@ class Name:
 
 
 def is_expected(name: Name) -> bool:
-    """Whether the running version is one that should have a name."""
+    """Tell whether the running version is one that should have a name."""
     major, minor, *_ = torch.__version__.split(".")
     return not name.since or (int(major), int(minor)) >= tuple(map(int, name.since.split(".")))
 
@@ -120,7 +120,7 @@ class Table:
             return _Lacking(name, (Exception,), {"error": error})  # which an except clause may name
 
     def has(self, name: str) -> bool:
-        """Whether the running version has a name."""
+        """Tell whether the running version has a name."""
         try:
             self.names[name].find()
         except LacksError:

@@ -13,7 +13,7 @@ TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # the selection of the suite p
 
 @cache
 def is_tried() -> bool:
-    """Whether the running version is one of `TRIED`; once in a process a warning says that it is not.
+    """Tell whether the running version is one of `TRIED`; once in a process a warning says that it is not.
 
     >>> is_tried()
     True

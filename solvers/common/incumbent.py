@@ -87,7 +87,7 @@ class Incumbent:
         return self.bound == float("inf")
 
     def fits(self, R: np.ndarray) -> bool:
-        """Whether a schedule (T, T) stays within the budget, simulated."""
+        """Tell whether a schedule (T, T) stays within the budget, simulated."""
         return self._is_within(peak_of(self.task.problem, R))
 
     def offer(self, R: np.ndarray, by: str) -> bool:
@@ -271,5 +271,5 @@ def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0,
 
 
 def contradicts(bound: float, cost: float) -> bool:
-    """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
+    """Tell whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
     return bound > cost * (1 + TOLERANCE)

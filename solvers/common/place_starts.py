@@ -109,7 +109,7 @@ def _lets_go(step: Step, values: Sequence[int]) -> bool:
 
 
 def _ends(problem: Problem, step: Step, k: int) -> bool:
-    """Whether an op must have ended before a step: it reads what the op makes, or touches what the op reads."""
+    """Tell whether an op must have ended before a step: it reads what the op makes, or touches what the op reads."""
     op = problem.graph.ops[k]
     if not isinstance(step, Run):
         return _lets_go(step, op.outputs)

@@ -224,7 +224,7 @@ class BackgroundCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether there will be no other result."""
+        """Tell whether there will be no other result."""
         return self._held.over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -116,7 +116,7 @@ def lowered(problem: Problem, R: np.ndarray) -> Plan:
 
 
 def fits(problem: Problem, budget: int, R: np.ndarray) -> bool:
-    """Whether R (T, T) is a schedule within the budget, for searches that try many."""
+    """Tell whether R (T, T) is a schedule within the budget, for searches that try many."""
     return obeys_limits(problem, R) and peak_of(problem, R) <= budget
 
 
@@ -133,7 +133,7 @@ def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
-    """Whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
+    """Tell whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
 
     For searches that try many; the certifier looks for itself.
 
@@ -157,7 +157,7 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
 
 
 def _is_kept(problem: Problem, R: np.ndarray, v: int) -> bool:
-    """Whether an op of the backward, or one that runs again there, reads a value before it is made again."""
+    """Tell whether an op of the backward, or one that runs again there, reads a value before it is made again."""
     graph, begin = problem.graph, problem.graph.forward_length
     users, producer = list(graph.users[v]), graph.values[v].producer
     read, made = np.flatnonzero(R[begin:, users].any(axis=1)), np.flatnonzero(R[begin:, producer])

@@ -181,7 +181,7 @@ class _Run:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the run ended in time. What a callback raised is raised here."""
+        """Tell whether the run ended in time. What a callback raised is raised here."""
         try:
             over = self._wait(seconds)
         except BaseException:

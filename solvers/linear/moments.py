@@ -161,7 +161,7 @@ def moment_bound(
 
 
 def _is_loose(task: Task, at: list[int], best: Bound) -> bool:
-    """Whether the relaxation of these moments proves less than fewer moments have proven."""
+    """Tell whether the relaxation of these moments proves less than fewer moments have proven."""
     model = build(task.problem, task.budget, at).model
     relaxed = highs.run(model, relax=True, time_limit=TRIAL * task.clock.left, threads=task.threads)
     loose = relaxed.bound * cost_unit(task.problem) < best.value * (1 - LOOSE)

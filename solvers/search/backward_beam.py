@@ -144,7 +144,7 @@ class Beam(Backward):
         return states
 
     def _fits(self, t: int, needed: int) -> bool:
-        """Whether op t can run where this is needed after it; there is no stage before the first."""
+        """Tell whether op t can run where this is needed after it; there is no stage before the first."""
         return t < 0 or self.sets.at(t, t, needed) <= self.budget
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:

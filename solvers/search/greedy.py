@@ -239,12 +239,12 @@ class PassState:
         return min(use, first if first > self.now else last if last > self.now else NEVER)
 
     def is_needed(self, v: int) -> bool:
-        """Whether a later stage needs the value, for itself or to bring back another."""
+        """Tell whether a later stage needs the value, for itself or to bring back another."""
         first = self.shadow_first[v]
         return bool(self.next_use[v] < NEVER or (first < NEVER if first > self.now else self.shadow_last[v] > self.now))
 
     def makes_more(self, v: int) -> bool:
-        """Whether more bytes, at hand and still needed, were made from v, be it through others that come from it alone.
+        """Tell whether more bytes, at hand and still needed, were made from v, also through others that come from it alone.
 
         A mask of bits is made from noise, say, and noise from a random state: then it is better to keep the smaller.
         """

@@ -356,7 +356,7 @@ class _Ends:
         known.bound = max(known.bound, known.least)
 
     def refute_in_any_order(self, budget: int, at: int, near: int, clock: Clock) -> bool:
-        """Whether no plan fits a budget, as is seen from a stage or those near it; it is known then."""
+        """Tell whether no plan fits a budget, as is seen from a stage or those near it; it is known then."""
         around = range(max(0, at - 1), min(at + near + 1, self.sets.T))
         for t in sorted(around, key=lambda t: abs(t - at)):
             search = AnyOrder(self.sets, budget, clock, far_enough(self.sets), MOST_STATES, loose=True)

@@ -61,7 +61,7 @@ class Fused:
 
 
 def is_compiled(node: fx.Node) -> bool:
-    """Whether an op is an attention that the user has compiled."""
+    """Tell whether an op is an attention that the user has compiled."""
     position = OPTIONS.get(str(node.target))
     return position is not None and COMPILED in node.args[position]  # type: ignore[operator]
 

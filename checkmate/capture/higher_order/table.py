@@ -58,7 +58,7 @@ def runs_once(node: fx.Node) -> str | None:
 
 
 def runs_alone(node: fx.Node) -> bool:
-    """Whether a higher-order op can run on made-up numbers, for its costs."""
+    """Tell whether a higher-order op can run on made-up numbers, for its costs."""
     return node.target is not WRAPPER and runs_once(node) is None and node.target.name() not in _MAY_NOT_END  # type: ignore[union-attr]
 
 

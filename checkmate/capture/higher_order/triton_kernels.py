@@ -82,7 +82,7 @@ class Launch:
 
     @property
     def tunes(self) -> bool:
-        """Whether it tries configurations when it first runs in a process, in memory of their own."""
+        """Tell whether it tries configurations when it first runs in a process, in memory of their own."""
         return hasattr(kernel_side_table.get_kernel(self.kernel), "configs")
 
     @cached_property
@@ -132,7 +132,7 @@ def _holds_nodes(options: Any) -> bool:
 
 
 def _is_unused(arg: Any, by: fx.Node) -> bool:
-    """Whether an argument is an empty tensor that only this op uses."""
+    """Tell whether an argument is an empty tensor that only this op uses."""
     return arg.target in _EMPTY and list(arg.users) == [by] and isinstance(arg.meta["val"], torch.Tensor)
 
 

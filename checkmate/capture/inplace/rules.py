@@ -40,7 +40,7 @@ class Written:
 
     @property
     def slower(self) -> bool:
-        """Whether it takes longer than the op."""
+        """Tell whether it takes longer than the op."""
         return self.block is not None
 
 

@@ -85,14 +85,14 @@ def forget_inputs(graph: fx.Graph) -> None:
 
 
 def _can_forget(x: fx.Node, *others: fx.Node) -> bool:
-    """Whether all are on the CPU, in one type, and the strides of x leave no doubt of its memory format."""
+    """Tell whether all are on the CPU, in one type, and the strides of x leave no doubt of its memory format."""
     tensors = [n.meta["val"] for n in (x, *others)]
     alike = all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
     return alike and has_certain_format(tensors[0].shape, tensors[0].stride())
 
 
 def has_certain_format(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the strides of dimensions with several elements say if a batch of images is stored channels last.
+    """Tell whether the strides of dimensions with several elements say if a batch of images is stored channels last.
 
     PyTorch asks for strides that do not fall from the channels over columns and rows to the batch, each as large as
     the extent of the one before (``is_channels_last_strides`` of c10). A dimension of one element has its place there.

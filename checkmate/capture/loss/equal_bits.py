@@ -1,4 +1,4 @@
-"""Whether a loss in parts has the bits of the whole: by trial, on made-up inputs, with as many threads as now.
+"""Tell whether a loss in parts has the bits of the whole: by trial, on made-up inputs, with as many threads as now.
 
 The whole is tried, and its three products by themselves: an order that differs shows in the gradients, which are sums
 in the type of the layer, and of half precision in its products alone, on numbers that cancel.
@@ -33,7 +33,7 @@ Compared = tuple[Tensor, Tensor]  # of the whole, of parts
 
 
 def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
-    """Whether the loss and its gradients in parts have the bits of the whole, with the present number of threads.
+    """Tell whether the loss and its gradients in parts have the bits of the whole, with the present number of threads.
 
     The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
     """
@@ -62,7 +62,7 @@ def _about(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
-    """Whether parts have the bits of the whole on inputs of these seeds; not if an op refuses them."""
+    """Tell whether parts have the bits of the whole on inputs of these seeds; not if an op refuses them."""
     try:
         for whole, found in chain.from_iterable(map(trial, seeds)):
             if not same_bytes(whole, found):

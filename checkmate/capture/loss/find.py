@@ -73,7 +73,7 @@ class Loss:
 
     @property
     def shown(self) -> bool:
-        """Whether something beside the loss reads the logits, at any point up to the softmax."""
+        """Tell whether something beside the loss reads the logits, at any point up to the softmax."""
         own = {*self.before, self.softmax, *self.through}
         return any(user not in own for node in (self.product, *self.before) for user in node.users)
 
@@ -181,7 +181,7 @@ def _is_expanded(node: Any) -> bool:
 
 
 def is_of_rows(node: fx.Node) -> bool:
-    """Whether the op only views, slices or zero-pads rows, and keeps each row whole."""
+    """Tell whether the op only views, slices or zero-pads rows, and keeps each row whole."""
     args: Any = node.args
     source = node.all_input_nodes
     if len(source) != 1 or args[0] is not source[0]:

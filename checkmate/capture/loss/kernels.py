@@ -83,7 +83,7 @@ class Form(NamedTuple):
 
     @property
     def by_columns(self) -> bool:
-        """Whether a block of columns has the bits of the whole."""
+        """Tell whether a block of columns has the bits of the whole."""
         return self.dtype is EXACT and not self.smooth
 
 

@@ -99,7 +99,7 @@ class _Ladder:
         return None
 
     def is_at_loss(self, problem: Problem, rung: int) -> bool:
-        """Whether the op that needs the most is one of the loss's; kept logits are beside all ops."""
+        """Tell whether the op that needs the most is one of the loss's; kept logits are beside all ops."""
         if rung and self.rungs[rung - 1].kept:
             return True
         # ops that the split so far has made, or that the smallest split will take away

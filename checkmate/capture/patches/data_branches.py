@@ -123,7 +123,7 @@ def _where_sized(asked: VariableTracker) -> str | None:
 
 
 def is_question(value: VariableTracker | None) -> bool:
-    """Whether the truth of this depends on the data of a tensor."""
+    """Tell whether the truth of this depends on the data of a tensor."""
     if isinstance(value, SymNodeVariable):
         return bool(free_unbacked_symbols(value.sym_num))
     return isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
@@ -210,7 +210,7 @@ def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
 
 
 def _is_index(value: VariableTracker) -> bool:
-    """Whether Python takes a tensor, or a number that it gave, for a place."""
+    """Tell whether Python takes a tensor, or a number that it gave, for a place."""
     if isinstance(value, SymNodeVariable):
         return isinstance(value.sym_num, torch.SymInt)
     return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
@@ -252,7 +252,7 @@ def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, 
 
 
 def _not_rewritten(plain: Callable[..., Any], *args: Any) -> bool:
-    """Whether there is an ``assert`` that Dynamo makes an op of the graph: it is a jump as any other."""
+    """Tell whether there is an ``assert`` that Dynamo makes an op of the graph: it is a jump as any other."""
     return False
 
 

@@ -88,7 +88,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
 
 
 def _is_raised_by_python(error: TorchDynamoException) -> bool:
-    """Whether code that was told yes went a way on which plain PyTorch never is, and failed there."""
+    """Tell whether code that was told yes went a way on which plain PyTorch never is, and failed there."""
     return getattr(error, "users", None) is not None and not error.is_users
 
 

@@ -82,7 +82,7 @@ class _Products(TorchDispatchMode):
 
 
 def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
-    """Whether a product of batches calls the kernel for one matrix: asked of the running version, without data.
+    """Tell whether a product of batches calls the kernel for one matrix: asked of the running version, without data.
 
     It depends on shapes, on strides, and on whether the smaller one needs a gradient, in each version otherwise.
     """

@@ -135,7 +135,7 @@ def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args:
 
 
 def _is_parameter(variable: Any) -> bool:
-    """Whether a tensor is a parameter, frozen within the step or not."""
+    """Tell whether a tensor is a parameter, frozen within the step or not."""
     node = variable.as_proxy().node
     made_of = node.args[0] if node.target == "detach" else node
     return bool(variable.source) and isinstance(made_of.meta["example_value"], nn.Parameter)
@@ -170,7 +170,7 @@ def _each_once(tx: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _needs_one_now(variable: Any, node: Any) -> bool:
-    """Whether a tensor needs a gradient that needed none when it was made: a view of what was written to since."""
+    """Tell whether a tensor needs a gradient that needed none when it was made: a view of what was written to since."""
     value = node.meta.get("example_value")
     return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
 

@@ -152,7 +152,7 @@ def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any
 
 
 def _are_constant(arguments: list[Any]) -> bool:
-    """Whether their values cannot decide what the captured code does next: constants, and texts."""
+    """Tell whether their values cannot decide what the captured code does next: constants, and texts."""
     return all(a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in arguments)
 
 

@@ -111,7 +111,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _only_draws(function: types.FunctionType) -> bool:
-    """Whether a function, or one of its module that it calls, names NumPy's generator, and none names PyTorch."""
+    """Tell whether a function, or one of its module that it calls, names NumPy's generator, and none names PyTorch."""
     draws, todo, seen = False, [function], set[Any]()
     while todo:
         seen.add(one := todo.pop())
@@ -130,7 +130,7 @@ def _only_draws(function: types.FunctionType) -> bool:
 
 
 def _is_of_torch(value: Any) -> bool:
-    """Whether it is PyTorch, of PyTorch, or holds what PyTorch computes with."""
+    """Tell whether it is PyTorch, of PyTorch, or holds what PyTorch computes with."""
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return True
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)

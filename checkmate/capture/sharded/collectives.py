@@ -69,7 +69,7 @@ def as_number(said: object) -> int:
 
 
 def same_on_all(number: int, device: torch.device, group: Any) -> bool:
-    """Whether all ranks of a group give the same number. All must call this."""
+    """Tell whether all ranks of a group give the same number. All must call this."""
     both = torch.tensor([number, -number], device=device)
     reduce_in_place(both, dist.ReduceOp.MAX, group)
     largest, smallest = both.tolist()
@@ -211,7 +211,7 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
 
 
 def _is_made_of(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Whether a node is a parameter, or is computed from one alone, by ops without effects."""
+    """Tell whether a node is a parameter, or is computed from one alone, by ops without effects."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not has_effect(node):
         (node,) = node.all_input_nodes
     return node in parameters

@@ -24,7 +24,7 @@ from checkmate.errors import Unsupported
 
 
 def is_shard(tensor: object) -> bool:
-    """Whether a tensor is a `DTensor`, of which this rank has a part."""
+    """Tell whether a tensor is a `DTensor`, of which this rank has a part."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it, has none
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have shards of one size."""
+        """Tell whether all ranks have shards of one size."""
         parts = [1] * len(self.shape)
         for i, placement in enumerate(self.placements):
             if placement.is_shard():
@@ -86,7 +86,7 @@ class Shards:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have shards of different sizes, so that their steps differ."""
+        """Tell whether ranks have shards of different sizes, so that their steps differ."""
         return not all(layout.is_even for layout in self.layouts.values())
 
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:

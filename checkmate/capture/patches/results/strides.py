@@ -167,14 +167,14 @@ def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[
 
 
 def _is_read_nowhere_else(op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether the memory of what an op in place writes, its first argument, is that of no other argument."""
+    """Tell whether the memory of what an op in place writes, its first argument, is that of no other argument."""
     tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
     bases = [id(t if t._base is None else t._base) for t in tensors]
     return bases.count(bases[0]) == 1
 
 
 def _rewrites(op: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an op is one of PyTorch's that write in place, on a tensor that is not contiguous."""
+    """Tell whether an op is one of PyTorch's that write in place, on a tensor that is not contiguous."""
     in_place = op.namespace == "aten" and _name(op).endswith("_") and torch.Tag.inplace_view not in op.tags
     return in_place and isinstance(args[0], FunctionalTensor) and not args[0].is_contiguous()
 
@@ -184,7 +184,7 @@ def _name(op: OpOverload) -> str:
 
 
 def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a write in place has other numbers, or leaves other strides, than the op that returns a new tensor.
+    """Tell whether a write in place has other numbers, or leaves other strides, than the op that returns a new tensor.
 
     A pointwise op computes the same; where it writes a part of a tensor, that part is read again from the whole.
     """
@@ -208,13 +208,13 @@ def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | 
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is expanded."""
+    """Tell whether a tensor is expanded."""
     known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
     return all(n for n, _ in known) and any(n > 1 and isinstance(step, int) and not step for n, step in known)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor are one number in memory."""
+    """Tell whether several elements of a tensor are one number in memory."""
     if isinstance(tensor.numel(), torch.SymInt) or aten.is_non_overlapping_and_dense(tensor):
         return False
     places = np.zeros(1, dtype=np.int64)
@@ -262,7 +262,7 @@ def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
 
 
 def obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
+    """Tell whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
     if aten.is_non_overlapping_and_dense(parameter):
         same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
         return all(a == b for size, a, b in same if size != 1)
