@@ -253,7 +253,7 @@ class _Position(int):
 
 
 def hands_out_number(node: fx.Node) -> bool:
-    """Tell whether a node puts a number in a tensor for Dynamo, which sets a module's attribute to it after the step."""
+    """Tell whether a node hands a number to Dynamo in a tensor, to set a module's attribute after the step."""
     number: Any = node.args[0] if node.target is torch.ops.aten.scalar_tensor.default else None
     if number is None or not is_sym_node(number):
         return False

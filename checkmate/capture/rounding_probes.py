@@ -94,7 +94,7 @@ def packet_of(target: Any) -> Any:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have the same shape, type and bits, signs of zeros and NaNs included, wherever they lie."""
+    """Tell whether two tensors have the same shape, type and bits, with signs of zeros and NaNs, wherever they lie."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(a.element_size(), torch.uint8)

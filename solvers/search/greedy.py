@@ -244,7 +244,7 @@ class PassState:
         return bool(self.next_use[v] < NEVER or (first < NEVER if first > self.now else self.shadow_last[v] > self.now))
 
     def makes_more(self, v: int) -> bool:
-        """Tell whether more bytes, at hand and still needed, were made from v, also through others that come from it alone.
+        """Tell whether more bytes, at hand and still needed, were made from v, also by others that come from it alone.
 
         A mask of bits is made from noise, say, and noise from a random state: then it is better to keep the smaller.
         """

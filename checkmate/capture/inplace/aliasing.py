@@ -93,7 +93,7 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
 
 
 def _may_be_zeros(node: fx.Node) -> bool:
-    """Tell whether it depends on zeros without memory: ATen makes others of those, in sums, products, ``dot`` and views."""
+    """Tell whether it depends on zeros without memory: ATen makes others, in sums, products, ``dot`` and views."""
     zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
     return bool(zeros) and not ancestors([node]).isdisjoint(zeros)
 
