@@ -29,16 +29,7 @@ from checkmate.core.answer import Table
 RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
 OTHERS = RESULTS.with_name("environments.jsonl")
 ROOMS = ("torch_internals", "capture", "codegen", "backends", "training", "updates", "memory", "verification", "host")
-SELECTION = {  # by markers
-    "not slow and not long": tuple(f"tests/{room}" for room in ROOMS),
-    "slow and not long": (
-        *("tests/training/test_random_programs.py", "tests/updates/test_random_updates.py"),
-        *("tests/training/test_distributed.py", "tests/updates/test_all_reduce.py"),
-        "tests/training/test_training_step.py",
-        *("tests/torch_internals", "tests/capture/patches/results", "tests/capture/loss"),
-        *("tests/codegen/test_contributions.py", "tests/backends/test_capture_cache.py", "tests/memory/test_arena.py"),
-    ),
-}
+SELECTION = {"not long": tuple(f"tests/{room}" for room in ROOMS)}  # by markers
 QUICK = {
     "not slow and not long": (
         *("tests/torch_internals", "tests/capture/patches/test_patches.py", "tests/capture/patches/test_kernels.py"),

@@ -15,15 +15,16 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long the cases of long.txt, and as slow all that are long; begin with tests that take minutes.
+    """Mark as long the cases of long.txt, as slow those and the functions of slow.txt; begin with what takes minutes.
 
     ``-m "not slow"`` takes the place of the option that leaves out what is long.
     """
-    others_prove = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
+    names = (Path(__file__).parent / file for file in ("long.txt", "slow.txt"))
+    others_prove, slow = (frozenset(file.read_text().splitlines()) for file in names)
     for item in items:
         if item.nodeid in others_prove:
             item.add_marker("long")
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
 

@@ -355,13 +355,14 @@ def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path
         assert ".png" in rendered
 
 
-def test_the_cases_that_are_long_as_others_prove_them_are_there() -> None:
-    listed = (ROOT / "tests" / "long.txt").read_text().splitlines()[1:]
+@pytest.mark.parametrize("name", ["long.txt", "slow.txt"])
+def test_what_is_listed_as_long_or_slow_is_there(name: str) -> None:
+    listed = (ROOT / "tests" / name).read_text().splitlines()[1:]
     assert listed == sorted({*listed})
     functions: dict[str, set[str]] = {}
-    for name in listed:
-        file, *_, function = name.partition("[")[0].split("::")
+    for test in listed:
+        file, *_, function = test.partition("[")[0].split("::")
         if file not in functions:
             nodes = ast.walk(ast.parse((ROOT / file).read_text()))
             functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        assert function in functions[file], f"{name} is no case any more: python -m tests.suite.long"
+        assert function.rpartition(".")[2] in functions[file], f"{test} is there no more: python -m tests.suite.long"

@@ -1,6 +1,6 @@
-"""Write tests/long.txt: the cases that run with ``-m long`` only, as others run all of their lines.
+"""Write tests/long.txt, cases that run with ``-m long`` only, as others run all of their lines, and tests/slow.txt.
 
-    python -m tests.suite.long [--least 1.0] [--others 1] [--whole 3]     # after the commands of tests/suite/covered.py
+    python -m tests.suite.long [--least 1.0] [--others 1] [--whole 3] [--slow 0.6]   # after those of covered.py
 
 Of each test function the cheapest case stays in the suite. Of the other cases of so many seconds or more, the dearest
 first, those become long of which each line of the product is run by so many others that stay. Of cases that compare
@@ -10,6 +10,9 @@ of a table, and no line. Cases that are named in tests/suite/mutants.jsonl stay:
 
 ``--whole``: a function whose lines so many others run becomes long with its last case, but for one that compares bits
 or bounds, or whose product runs in a process of its own, where no lines are recorded.
+
+``--slow``: functions whose cases take so many seconds on average are in tests/slow.txt; ``-m "not slow"`` leaves them
+out, as it does what is marked so by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import pytest
 from tests.suite.covered import ROOT, covering_tests, seconds_of_tests
 from tests.suite.mutants import MUTANTS
 
-LIST = ROOT / "tests" / "long.txt"
+LIST, SLOW = ROOT / "tests" / "long.txt", ROOT / "tests" / "slow.txt"
 COMPARES_BITS = re.compile(r"bits|same_numbers|eager|gradients_are_those|of_the_kernel|as_the_kernel")
 COMPARES_BOUNDS = re.compile(
     r"optim[au]|brute_force|bound|never|proven|published|golden|best_of_all|among_all|refut|random|committed|readme"
@@ -34,6 +37,7 @@ COMPARES_BOUNDS = re.compile(
 )
 FEW_LINES = 40  # of the product: a test that runs fewer runs the rest in another process
 HEAD = "# Cases of whose lines others run every one, by python -m tests.suite.long: they run with -m long.\n"
+HEAD_OF_SLOW = "# Functions whose cases take long, by python -m tests.suite.long: -m 'not slow' leaves them out.\n"
 
 
 def main() -> None:
@@ -41,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--least", type=float, default=1.0)
     parser.add_argument("--others", type=int, default=1)
+    parser.add_argument("--slow", type=float, default=0.6)
     parser.add_argument("--whole", type=int, default=0, help="others that run each line of a function; 0: all stay")
     asked = parser.parse_args()
 
@@ -75,6 +80,11 @@ def main() -> None:
             runs.subtract(lines_of[test])
             rows.subtract(of_test)
     LIST.write_text(HEAD + "".join(f"{test}\n" for test in sorted(chosen)))
+    cases: dict[str, list[float]] = defaultdict(list)
+    for test in {*lines_of} - {*chosen}:
+        cases[_function(test)].append(seconds[test])
+    slow = sorted(function for function, took in cases.items() if sum(took) >= asked.slow * len(took))
+    SLOW.write_text(HEAD_OF_SLOW + "".join(f"{function}\n" for function in slow))
 
 
 def _function(test: str) -> str:
