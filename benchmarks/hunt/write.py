@@ -217,7 +217,7 @@ class _Filled(string.Formatter):
         line = line if "{v}" in line or line[0] == ";" else f"{{v}} = {line}"
         try:
             self.text = self.format(line.removeprefix("; "))
-        except LookupError:
+        except (LookupError, RuntimeError):  # or one is a view that a statement has made useless: it has no `is_leaf`
             self.text = ""
         self.names = [*self._own.values()]
 

@@ -148,7 +148,7 @@ def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: 
     result = plain(self, tx, args, kwargs)
     config = _config(compiled)
     if config is not None:
-        usual = _config(torch.compile(_nothing)) or {}
+        usual = _config(torch.compile(lambda: None)) or {}
         changed = {name: value for name, value in config.items() if usual.get(name) != value}
         for node in tx.output.graph.find_nodes(**attention):
             if node not in before:
@@ -162,9 +162,6 @@ def _config(function: Any) -> dict[str, Any] | None:
     """The settings of Inductor; other compilers have none."""
     ask = getattr(function, "get_compiler_config", None)
     return None if ask is None else ask()
-
-
-def _nothing() -> None: ...
 
 
 put_in_place("guards of parameters", _guard_each_parameter)

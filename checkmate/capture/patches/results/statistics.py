@@ -1,9 +1,9 @@
-"""The types of what normalizations make on the CPU in mixed precision, where PyTorch describes others.
+"""The types of results on the CPU in mixed precision, where PyTorch describes others.
 
 Of an input in half precision and parameters in float32, as under autocast, the kernels make means and deviations in
 float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides). PyTorch's descriptions have them in
-the input's type, and the gradient of a group norm's input in float32, which the kernel makes in the input's. A plan
-would count other bytes, and a backward could not be measured with what is described.
+the input's type, and the gradient of a group norm's input, or a soft margin loss, in a type of all operands, where the
+kernel has the input's. A plan would count other bytes, and a backward could not be measured with what is described.
 """
 
 from __future__ import annotations
@@ -35,4 +35,6 @@ TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
     aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
     aten._native_batch_norm_legit_functional.default: _normalization,
     aten._native_batch_norm_legit.no_stats: _normalization,
+    aten.soft_margin_loss.default: lambda given: [given["self"].dtype],
+    aten.soft_margin_loss_backward.default: lambda given: [given["self"].dtype],
 }

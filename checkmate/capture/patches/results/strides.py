@@ -327,9 +327,11 @@ def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
         if op in TYPES and args[0].device.type == "cpu":
             names = [a.name for a in op._schema.arguments]
             given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-            pairs = zip(results, TYPES[op](given), strict=True)
+            made = results if isinstance(results, tuple) else (results,)
             with mode:
-                return tuple(x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs)
+                pairs = zip(made, TYPES[op](given), strict=True)
+                typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
+            return tuple(typed) if made is results else typed[0]
         if op in _VIEWS and isinstance(results, FakeTensor):
             return _as_eager_views(mode, op, args, results)
         if op not in _DESCRIBED_WRONG:

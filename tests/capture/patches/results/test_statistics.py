@@ -1,4 +1,4 @@
-"""What normalizations make has the types of the kernels, in mixed precision too."""
+"""Results of normalizations and losses have the types of the kernels, in mixed precision too."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ CALLS: dict[str, Callable[[torch.dtype, torch.dtype], tuple[Tensor | None, ...]]
     ),
     "batch without statistics": lambda x, w: aten._native_batch_norm_legit.no_stats(
         _ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
+    "soft margins": lambda x, w: (aten.soft_margin_loss(_ones(x, 4), _ones(w, 4), 1),),
+    "gradients of soft margins": lambda x, w: (
+        aten.soft_margin_loss_backward(_ones(x, 4), _ones(x, 4), _ones(w, 4), 1),
     ),
 }
 
