@@ -36,6 +36,7 @@ from checkmate.solvers.solve import solve
 
 STEPS = 3
 PLANNING = 0.2  # seconds for one plan
+AGAIN = 20  # plain runs after other bits: an LSTM on the CPU has had two kinds of bits, by where its tensors lie
 
 
 class _Module(nn.Module):
@@ -314,6 +315,8 @@ def _outcome(text: str, how: dict[str, Any]) -> Row:
         if refusal is not None:
             return {"outcome": "trained", "at": place, "why": reason(refusal)}, None
         if off := differing(found, expected):
+            if any(differing(_plain(text)[0], expected) for _ in range(AGAIN)):
+                return {"outcome": "wavering", "why": off[0]}, None
             splits = [split for plan in step.plans for split in plan.problem.splits]
             why = f"{len(off)} differ: {', '.join(off[:4])}"
             return {"outcome": "wrong", "at": place, "why": why, "splits": splits}, None

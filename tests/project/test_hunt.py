@@ -55,6 +55,21 @@ def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["outcome"], row["why"]) == ("wrong", "1 differ: ['result 0 of step 1']")
 
 
+@pytest.mark.slow
+def test_where_plain_pytorch_comes_to_the_same_other_bits_it_wavers(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, plain_runs = run.train, []
+
+    def by_turns(text: str, wrap: Any, *rest: Any) -> Any:
+        found, step = train(text, wrap, *rest)
+        plain_runs.extend([0] if wrap is None else [])
+        if wrap is not None or len(plain_runs) > 5:
+            found["result 0 of step 1"] = -found["result 0 of step 1"]
+        return found, step
+
+    monkeypatch.setattr(run, "train", by_turns)
+    assert run.outcome(TEXT)["outcome"] == "wavering"
+
+
 def test_a_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(text: str) -> dict[str, str]:
         scope = load(text)
