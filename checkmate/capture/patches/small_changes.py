@@ -148,7 +148,7 @@ def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: 
     result = plain(self, tx, args, kwargs)
     config = _config(compiled)
     if config is not None:
-        usual = _config(torch.compile(lambda: None)) or {}
+        usual = _config(torch.compile(_config)) or {}
         changed = {name: value for name, value in config.items() if usual.get(name) != value}
         for node in tx.output.graph.find_nodes(**attention):
             if node not in before:
