@@ -169,8 +169,8 @@ def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[
 def _is_read_nowhere_else(op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
     """Tell whether the memory of what an op in place writes, its first argument, is that of no other argument."""
     tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
-    bases = [id(t if t._base is None else t._base) for t in tensors]
-    return bases.count(bases[0]) == 1
+    storages = [t.elem.untyped_storage()._cdata for t in tensors]  # `detach` gives a view that has no base
+    return storages.count(storages[0]) == 1
 
 
 def _rewrites(op: OpOverload, args: tuple[Any, ...]) -> bool:

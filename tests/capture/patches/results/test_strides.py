@@ -342,6 +342,17 @@ def test_a_write_to_an_expanded_input_is_refused() -> None:
         checkmate.trace(step, torch.ones(6, requires_grad=True), torch.ones(6).expand(4, 6))
 
 
+def test_a_write_to_overlapping_elements_that_it_reads_by_another_name_is_refused() -> None:
+    weight, x = torch.ones(3, requires_grad=True), torch.randn(40).as_strided((3, 4), (4, 2))
+
+    def step(x: Tensor) -> Tensor:
+        x.detach().sub_(x, alpha=0.5)
+        return weight.sum()
+
+    with pytest.raises(checkmate.Unsupported, match="sub_ writes to a tensor whose elements share memory"):
+        checkmate.compile(step, budget="1 MB", time_limit=1)(x)
+
+
 def test_views_of_another_shape_lie_as_in_eager_pytorch() -> None:
     """Strides of dimensions of one element, too: a convolution may choose its kernel by them."""
     rng = random.Random(0)
