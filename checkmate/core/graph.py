@@ -185,7 +185,7 @@ class Graph:
 
     @cached_property
     def overwritten_by(self) -> dict[int, int]:
-        """The op that overwrites each value, of those that one does."""
+        """Overwriting ops, by the value that each overwrites."""
         return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
 
     @cached_property

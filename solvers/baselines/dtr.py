@@ -141,7 +141,7 @@ class Around:
             self.sums[[*self._reached(v, back)]] = np.nan
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
-        """The seconds (N,) around each of these values (N,), all at hand: each op once in either direction."""
+        """Seconds (N,) around each of the values (N,), all at hand: each op once in either direction."""
         for v in values[np.isnan(self.sums[values])].tolist():
             self.sums[v] = 0.0
             for there, _ in self.ways:

@@ -204,7 +204,7 @@ class Program:
         equations.run_at_most(self.model, self.R, problem)
 
     def carry(self, name: str, shares: tuple[np.ndarray, ...], under_way: np.ndarray) -> None:
-        """Carry in stage t all of what ended in it and was not carried before, and some of what goes on.
+        """Carry in stage t all transfers that ended in it and were not carried before, and a part of those under way.
 
         q[t] <= Out[t],  o[t] >= E[t] + q[t] - q[t-1],  e[t] >= E[t] - q[t-1]      of v, every stage t
 
@@ -246,7 +246,7 @@ class Program:
         pairs(self.model, "made again", gone, [(self.made, -1.0)])
 
     def go_and_come(self) -> None:
-        """Order transfers: a copy was sent; a fetched value has one and was not at hand; each transfer is waited for.
+        """Order transfers: only sent values have copies, only absent ones with copies are fetched; each is waited for.
 
         Out[t] <= S[t],  Out[t] + over[t] <= 1,  H[t] + Out[t] <= 1,  H[t] <= H[t-1] + E[t],  Out[t-1] <= Out[t] + E[t]
         In[t] + S[t] <= 1,  In[t] <= H[t],  F[t] <= H[t-1] + E[t],  In[t-1] <= In[t] + F[t]      of v, every stage t

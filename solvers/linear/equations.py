@@ -175,7 +175,7 @@ def depend_until_freed(model: Model, x: Variables) -> None:
 
 
 def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
-    """Keep values that are at hand, or free them once, and no others; implies (1c) where ``kept`` (T, V) is S[t+1].
+    """Keep or free once each value at hand, and no other; implies (1c) where ``kept`` (T, V) is S[t+1].
 
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
@@ -213,7 +213,7 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
-    """Describe the schedules in smaller numbers, which tolerances are for: budget and workspaces less what is spare.
+    """Subtract spare bytes from budget and workspaces: equal schedules, in smaller numbers that suit tolerances.
 
     U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
     the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
@@ -265,7 +265,7 @@ def write_over(model: Model, x: Variables) -> None:
 
 
 def keep_one_copy(model: Model, x: Variables) -> None:
-    """Forbid to make again what is kept, so that what is written over is no second copy.
+    """Forbid a second copy of a kept value, so that an op writes over the only one.
 
     S[t, v] + R[t, prod(v)] <= 1      every stage t, value v that a way writes over
     """
