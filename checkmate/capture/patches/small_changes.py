@@ -90,8 +90,7 @@ def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> An
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
     ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements, which many kernels
-    return at once, the description of an op may check more than the kernel. And the backward of a function of which
-    nothing is differentiated is traced, but never runs.
+    return at once, the description of an op may check more than the kernel. And a backward is traced that never runs.
     """
     given = node.all_input_nodes
     try:
@@ -106,16 +105,17 @@ def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> An
 
 def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
     """Why a kernel may not have this error; None: nothing says that it has not."""
-    nodes = [n for graph in (tx.output.current_tracer.graph, tx.output.root_tracer.graph) for n in graph.nodes]
-    changes = [n.target for n in nodes if n.target in _CHANGE_SHAPES]
-    if changes and (isinstance(error, IndexError) or tx.output.current_tracer.parent is not None):  # within a function
+    tracer, root = tx.output.current_tracer, tx.output.root_tracer
+    within = tracer.parent is not None  # a function of autograd, or a graph within the step's
+    changes = [n.target for graph in (tracer.graph, root.graph) for n in graph.nodes if n.target in _CHANGE_SHAPES]
+    if changes and (isinstance(error, IndexError) or within):
         return f"Before, {changes[0]} changed the shape of a tensor in place."
     described = [n.meta.get("example_value") for n in given]
     if any(isinstance(x, torch.Tensor) and any(type(n) is int and n == 0 for n in x.shape) for x in described):
         return "It is given a tensor of no elements."
-    while tx is not None and tx.f_code.co_name != "backward":
+    while within and tx is not None and tx.f_code.co_name != "backward":
         tx = tx.parent
-    return tx and "Plain PyTorch runs a backward only where the result of its function is used."
+    return "Plain PyTorch runs a backward only where the result of its function is used." if within and tx else None
 
 
 def _said(error: Exception) -> str:

@@ -169,6 +169,17 @@ def test_a_backward_that_would_fail_and_never_runs_is_refused() -> None:
         checkmate.compile(step, budget="1 MB")()
 
 
+def test_a_function_that_is_only_called_backward_fails_as_it_does_plainly() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def backward() -> Tensor:
+        return _first_halved(weight.mean().clone())
+
+    for run in (backward, checkmate.compile(lambda: backward(), budget="1 MB")):
+        with pytest.raises(IndexError, match="too many indices"):
+            run()
+
+
 @pytest.mark.parametrize("dropout", [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, train=True)])
 def test_dropout_of_nothing_is_of_any_type(dropout: Callable[[Tensor], Tensor]) -> None:
     """Of integers plain PyTorch draws nothing, if there are none of them."""
