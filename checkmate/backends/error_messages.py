@@ -181,9 +181,8 @@ _MOMENTUM = (
     "gradients: torch.optim.swa_utils.update_bn."
 )
 _IN_CAT = r"Expected (\d+) in dimension \d+ but got (\d+) for tensor number (\d+) in the list$"
-_SHAPES: dict[
-    str, Callable[..., Any]
-] = {  # what descriptions of kernels say, and an op that says what eager kernels say
+# Words of kernels' descriptions, and an op whose eager kernel words the same.
+_SHAPES: dict[str, Callable[..., Any]] = {
     r"same reduction dim, but got (\[.*?\]) X (\[.*?\])": torch.mm,
     r"broadcast a dimension.*had torch\.Size\((\[.*?\])\).*broadcastable to (\[.*?\])": torch.add,
 }
@@ -213,7 +212,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if isinstance(error, dynamo.TorchRuntimeError) and _UNKNOWN_SIZE.search(_explanation(error)):
         return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{_place(error)}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
-        return RuntimeError(f"{_as_eager(_message(error))}{_place(error)}")
+        kind = IndexError if "got IndexError(" in str(error) else RuntimeError
+        return kind(f"{_as_eager(_message(error))}{_place(error)}")
     if (users := getattr(error, "users", None)) is not None:
         if error.is_users:
             return _with_place(users, error)
