@@ -317,6 +317,7 @@ def _compile_module(model: Any, options: Options) -> Any:
 
     What is compiled goes with the module, and not with the class, which stays: Dynamo keeps those it has seen.
     """
+    model = getattr(model, "_checkmate_model", model)  # of a compiled module the plain one, for another budget
     if "forward" in vars(model):
         raise Unsupported(
             f"The forward of this {type(model).__name__} was replaced on the object. "

@@ -83,6 +83,16 @@ def test_training_and_evaluation(net: Net, x: Tensor) -> None:
     assert len(compiled.plans) == 2  # training, and evaluation with gradients
 
 
+def test_compiled_again_it_has_the_other_budget(net: Net, x: Tensor) -> None:
+    """As where a cell of a notebook runs again: ``model = checkmate.compile(model, ...)``."""
+    torch.manual_seed(0)
+    expected = net(x)
+    compiled = checkmate.compile(checkmate.compile(net, budget="1 GB"), budget="1 MB")
+    torch.manual_seed(0)
+    assert_same_bits(compiled(x), expected)
+    assert [plan.budget for plan in compiled.plans] == [1_000_000] and compiled.seen == 2
+
+
 def test_load_state_dict(net: Net, x: Tensor) -> None:
     compiled = checkmate.compile(net, budget="1 MB").eval()
     other = Net().eval()
