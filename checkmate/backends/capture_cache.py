@@ -83,7 +83,7 @@ def collecting_seldom() -> Iterator[None]:
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
-    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`.
+    """Make a function that Dynamo captures as ``fn``, and that gives `MISS` where it has no compiled code to run.
 
     When it is gone, Dynamo forgets its code. What autograd holds of that lives until the backward has run.
     """
@@ -114,27 +114,15 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
 
     compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
-    captured = knowing_selections(with_recurrent_modules(guarding_hooks(run)), backend.answer)
-    return plain_if_possible(captured, backend.answer)
-
-
-def hooks_of_all_modules() -> tuple[tuple[int, ...], ...]:
-    """Hooks that every module calls, by number: Dynamo does not look whether they are others than at the capture."""
-    return tuple(map(tuple, _HOOKS))
-
-
-def guarding_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.compile` whose captures are for modules with the very hooks that they had.
-
-    By default Dynamo does not look whether hooks were added to a module that had none, and they are never called.
-    """
 
     @functools.wraps(run)
-    def guarding(*args: Any, **kwargs: Any) -> Any:
+    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
+        # By default Dynamo does not look whether hooks were added to a module that had none, and never calls them.
         with dynamo_config.patch(skip_nnmodule_hook_guards=False):
             return run(*args, **kwargs)
 
-    return guarding
+    captured = knowing_selections(with_recurrent_modules(guarding_hooks), backend.answer)
+    return plain_if_possible(captured, backend.answer)
 
 
 @dataclass(eq=False)
@@ -167,7 +155,8 @@ class CaptureCache:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's results, by the capture for this call, which is made if there is none."""
-        kind, other = (within_region(), hooks_of_all_modules(), _kind((args, kwargs))), None
+        # Dynamo does not look whether the hooks of all modules are others than at the capture.
+        kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
             if any(_goes_another_way(known.answers, answers) for answers in found):
@@ -192,7 +181,7 @@ class CaptureCache:
     def _anew(self, kind: Any, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
         """Capture the call. Numbers that have changed since another one become inputs, where they can.
 
-        ``other``: what a capture said that is not for this call, if it asked.
+        ``other``: the failed guard of a capture that is not for this call, if one failed.
         """
         before, self.before = self.before, None
         if before is not None:
@@ -202,7 +191,8 @@ class CaptureCache:
             finally:
                 self.before = before
         known, reasons = self._nearest(kind, args, kwargs)
-        if known is not None and self._may_be_inputs(reasons):
+        are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
+        if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
             check = self._like(known, sources, args, kwargs)
             try:
@@ -223,14 +213,6 @@ class CaptureCache:
             if reasons := why_not(one.own, self._fn, args, kwargs):
                 return one, reasons
         return None, []
-
-    def _may_be_inputs(self, reasons: list[Reason]) -> bool:
-        return all(
-            type(reason.now) is type(reason.value)
-            and type(reason.now) in (int, float)
-            and reason.source not in self._fixed
-            for reason in reasons
-        )
 
     def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
         """A check that a captured graph is that of another capture, where numbers are as they were there."""
@@ -255,7 +237,12 @@ class CaptureCache:
     ) -> Any:
         """Capture the call, with some of its numbers as inputs, and keep what was captured."""
         if not numbers:
-            self._make_room(because)
+            # Forget the least recently used until there is room; refuse if half of them are for values of one source.
+            while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
+                same = [one.because for one in kept if one.because and because and one.because.source == because.source]
+                if because and len(same) >= self._most // 2:
+                    raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
+                self._forget(kept[0])
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
@@ -286,43 +273,28 @@ class CaptureCache:
         self._fixed.update(numbers & constants(own).keys())
         made.used = next(self._calls)
         self._kept.append(made)
-        self._warn_at_half(because)
+        count = len(self._kept)
+        if not self._warned and count >= 2 and count >= self._most // 2:
+            self._warned = True
+            why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+            log.warning(
+                "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; "
+                "beyond it the least recently used is dropped.",
+                self._name,
+                count,
+                why,
+                self._most,
+            )
         return result
 
     def _of_kind(self, kind: Any) -> list[_Capture]:
         """The captures for calls of a kind, the last used first."""
         return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
 
-    def _make_room(self, because: Reason | None) -> None:
-        """Forget captures until there is room for one more, those first that were not used for longest.
-
-        Refused if half of them were made because of the same value.
-        """
-        while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
-            reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
-            if because and len(reasons) >= self._most // 2:
-                raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
-            self._forget(kept[0])
-
     def _forget(self, one: _Capture) -> None:
         self._kept.remove(one)
         self._backend.forget(one.running)
         reset_code(one.own.__code__)  # at once, and not when garbage is collected
-
-    def _warn_at_half(self, because: Reason | None) -> None:
-        count = len(self._kept)
-        if self._warned or count < self._most // 2 or count < 2:
-            return
-        self._warned = True
-        why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
-        log.warning(
-            "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
-            "it the least recently used is dropped.",
-            self._name,
-            count,
-            why,
-            self._most,
-        )
 
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
@@ -333,10 +305,7 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
-    """Tell that a capture answers the last of these guards of a call differently, so that it need not be tried.
-
-    The same call asks the same up to there, so that the capture need not be tried.
-    """
+    """Tell whether a capture asks what a call was asked so far, and is for another answer to the last question."""
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 

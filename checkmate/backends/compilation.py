@@ -89,13 +89,6 @@ def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..
     return lowered(module, writing_over)
 
 
-def _forbid_donation() -> None:
-    """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
-
-
 @dataclass(eq=False)
 class Call:
     """The call for which a step is captured, and what came of it."""
@@ -179,7 +172,19 @@ class _Compilation:
         put_regions_in_place(module)
         self.guards, self.names = take_guards(module), input_names(module)
         self.call.answers = self.guards.answers
-        self._check()
+        # Refuse code that would be traced as something else.
+        _refuse_inexact(module)
+        refuse_nested(self.names, inputs)
+        refuse_sizes_of_data(module)
+        refuse_lost_leaves(module, inputs)
+        refuse_products_within(module)
+        warn_of_gradients(module.graph)
+        for name, tensor in zip(self.names, inputs, strict=True):
+            if backend.measures and is_fake(tensor):
+                raise Unsupported(
+                    f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
+                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                )
         self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
         self.copies = Copies(module, inputs, self.names)  # of weights, that autocast keeps
@@ -197,18 +202,6 @@ class _Compilation:
         self.first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours
         self.code: SwappableCode | None = None  # that another plan may take over
         self.search_on: Callable[..., None] | None = None  # begins to look for that plan
-
-    def _check(self) -> None:
-        """Refuse what would be traced as something else, before it is traced."""
-        module, inputs, names = self.module, self.inputs, self.names
-        _refuse_inexact(module)
-        refuse_nested(names, inputs)
-        refuse_sizes_of_data(module)
-        refuse_lost_leaves(module, inputs)
-        refuse_products_within(module)
-        warn_of_gradients(module.graph)
-        if self.backend.measures:
-            _refuse_fakes(names, inputs)
 
     def function(self) -> Callable[..., Any]:
         """Trace and plan the graph, and give what `torch.compile` calls in its place."""
@@ -255,7 +248,9 @@ class _Compilation:
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Make the function of one of the two modules of the first plan."""
-        _forbid_donation()
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice
         run = within(self.memory, phase, self.backend.lower)(module, inputs)
         run = run if self.first is None else self.first.around(phase, run)
         return run if self.code is None else self.code.first(phase, run)
@@ -399,7 +394,7 @@ class _Compilation:
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:
-    """Refuse what is traced as something else: kernels that round differently, draws of another generator."""
+    """Refuse ops that tracing gets wrong: other kernels or generators, and writes to lists of tensors."""
     for node in module.graph.nodes:
         if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
             raise Unsupported(
@@ -411,31 +406,18 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
                 "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
             )
-        if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
-            _refuse_lost_writes(node)
-
-
-def _refuse_lost_writes(node: fx.Node) -> None:
-    """Refuse what tracing gets wrong of a write to a list of tensors: two writes to one of them, gradients of views."""
-    written: Any = node.args[0] if node.args else node.kwargs["self"]
-    name = node.target.__name__  # type: ignore[union-attr]
-    if len({*written}) < len(written):
-        raise Unsupported(
-            f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write only. "
-            "Call it once for each write."
-        )
-    tensors = [n.meta["example_value"] for n in written]
-    if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
-        raise Unsupported(
-            f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
-            "Write to the whole tensor, or call the op of one tensor for each."
-        )
-
-
-def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:
-    for name, tensor in zip(names, inputs, strict=True):
-        if is_fake(tensor):
+        name = getattr(node.target, "__name__", "")
+        if not re.fullmatch(r"_foreach_\w+_", name):
+            continue
+        written: Any = node.args[0] if node.args else node.kwargs["self"]
+        if len({*written}) < len(written):
             raise Unsupported(
-                f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
-                'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write "
+                "only. Call it once for each write."
+            )
+        tensors = [n.meta["example_value"] for n in written]
+        if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
+            raise Unsupported(
+                f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
+                "Write to the whole tensor, or call the op of one tensor for each."
             )

@@ -237,15 +237,11 @@ class SwappableCode:
     def _forward(self, inputs: list[Any]) -> Any:
         ((number, run),) = self._runs["forward"].items()
         results = run(inputs)
-        return [*results[: self._results], self._mark(number), *results[self._results :]]
+        # Mark the call by a tensor whose length is the plan's number, not empty: hooks may ask for its maximum.
+        call, memory = next(self._calls), np.zeros(number + 1, dtype=np.float32)
+        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
+        return [*results[: self._results], torch.from_numpy(memory), *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:
         number = len(inputs.pop(0)) - 1
         return self._runs["backward"][number](inputs)
-
-    def _mark(self, number: int) -> torch.Tensor:
-        """Make the tensor that tells by which plan a forward ran."""
-        call = next(self._calls)
-        memory = np.zeros(number + 1, dtype=np.float32)  # not empty: a hook may ask what is saved for its maximum
-        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
-        return torch.from_numpy(memory)
