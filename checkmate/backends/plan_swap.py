@@ -153,7 +153,13 @@ class SwappablePlan:
             assert news.plan is not None
             self._swap(news.plan, news.bound, news.seconds)
         elif over:
-            self._close()
+            # Let go of the search, whose best plan has taken over.
+            known = self.known
+            if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
+                closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+                status = Status.OPTIMAL if closed else self.plan.status
+                self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
+            self._write = None
 
     def _swap(self, plan: Plan, bound: float, seconds: float) -> None:
         """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
@@ -173,15 +179,6 @@ class SwappablePlan:
         self._code.swap(*code)
         self.plan, self.swaps = found, self.swaps + 1
         log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
-
-    def _close(self) -> None:
-        """Let go of the search: it has ended, and its best plan has taken over."""
-        known = self.known
-        if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
-            closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
-            status = Status.OPTIMAL if closed else self.plan.status
-            self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
-        self._write = None
 
 
 def is_swappable(joint: Joint) -> bool:

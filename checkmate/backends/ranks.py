@@ -70,9 +70,11 @@ def one_plan(
     store = _store()
     if store is None:
         return plan()
-    rank, question = str(dist.get_rank()), _question(problem, budget, method)
-    asked = store.add(f"{question}/asked by {rank}", 1)  # whoever asks again, plans again
-    key = f"{question}/{asked}"
+    prints, rank = fingerprints(problem), str(dist.get_rank())
+    there = None if problem.host is None else problem.host.budget
+    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
+    question = f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
+    key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
     planner = store.compare_set(f"{key}/planner", "", rank).decode()
     if planner == rank:
         return _plan_for_all(plan, store, key, method, time_limit)
@@ -155,13 +157,6 @@ def _store() -> Any:
     return _get_default_store()
 
 
-def _question(problem: Problem, budget: int, method: str) -> str:
-    prints = fingerprints(problem)
-    there = None if problem.host is None else problem.host.budget
-    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
-    return f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
-
-
 def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
     """Plan, and tell the others the result."""
     try:
@@ -222,7 +217,8 @@ def refuse_wrapped(fn: object) -> None:
 def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse a step within which parts of the model speak with other ranks, naming the part."""
     for module in held_modules(fn, args):
-        around = module if args and module is args[0] and _is_forward_of(fn, module) else None  # hooks run outside
+        is_own = args and module is args[0] and inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
+        around = module if is_own else None  # hooks run outside
         for name, part in module.named_modules():
             if part is not around and (advice := _advice(part)):
                 raise Unsupported(f"{name or type(module).__name__} is a part of the step. {advice}")
@@ -240,10 +236,6 @@ def _advice(module: nn.Module) -> str | None:
             'them, shard by the recipe "Sharded parameters in one plan" of docs/ecosystem.md, without fully_shard.'
         )
     return None
-
-
-def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
-    return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
 
 
 def in_one_piece() -> AbstractContextManager[Any]:

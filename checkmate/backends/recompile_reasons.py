@@ -156,21 +156,20 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
     changed = spelled(last.source, fn)
     values = ", ".join(repr(value) for value in (*(reason.value for reason in reasons[-3:]), last.now))
     line = f"\n  {last.line}" if last.line else ""
+    advice = last.advice
+    if not advice and isinstance(last.now, (bool, str)):
+        advice = "Compile one function for each value, or raise max_plans."
+    elif not advice:
+        made = f"{changed} = torch.tensor({last.now!r})"
+        if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
+            owner, _, attribute = changed.rpartition(".")
+            made = f"{owner}.register_buffer({attribute!r}, torch.tensor({last.now!r}))"
+        advice = (
+            f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take "
+            "fewer values, or raise max_plans."
+        )
     return (
         f"{changed} changes from call to call of {name}, and each value is captured and planned anew. Of the {most} "
         f"captures that are kept (max_plans={most}) half or more are for values of it. The last ones: {values}.{line}\n"
-        f"{last.advice or _advice(changed, last.now)}"
-    )
-
-
-def _advice(changed: str, value: Constant) -> str:
-    if isinstance(value, (bool, str)):
-        return "Compile one function for each value, or raise max_plans."
-    made = f"{changed} = torch.tensor({value!r})"
-    if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
-        owner, _, attribute = changed.rpartition(".")
-        made = f"{owner}.register_buffer({attribute!r}, torch.tensor({value!r}))"
-    return (
-        f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take fewer "
-        "values, or raise max_plans."
+        f"{advice}"
     )
