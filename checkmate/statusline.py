@@ -42,7 +42,8 @@ def showing(
         shown: True: at once, on a terminal or not; None: on a terminal or in a notebook, after `QUIET_SECONDS`;
             False: not at all.
     """
-    if shown is False or (shown is None and not (_allowed.get() and _is_seen())):
+    may_show = shown is None and _allowed.get() and sys.stderr is not None
+    if not (shown or (may_show and (sys.stderr.isatty() or _in_a_notebook()))):
         yield
         return
     global _line  # a terminal has one last line
@@ -62,14 +63,8 @@ def showing(
                 _line = None
 
 
-def _is_seen() -> bool:
-    """Tell whether somebody looks at standard error: on a terminal, or in a notebook."""
-    return sys.stderr is not None and (sys.stderr.isatty() or _in_a_notebook())
-
-
 def _in_a_notebook() -> bool:
-    """Tell whether standard error goes to a Jupyter kernel's front end."""
-    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"  # a Jupyter kernel's front end reads it
 
 
 @contextmanager

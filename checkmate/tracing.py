@@ -84,26 +84,21 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         problems.append(problem)
         raise _Captured
 
+    @takes_one_list
+    def stop(inputs: list[Any]) -> Any:
+        raise _Captured
+
     try:
-        with (
-            quietly(),
-            drawing_nothing(),
-            as_captured(),
-            _planned_on(costs, fakes) if fakes else nullcontext(),
-        ):
-            backend = Backend(taken, _stop, costs)
-            backend.updates, backend.second_memories = updates, options.second_memories
-            backend.overlap = options.overlap
+        with quietly(), drawing_nothing(), as_captured(), _planned_on(costs, fakes):
+            backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, overlap=options.overlap)
+            backend.second_memories = options.second_memories
             capture(fn, backend)(*args, **kwargs)
-    except _Captured:
-        pass
     except Exception as error:
-        if problems:  # then it is `_Captured`, explained by Dynamo
-            return problems[0]
-        reason = explained(error, fn)
-        if reason is error:
-            raise
-        raise reason.with_traceback(None) from reason.__cause__
+        if not problems and not isinstance(error, _Captured):  # with a problem, it is `_Captured` explained by Dynamo
+            reason = explained(error, fn)
+            if reason is error:
+                raise
+            raise reason.with_traceback(None) from reason.__cause__
     if not problems:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         raise Unsupported(
@@ -165,14 +160,6 @@ def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) ->
 
 class _Captured(Exception):
     """Raised in place of planning a captured graph, or of running one without gradients."""
-
-
-def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    @takes_one_list
-    def stop(inputs: list[Any]) -> Any:
-        raise _Captured
-
-    return stop
 
 
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:

@@ -149,8 +149,15 @@ def training_step(
     refuse_what_is_no_step(loss_fn, "checkmate.training_step")
     optimizers = checked(optimizer, keep=gradients, alone=alone)
     modules = modules_within(loss_fn)
-    with as_their_modules(wrapped_in(modules)):
-        _refuse_sharded(loss_fn)
+    try:
+        with as_their_modules(wrapped_in(modules)):
+            ranks.refuse_wrapped(loss_fn)
+            ranks.refuse_inner(loss_fn, ())
+    except Unsupported as error:
+        raise Unsupported(
+            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
+            "the gradients and of the optimizer's state as reserve=."
+        ) from None
     updates = Updates(
         optimizers,
         Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
@@ -267,12 +274,21 @@ class TrainingStep(Planned):
             result = self._steps[-1 if last else 0](*args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            is_tensor = isinstance(loss, torch.Tensor)
+            given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
             raise Unsupported(
-                f"loss_fn gave {_described(loss)}; it gives a loss that depends on parameters, or a tuple that begins "
-                "with one."
+                f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
             )
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-        self._backward(loss, last=last)
+        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        if updates.sums is not None:
+            updates.sums.make_rooms()
+        if last:
+            updates.begin()
+        scaled.backward()
+        self._added = 0 if last else self._added + 1
+        if last:
+            updates.finish()
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:
@@ -281,20 +297,6 @@ class TrainingStep(Planned):
             optimizer.zero_grad(set_to_none=True)
         if self._updates.exchange is not None:
             self._updates.exchange.share(self._updates.exchange.buffers())
-
-    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        updates = self._updates
-        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
-        if updates.sums is not None:
-            updates.sums.make_rooms()
-        if not last:
-            scaled.backward()
-            self._added += 1
-            return
-        updates.begin()
-        scaled.backward()
-        self._added = 0
-        updates.finish()
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         """Run the step plainly and as it is planned, and leave everything as it was."""
@@ -319,18 +321,6 @@ class TrainingStep(Planned):
         clipping.norm = norm
 
 
-def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
-    """Refuse modules that speak with other ranks in their forward, outside of the captured graph."""
-    try:
-        ranks.refuse_wrapped(loss_fn)
-        ranks.refuse_inner(loss_fn, ())
-    except Unsupported as error:
-        raise Unsupported(
-            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
-            "the gradients and of the optimizer's state as reserve=."
-        ) from None
-
-
 def _refuse_beside_shards(updates: Updates) -> None:
     """Refuse work on sharded gradients that takes all shards."""
     if not any(map(is_shard, parameters_of(updates.optimizers))):
@@ -351,14 +341,8 @@ def _refuse_beside_shards(updates: Updates) -> None:
             )
 
 
-def _described(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)} without a gradient"
-    return f"a {type(result).__name__}"
-
-
 def _with_one_gradient(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; of a tuple that it gives only the first has a gradient."""
+    """Detach all but the first of a tuple that the function gives."""
 
     @functools.wraps(loss_fn, updated=())
     def loss_of(*args: Any, **kwargs: Any) -> Any:

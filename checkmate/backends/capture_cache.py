@@ -28,7 +28,7 @@ from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.plan_swap import SwappablePlan
-from checkmate.backends.recompile_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.autocast import within_region
 from checkmate.capture.guards import GuardFailed
@@ -196,7 +196,7 @@ class CaptureCache:
             sources = known.numbers | {reason.source for reason in reasons}
             check = self._like(known, sources, args, kwargs)
             try:
-                result = self._captured(kind, args, kwargs, None, sources, check)
+                result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
             except Exception:  # whatever it is, it comes again without
                 log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
                 self._fixed.update(sources)
@@ -204,8 +204,10 @@ class CaptureCache:
                 self._forget(known)  # the new one is for its numbers too
                 return result
         if other is not None and other.place is not None and not reasons:
-            reasons = [asked(other.where, other.was, other.now)]
-        return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
+            advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
+            place = f"the value of a tensor that the step asks for ({other.where})"
+            reasons = [Reason(place, other.was, other.now, advice=advice)]
+        return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
     def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
         """Find a capture that only values keep from serving a call, and list these values."""
@@ -226,16 +228,9 @@ class CaptureCache:
 
         return check
 
-    def _captured(
-        self,
-        kind: Any,
-        args: Any,
-        kwargs: Any,
-        because: Reason | None,
-        numbers: Set[str] = frozenset(),
-        check: Callable[[Joint], None] = lambda joint: None,
-    ) -> Any:
-        """Capture the call, with some of its numbers as inputs, and keep what was captured."""
+    def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
+        """Capture a call, with some of its numbers as inputs, and keep what was captured."""
+        (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers:
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
             while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
@@ -246,7 +241,6 @@ class CaptureCache:
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
-        call = Call((self._fn, args, kwargs), numbers, check)
 
         def doing() -> str:
             if len(backend.running) == planned:

@@ -6,7 +6,7 @@ On the main path, 3 of 16: see docs/idea.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
-from checkmate.backends.static_memory import FirstStep, serving, within
+from checkmate.backends.static_memory import FirstStep, Lower, serving, within
 from checkmate.backends.step_problem import (
     guard_bytes,
     joint_of,
@@ -78,7 +78,6 @@ from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorc
 from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
-Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
 IN_PLACE = averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -94,7 +93,7 @@ class Call:
     """The call for which a step is captured, and what came of it."""
 
     reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
-    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
     joint: Joint | None = None  # what was planned
     answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order

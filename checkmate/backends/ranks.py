@@ -148,11 +148,8 @@ def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.
 
 def _store() -> Any:
     """The store that the ranks share; None for one rank, or if the others are only imagined."""
-    if (
-        not (dist.is_available() and dist.is_initialized())
-        or dist.get_world_size() == 1
-        or dist.get_backend() == "fake"
-    ):
+    is_begun = dist.is_available() and dist.is_initialized()
+    if not is_begun or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     return _get_default_store()
 

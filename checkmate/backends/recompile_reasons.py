@@ -98,12 +98,6 @@ def _entries(own: types.FunctionType) -> list[Any]:
     return _debug_get_cache_entry_list(own.__code__)
 
 
-def asked(where: str, value: bool | int, now: bool | int) -> Reason:
-    """A value of a tensor that the step asks for, in a place of the user's code."""
-    advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
-    return Reason(f"the value of a tensor that the step asks for ({where})", value, now, advice=advice)
-
-
 def read(guard: str) -> tuple[str, Constant, str] | None:
     """Source, value and line of a guard's text, if it compares with a value.
 

@@ -53,24 +53,20 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
         elif not depth or isinstance(leaf, (type, ModuleType)):
             continue
         elif isinstance(leaf, FunctionType):
-            yield from _reached([x for x in _held_by(leaf) if isinstance(x, through)], depth - 1, through)
+            # Objects in its closure, globals that it reads, and defaults.
+            held: list[Any] = []
+            for cell in leaf.__closure__ or ():
+                with suppress(ValueError):  # of a name that has no value yet, or no longer
+                    held.append(cell.cell_contents)
+            held += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            held += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
+            yield from _reached([x for x in held if isinstance(x, through)], depth - 1, through)
         elif isinstance(leaf, partial):
             yield from _reached((leaf.func, leaf.args, leaf.keywords), depth - 1, through)
         elif hasattr(leaf, "__self__"):
             yield from _reached((leaf.__self__, getattr(leaf, "__func__", None)), depth - 1, through)
         elif hasattr(leaf, "__dict__"):
             yield from (x for x in vars(leaf).values() if isinstance(x, (nn.Module, torch.Tensor)))
-
-
-def _held_by(function: FunctionType) -> list[Any]:
-    """The objects in a function's closure, globals that it reads, and defaults."""
-    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    cells: list[Any] = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # of a name that has no value yet, or no longer
-            cells.append(cell.cell_contents)
-    return [*cells, *names, *defaults]
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:

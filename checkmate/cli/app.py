@@ -116,7 +116,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> Problem:
-    """The problem of a file, with the second memory asked for, if one is."""
+    """The problem of a file, with the second memory that the options ask for."""
     from checkmate.core.problem import Problem
 
     try:
@@ -137,7 +137,6 @@ def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
 
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:
-    """Solve, and show what was found."""
     solution = _solution(args, problem)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
@@ -343,11 +342,7 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _bytes_of(args: argparse.Namespace) -> int | str:
-    """The budget, or the bytes that a share of the device's room is.
-
-    Raises:
-        UsageError: if no device is named whose memory is known.
-    """
+    """The budget; of a share, the bytes of the named device's room."""
     if (share := parse_share(args.budget)) is None:
         return str(args.budget)
     from checkmate.profiling.roofline import DEVICES
@@ -359,11 +354,7 @@ def _bytes_of(args: argparse.Namespace) -> int | str:
 
 
 def _profile(args: argparse.Namespace) -> str:
-    """The source of costs, as `checkmate.trace` takes it.
-
-    Raises:
-        UsageError: if there is no such device.
-    """
+    """The source of costs, as `checkmate.trace` takes it."""
     if args.profile:
         if not args.profile.endswith(".json"):
             raise UsageError(f"--profile takes a file of measured ops whose name ends in .json, not {args.profile}")
@@ -382,7 +373,6 @@ def _profile(args: argparse.Namespace) -> str:
 
 
 def _known_device(name: str) -> Device:
-    """The device of a data sheet; a UsageError where there is none."""
     from checkmate.profiling.roofline import DEVICES
 
     if name not in DEVICES:
@@ -396,7 +386,6 @@ def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
 
 
 def _show(args: argparse.Namespace, document: Any, text: str) -> None:
-    """The answer, as it was asked for."""
     if args.json:
         _out_json(document)
     else:
@@ -437,7 +426,6 @@ gradients, is part of what is looked at.
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="checkmate", description="Plan training steps within a budget of bytes.", epilog="checkmate COMMAND --help"
     )

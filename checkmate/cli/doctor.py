@@ -8,7 +8,6 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from checkmate.core import files
@@ -41,31 +40,23 @@ def examine() -> Examination:
     facts: dict[str, Any] = {"checkmate": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     facts["system"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for name in (*NEEDED, *EXTRAS):
-        facts[name] = _version(name)
-        if facts[name] is None and name in NEEDED:
-            wrong.append(f"{name} is not installed: pip install {name}")
-    wrong += _namesakes()
-    facts |= _devices() if facts["torch"] else {}
-    facts["solver"] = _solver(wrong)
-    facts |= _cache(wrong)
-    return Examination(facts, wrong)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _namesakes() -> list[str]:
-    """Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it."""
-    return [
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = None
+            if name in NEEDED:
+                wrong.append(f"{name} is not installed: pip install {name}")
+    # Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it.
+    wrong += [
         f"{other.metadata['Name']} {other.version} is installed in the folder of checkmate-torch, and one has written "
         "over the other: pip uninstall checkmate checkmate-torch, then pip install checkmate-torch"
         for other in importlib.metadata.distributions(name="checkmate")
         if "checkmate/__init__.py," in (other.read_text("RECORD") or "")
     ]
+    facts |= _devices() if facts["torch"] else {}
+    facts["solver"] = _solver(wrong)
+    facts |= _cache(wrong)
+    return Examination(facts, wrong)
 
 
 def _devices() -> dict[str, Any]:
@@ -105,22 +96,13 @@ def _cache(wrong: list[str]) -> dict[str, Any]:
     """Report the folder of files, their bytes, and whether they can be written."""
     folder = files.folder()
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    writable = _can_write(folder)
-    if not writable:
-        wrong.append(
-            f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
-        )
-    return {
-        "cache": str(folder),
-        "cache size": f"{format_bytes(sum(sizes))} in {len(sizes)} files",
-        "cache writable": "yes" if writable else "no",
-    }
-
-
-def _can_write(folder: Path) -> bool:
+    facts = {"cache": str(folder), "cache size": f"{format_bytes(sum(sizes))} in {len(sizes)} files"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor"):
-            return True
+            return {**facts, "cache writable": "yes"}
     except OSError:
-        return False
+        wrong.append(
+            f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
+        )
+        return {**facts, "cache writable": "no"}

@@ -140,24 +140,17 @@ class Table:
             if is_expected(self.names[name]):
                 leave_out(name, str(error))
             return
-        other = around(function)
-        if not _is_called_alike(other, function):
-            given = inspect.signature(function)
+        other, given = around(function), inspect.signature(function)
+        # The other one takes as many arguments, or any after its first ones.
+        kinds = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
+        count, rest = len(given.parameters), inspect.Parameter.VAR_POSITIONAL
+        if kinds.index(rest) > count if rest in kinds else len(kinds) != count:
             leave_out(name, f"PyTorch {torch.__version__} calls {path.replace(':', '.')} otherwise: {given}")
             return
         place, _, attribute = path.replace(":", ".").rpartition(".")
         holder = pkgutil.resolve_name(place)
         is_bound = isinstance(inspect.getattr_static(holder, attribute), (classmethod, staticmethod))
         setattr(holder, attribute, staticmethod(other) if is_bound else other)
-
-
-def _is_called_alike(other: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Tell whether one function can stand for another, which may take any arguments after its first ones."""
-    mine = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
-    theirs = [p.kind for p in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in mine:
-        return mine.index(inspect.Parameter.VAR_POSITIONAL) <= len(theirs)
-    return len(mine) == len(theirs)
 
 
 def put_in_place(what: str, install: Callable[[], None]) -> None:
