@@ -168,7 +168,22 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
-    _refuse_beside_shards(updates)
+    # Refuse work on sharded gradients that takes all shards.
+    whole = [
+        ("clip_norm=", updates.clipping.most, "clip_value= clips each element"),
+        ("scaler=", updates.scaling, "bfloat16 needs none"),
+        ("accumulate=", updates.sums, "a larger batch in one call is summed within the step"),
+        ("ema=", updates.average, "average between two steps"),
+        ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
+    ]
+    has_shards = any(map(is_shard, parameters_of(updates.optimizers)))
+    for name, given, instead in whole:
+        if has_shards and given is not None:
+            raise Unsupported(
+                f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
+                f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
+                "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
+            )
     asked = Options.of(training_step, CompileOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
@@ -319,26 +334,6 @@ class TrainingStep(Planned):
 
         compare_whole(plain, planned, plan_now, updates.optimizers, (self.loss_fn, args, kwargs))
         clipping.norm = norm
-
-
-def _refuse_beside_shards(updates: Updates) -> None:
-    """Refuse work on sharded gradients that takes all shards."""
-    if not any(map(is_shard, parameters_of(updates.optimizers))):
-        return
-    found = [
-        ("clip_norm=", updates.clipping.most, "clip_value= clips each element"),
-        ("scaler=", updates.scaling, "bfloat16 needs none"),
-        ("accumulate=", updates.sums, "a larger batch in one call is summed within the step"),
-        ("ema=", updates.average, "average between two steps"),
-        ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
-    ]
-    for name, given, instead in found:
-        if given is not None:
-            raise Unsupported(
-                f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
-                f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
-                "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
-            )
 
 
 def _with_one_gradient(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import logging
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +194,15 @@ class CaptureCache:
         are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
         if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
-            check = self._like(known, sources, args, kwargs)
+            # With the numbers of then, what is captured has to be what was captured then.
+            given, then = {"args": args, "kwargs": kwargs, "fn": self._fn}, constants(known.own)
+            values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
+            earlier = known.joint
+
+            def check(joint: Joint) -> None:
+                if earlier is None or _with(values, joint) != _with(values, earlier):
+                    raise NotFree(f"with {values} the step is another one than before")
+
             try:
                 result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
             except Exception:  # whatever it is, it comes again without
@@ -215,18 +223,6 @@ class CaptureCache:
             if reasons := why_not(one.own, self._fn, args, kwargs):
                 return one, reasons
         return None, []
-
-    def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
-        """A check that a captured graph is that of another capture, where numbers are as they were there."""
-        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        then = constants(known.own)
-        values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-
-        def check(joint: Joint) -> None:
-            if known.joint is None or _with(values, joint) != _with(values, known.joint):
-                raise NotFree(f"with {values} the step is another one than before")
-
-        return check
 
     def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
         """Capture a call, with some of its numbers as inputs, and keep what was captured."""
@@ -312,10 +308,7 @@ def _hand_back(*inputs: Any) -> Any:
 
 
 def _kind(given: Any) -> Any:
-    """The key of a call in the cache: shapes and types, down to the leaves of containers.
-
-    Numbers are left to the guards of a capture, which may be for all of them.
-    """
+    """The shapes and types of a call, down to the leaves of containers; numbers are left to guards."""
     if isinstance(given, torch.Tensor) and not given.is_nested:
         return given.shape, given.dtype, given.device, given.requires_grad, given.is_leaf
     kind = type(given)

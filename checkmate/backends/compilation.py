@@ -27,7 +27,6 @@ from checkmate.backends.step_problem import (
     problem_of,
     unread_bytes,
     with_guards,
-    with_second_memory,
     with_what_is_held,
 )
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
@@ -118,10 +117,7 @@ class Backend:
 
     @property
     def block_bytes(self) -> int:
-        """Sizes are rounded up to a multiple of these for the device that costs are estimated for, if there is one.
-
-        For the step's own device the allocator there may take more.
-        """
+        """The block size of a device that costs are estimated for; else 1, of which the step's own may take more."""
         return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
@@ -320,9 +316,8 @@ class _Compilation:
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
         def pose(joint: Joint) -> Problem:
-            problem = problem_of(joint, backend.profile, tried=fakes or backend.measures)
-            problem = with_what_is_held(problem, allocated, unread=unread)
-            return problem if second_memory is None else with_second_memory(problem, second_memory)
+            problem = problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
+            return with_what_is_held(problem, allocated, unread=unread)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 

@@ -32,15 +32,11 @@ Find = Callable[[Problem, int], tuple[Solution, UnfinishedSearch | None]]  # of 
 
 @dataclass(frozen=True)
 class Replays:
-    """Replays plans of a step that begins in a state of its device.
-
-    Args:
-        budget: bytes that may be given.
-    """
+    """Replays plans of a step that begins in a state of its device."""
 
     state: DeviceState
     device: torch.device
-    budget: int = 0
+    budget: int = 0  # bytes that may be given
 
     @classmethod
     def now(cls, device: torch.device, budget: int) -> Replays | None:

@@ -231,8 +231,13 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
     hint += f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
-        said = f"{_reason(error)}{place}"
-        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(f'{said}{_around(error)}', _ONE_GRAPH)}{hint}")
+        said, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
+        said = f"{said}. {explanation.strip()}{place}" if explanation else f"{said}{place}"
+        # Within a backward, or a checkpoint, the advice is another one.
+        around = f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
+        if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
+            around = f"\n{_IN_BACKWARD}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(f'{said}{around}', _ONE_GRAPH)}{hint}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     said = f"{type(inner).__name__}: {re.split('from user code|While executing %', str(inner))[0].strip()}{place}"
     return Unsupported(f"Cannot compile {name}: {said}\n{_advice(str(inner), _INTERNAL)}{hint}")
@@ -293,23 +298,10 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
                 )
 
 
-def _reason(error: Exception) -> str:
-    """The first line of Dynamo's message, and its explanation."""
-    first, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
-    return f"{first}. {explanation.strip()}" if explanation else first
-
-
 def _explanation(error: Exception) -> str:
     """Dynamo's further explanation; for an op that fails, its call with the shapes of its arguments."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said else ""
-
-
-def _around(error: Exception) -> str:
-    """Name the part that Dynamo was in, a backward or a checkpoint, where that changes the advice."""
-    if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
-        return f"\n{_IN_BACKWARD}"
-    return f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
 
 
 def _place(error: Exception) -> str:

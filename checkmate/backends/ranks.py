@@ -78,7 +78,16 @@ def one_plan(
     planner = store.compare_set(f"{key}/planner", "", rank).decode()
     if planner == rank:
         return _plan_for_all(plan, store, key, method, time_limit)
-    document = _wait(store, key, planner, time_limit + store.timeout.total_seconds())
+    patience = time_limit + store.timeout.total_seconds()
+    log.info("Rank %s plans this step; waiting for its plan.", planner)
+    deadline = time.monotonic() + patience
+    while not store.check([f"{key}/answer"]):
+        if time.monotonic() > deadline:
+            raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
+        time.sleep(POLL_SECONDS)
+    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
+    if "failure" in document:
+        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
     found = _follow(document, problem, budget, planner)
     if found is None:
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
@@ -172,20 +181,6 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
         answer["host"] = None if host is None else asdict(host)
     store.set(f"{key}/answer", json.dumps(answer))
     return solution
-
-
-def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]:
-    """Wait ``patience`` seconds at most for the result of another rank."""
-    log.info("Rank %s plans this step; waiting for its plan.", planner)
-    deadline = time.monotonic() + patience
-    while not store.check([f"{key}/answer"]):
-        if time.monotonic() > deadline:
-            raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
-        time.sleep(POLL_SECONDS)
-    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
-    if "failure" in document:
-        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-    return document
 
 
 def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:

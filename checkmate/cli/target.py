@@ -41,6 +41,8 @@ def maker(
     """
     import torch
 
+    from checkmate.capture.provenance import is_users
+
     lines = _LINES.format(where=target.rpartition(":")[0])
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
@@ -60,25 +62,19 @@ def maker(
         except (Exception, SystemExit) as error:  # the user's own, whatever it is
             if debug:
                 raise
-            raise CheckmateError(f"{called} failed: {_said(error, lines, on_meta=on_meta)}") from error
+            frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+            place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
+            advice = f"\n{lines}" if isinstance(error, SystemExit) else ""
+            if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
+                advice = f"\n{_NO_DATA} {lines}"
+            said = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
+            raise CheckmateError(f"{called} failed: {said}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
             raise UsageError(f"{target} returns {f'({kinds})' if isinstance(made, tuple) else kinds}. {lines}")
         return made
 
     return make
-
-
-def _said(error: BaseException, lines: str, *, on_meta: bool) -> str:
-    """Quote an error of the user's function with its place, and the lines to write if it trains or wants data."""
-    from checkmate.capture.provenance import is_users
-
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
-    place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
-    said = f"{type(error).__name__}: {error}. See --debug.{place}"
-    if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
-        return f"{said}\n{_NO_DATA} {lines}"
-    return f"{said}\n{lines}" if isinstance(error, SystemExit) else said
 
 
 def find_function(target: str) -> Callable[..., Any]:

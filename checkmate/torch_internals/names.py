@@ -32,29 +32,14 @@ class LacksError(Unsupported):
 
 @dataclass(frozen=True)
 class Name:
-    """A private name of PyTorch.
+    """A private name of PyTorch."""
 
-    Attributes:
-        name: PyTorch's own, as it is imported from a table's module.
-        place: the module that has it; or its whole path, with a colon after the module.
-        what: what it is needed for.
-        without: what happens in a version that has it nowhere.
-        since: the first version that has it anywhere, if it is younger than the oldest that is supported. In older ones
-            nothing has its part, and nothing is left out.
-        formerly: paths of what had its part in older versions, the latest first.
-    """
-
-    name: str
-    place: str
-    what: str
-    without: str = NOTHING
-    since: str = ""
-    formerly: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths to look for it, in this order."""
-        return (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
+    name: str  # PyTorch's own, as it is imported from a table's module
+    place: str  # the module that has it; or its whole path, with a colon after the module
+    what: str  # what it is needed for
+    without: str = NOTHING  # what happens in a version that has it nowhere
+    since: str = ""  # the first version that has it, if older ones are supported: these need nothing for it
+    formerly: tuple[str, ...] = ()  # paths of what had its part in older versions, the latest first
 
     def find(self) -> tuple[str, Any]:
         """Find the path under which the running version has it, and the object.
@@ -62,12 +47,13 @@ class Name:
         Raises:
             LacksError: if it has it nowhere.
         """
-        for path in self.paths:
+        paths = (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
+        for path in paths:
             try:
                 return path, pkgutil.resolve_name(path)
             except (ImportError, AttributeError):
                 continue
-        place = self.paths[0].replace(":", ".").rstrip(".")
+        place = paths[0].replace(":", ".").rstrip(".")
         raise LacksError(
             f"PyTorch {torch.__version__} has no {place} ({self.what}). Without it, "
             f"{self.without}. Install a version that checkmate has been tried on, see `checkmate doctor`."
@@ -128,12 +114,7 @@ class Table:
         return True
 
     def wrap(self, name: str, around: Callable[[Any], Any]) -> None:
-        """Put a function of PyTorch's within another, for the process.
-
-        Args:
-            name: of a function or method.
-            around: gives the other one, from the function.
-        """
+        """Put another function, which ``around`` makes, in place of a function or method, for the process."""
         try:
             path, function = self.names[name].find()
         except LacksError as error:
