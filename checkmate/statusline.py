@@ -79,8 +79,6 @@ def hidden() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Something that is being done."""
-
     text: Callable[[], str]
     share: Callable[[], float] | None
     name: str

@@ -24,7 +24,6 @@ from checkmate.backends.planner import Bytes, CompileOptions, Options, Planner
 from checkmate.backends.tensor_state import modules_within
 from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
-from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
@@ -91,9 +90,8 @@ def training_step(
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
             `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
             known to update each parameter alone, and the Adafactor of transformers. Any other takes ``alone``.
-        budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9. "fit", which holds where nothing is said, is
-            what there is when the first call plans, and "70%" that share of it, as for `checkmate.compile`. Nothing is
-            reserved for the optimizer, whose state is in the plan.
+        budget: bytes at any moment of the step, as for `checkmate.compile`. Nothing is reserved for the optimizer,
+            whose state is in the plan.
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm; ``math.inf``: the largest element.
         error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
@@ -109,10 +107,9 @@ def training_step(
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
-            with the planned one. Needs the memory of a plain step, once. Without a choice, as for `checkmate.compile`,
-            where it can be compared.
-        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host: as for
-            `checkmate.compile`.
+            with the planned one. Needs the memory of a plain step, once. None: as for `checkmate.compile`, where it
+            can be compared.
+        options: others of `checkmate.compile`.
 
     Returns:
         A function of a batch. It gives what ``loss_fn`` gives, detached, after the parameters were updated. Its
@@ -238,8 +235,7 @@ class TrainingStep(Planned):
     def update(self) -> None:
         """Update by the gradients that were added since the last update, as the last call of an accumulation does.
 
-        For the end of an epoch whose number of batches is no multiple of ``accumulate``. Nothing is done if there are
-        none.
+        For the end of an epoch whose number of batches is no multiple of ``accumulate``; without any it does nothing.
         """
         if self._added:
             self._added = 0
@@ -326,13 +322,13 @@ class TrainingStep(Planned):
             updates.as_plain()
             return result, clipping.norm
 
-        def planned() -> tuple[Any, torch.Tensor | None]:
-            return self(*args, **kwargs), clipping.norm
-
-        def plan_now() -> Solution | None:
-            return self.plans[-1] if self.plans else None
-
-        compare_whole(plain, planned, plan_now, updates.optimizers, (self.loss_fn, args, kwargs))
+        compare_whole(
+            plain,
+            lambda: (self(*args, **kwargs), clipping.norm),
+            lambda: self.plans[-1] if self.plans else None,
+            updates.optimizers,
+            (self.loss_fn, args, kwargs),
+        )
         clipping.norm = norm
 
 

@@ -105,10 +105,7 @@ def parse_share(budget: object) -> float | None:
 
 
 def parse_rate(rate: float | str) -> float:
-    """Read a number of bytes per second.
-
-    Args:
-        rate: a positive number, or text such as ``"55 GB/s"``, with the units of `parse_bytes`; the /s may be left out.
+    """Read bytes per second: a positive number, or text such as ``"55 GB/s"``, of which the /s may be left out.
 
     Raises:
         ValueError: if it is none.

@@ -127,8 +127,6 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
 
 @dataclass(eq=False)
 class _Capture:
-    """A captured graph."""
-
     kind: Any  # of the calls that it may be for
     own: types.FunctionType
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
@@ -190,12 +188,13 @@ class CaptureCache:
                 return self(*args, **kwargs)
             finally:
                 self.before = before
-        known, reasons = self._nearest(kind, args, kwargs)
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        known, reasons = self._nearest(kind, given)
         are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
         if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
             # With the numbers of then, what is captured has to be what was captured then.
-            given, then = {"args": args, "kwargs": kwargs, "fn": self._fn}, constants(known.own)
+            then = constants(known.own)
             values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
             earlier = known.joint
 
@@ -217,10 +216,10 @@ class CaptureCache:
             reasons = [Reason(place, other.was, other.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
-    def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
+    def _nearest(self, kind: Any, given: dict[str, Any]) -> tuple[_Capture | None, list[Reason]]:
         """Find a capture that only values keep from serving a call, and list these values."""
         for one in self._of_kind(kind):
-            if reasons := why_not(one.own, self._fn, args, kwargs):
+            if reasons := why_not(one.own, given):
                 return one, reasons
         return None, []
 

@@ -16,19 +16,11 @@ from weakref import WeakSet
 import torch
 import torch.fx as fx
 
-from checkmate.backends import ranks
+from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, Lower, serving, within
-from checkmate.backends.step_problem import (
-    guard_bytes,
-    joint_of,
-    problem_of,
-    unread_bytes,
-    with_guards,
-    with_what_is_held,
-)
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.guards import checking_guards, take_guards
@@ -49,17 +41,11 @@ from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
+from checkmate.codegen import undefined_gradients
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
-from checkmate.codegen.undefined_gradients import (
-    drop_gradients_of_writes,
-    keep_undefined,
-    leave_unreached,
-    unreached,
-    watched,
-)
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -201,31 +187,11 @@ class _Compilation:
     def function(self) -> Callable[..., Any]:
         """Trace and plan the graph, and give what `torch.compile` calls in its place."""
         backend, guards = self.backend, self.guards
-        run = self._traced()
-        running, search_on = self.running, self.search_on
-        self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
-        taken = 0
-        if guards.answers and backend.measures and running is not None:
-            given = 0 if self.call.joint is None else self.call.joint.number_bytes
-            taken = guard_bytes(running.plan, guards, self.inputs, given, backend.limit(running.plan))
-            running.plan = with_guards(running.plan, taken)
-        # Around each call, from the inside out.
-        run = fan_out(leave_unreached(run, self.unreached), self.sharing)
-        nones = [partial(keep_undefined, set[type]())] if backend.lower is run_generated_code else []
-        run = watched(run, *nones, *self.watches)
-        if running is not None and search_on is not None:
-            search_on(taken=taken)
-            run = running.around(run)
-        if running is not None:
-            run = ranks.keeping_step(run, running.plan)
-        return checking_guards(sharing_copies(run, self.copies), guards)
-
-    def _traced(self) -> Callable[..., Any]:
-        """Trace, partition and compile the graph by AOTAutograd, with the ops and bits of eager PyTorch."""
+        # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
             fw_compiler=partial(self._lower, "forward"),
             bw_compiler=partial(self._lower, "backward"),
-            inference_compiler=self.backend.lower,
+            inference_compiler=backend.lower,
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
@@ -239,7 +205,27 @@ class _Compilation:
             counted_contributions() as self.counts,
             noting() as self.noted,
         ):
-            return self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
+            run = self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
+        # Its guards run before it, within the same budget.
+        running, search_on = self.running, self.search_on
+        self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
+        taken = 0
+        if guards.answers and backend.measures and running is not None:
+            given = 0 if self.call.joint is None else self.call.joint.number_bytes
+            limit = backend.limit(running.plan)
+            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, given, limit)
+            running.plan = step_problem.with_guards(running.plan, taken)
+        # Around each call, from the inside out.
+        run = fan_out(undefined_gradients.leave_unreached(run, self.unreached), self.sharing)
+        is_generated = backend.lower is run_generated_code
+        nones = [partial(undefined_gradients.keep_undefined, set[type]())] if is_generated else []
+        run = undefined_gradients.watched(run, *nones, *self.watches)
+        if running is not None and search_on is not None:
+            search_on(taken=taken)
+            run = running.around(run)
+        if running is not None:
+            run = ranks.keeping_step(run, running.plan)
+        return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Make the function of one of the two modules of the first plan."""
@@ -269,11 +255,11 @@ class _Compilation:
         # What autograd sums and hands in, as eager PyTorch does.
         warn_of_second_writes(graph)
         counts = [*self.counts[-1]] if self.counts else []  # to measure ops may differentiate, too
-        drop_gradients_of_writes(module, self.known)
+        undefined_gradients.drop_gradients_of_writes(module, self.known)
         self.copies.find(module.graph)
         self.shards.refuse_converted(module.graph, self.copies.kept, self.names)
         self.shards.join_exchanges(module.graph, static, overlap=backend.overlap)
-        self.unreached = unreached(module, results)
+        self.unreached = undefined_gradients.unreached(module, results)
         updates = None if backend.updates is None else backend.updates.updates
         if backend.updates is not None:
             gone = backend.updates(module, self.known, results, self.names)
@@ -310,14 +296,14 @@ class _Compilation:
         # Its problem, with all that is in memory beside it.
         reach = (self.call.reach, updates and updates.reach)
         made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
-        unread = made + unread_bytes(reach, self.known, device, block_bytes)
+        unread = made + step_problem.unread_bytes(reach, self.known, device, block_bytes)
         allocated = None if fakes else allocated_on(device)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
         def pose(joint: Joint) -> Problem:
-            problem = problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            return with_what_is_held(problem, allocated, unread=unread)
+            problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
+            return step_problem.with_what_is_held(problem, allocated, unread=unread)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 
@@ -336,7 +322,7 @@ class _Compilation:
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
         names, layouts, lower = self.names, self.shards.layouts, backend.lower
-        modules, self.call.joint = plan.modules, joint_of(plan.problem)
+        modules, self.call.joint = plan.modules, step_problem.joint_of(plan.problem)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)
@@ -375,7 +361,7 @@ class _Compilation:
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:
-            return unread_bytes(reach, (), device, backend.block_bytes)
+            return step_problem.unread_bytes(reach, (), device, backend.block_bytes)
 
         states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
         held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)

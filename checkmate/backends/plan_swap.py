@@ -76,12 +76,7 @@ class Planning:
 
 
 class SwappablePlan:
-    """A captured graph, and the plan by which it runs now, which may yet change.
-
-    Its code is asked for by ``around`` before each call. A plan that was found takes over then, unless a graph of the
-    step is alive or gradients are accumulated; once planning has ended, and all that it found has been looked at, no
-    other can.
-    """
+    """A captured graph, and the plan by which it runs now, which may change before a call until planning has ended."""
 
     def __init__(self, plan: Solution) -> None:
         self.plan, self.swaps = plan, 0

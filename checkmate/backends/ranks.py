@@ -164,7 +164,6 @@ def _store() -> Any:
 
 
 def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
-    """Plan, and tell the others the result."""
     try:
         solution = plan()
     except BaseException as error:
@@ -231,10 +230,7 @@ def _advice(module: nn.Module) -> str | None:
 
 
 def in_one_piece() -> AbstractContextManager[Any]:
-    """Keep Dynamo from splitting what `DistributedDataParallel` calls at the ends of its buckets.
-
-    Each piece would be planned alone, within the whole budget.
-    """
+    """Keep Dynamo from cutting a graph at the buckets of `DistributedDataParallel`: a budget is for the whole step."""
     if _get_active_ddp_module() is None or get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
     return dynamo_config.patch(optimize_ddp=False)

@@ -41,12 +41,12 @@ def constants(own: types.FunctionType) -> dict[str, Constant]:
     return {source: value for source, value, _ in _compared(own)}
 
 
-def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Reason]:
+def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
     """The values that differ between a call and what was captured of ``own``, a function of any arguments.
 
-    None, if it is something else, such as a shape or a mode, or if Dynamo does not say.
+    None, if it is something else, such as a shape or a mode, or if Dynamo does not say. ``given``: the call's
+    "args" and "kwargs", and the "fn" that was captured.
     """
-    given = {"args": args, "kwargs": kwargs, "fn": fn}
     try:
         failed = [
             part for entry in _entries(own) for part in entry.guard_manager.check_verbose(given).verbose_code_parts
@@ -64,7 +64,6 @@ def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: 
 
 
 def _compared(own: types.FunctionType) -> list[tuple[str, Constant, str]]:
-    """Collect the findings of `read` in all guards."""
     try:
         roots = [entry.guard_manager.root for entry in _entries(own)]
         guards = [guard for root in roots for guard in (*_leaves(root), *root.get_epilogue_lambda_guards())]
@@ -83,10 +82,7 @@ def _leaves(manager: Any) -> Iterator[Any]:
 
 
 def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
-    """The value of a source in a call; None if it is no number or text. ``given``: arguments, as in `why_not`.
-
-    Sources are expressions of Dynamo's, which its guards evaluate.
-    """
+    """The value of a source, as guards evaluate it, in a call as in `why_not`; None if it is no number or text."""
     try:
         value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
     except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):

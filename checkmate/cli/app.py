@@ -105,12 +105,12 @@ def _solve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse a budget, a rule or a method that is none."""
+    """Read the rules, and refuse a budget, a rule or a method that is none."""
     parse_bytes(args.budget)
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
 
-    read_rules(args.rule or ())
+    args.rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
@@ -128,12 +128,10 @@ def _read(args: argparse.Namespace) -> Problem:
 
 
 def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
-    from checkmate.core.rules import read_rules
     from checkmate.solvers.solve import solve
 
     limits = {"time_limit": args.time_limit, "gap": args.gap}
-    rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
-    return solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    return solve(problem, args.budget, method=args.method, rules=args.rules, **limits)
 
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:

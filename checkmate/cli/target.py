@@ -33,11 +33,9 @@ class UsageError(Exception):
 def maker(
     target: str, function: Callable[..., Any], *, on_meta: bool, debug: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """The function, checked: it gives (step, batch), and its errors are one line that names the target.
+    """Check that the function gives (step, batch), and make its errors one line that names the target.
 
-    Args:
-        on_meta: make its tensors on the meta device, where they take no memory.
-        debug: leave its errors as they are.
+    ``on_meta``: its tensors are made on the meta device, where they take no memory; ``debug``: its errors stay.
     """
     import torch
 

@@ -67,8 +67,6 @@ def is_expected(name: Name) -> bool:
 
 
 class _Lacking(type):
-    """The class of stand-ins."""
-
     error: LacksError
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
