@@ -186,25 +186,18 @@ def training_step(
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
     verify = not is_tried() and is_one_call if asked.verify is None else asked.verify
-    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=False), verify=verify)
+    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=verify))
 
 
 class TrainingStep(Planned):
     """Forward, backward and update for a batch. Made by `training_step`."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        updates: Updates,
-        accumulate: int,
-        options: Options,
-        *,
-        verify: bool = False,
-    ) -> None:
-        self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
+    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, accumulate: int, options: Options) -> None:
+        self.loss_fn, self._updates = _with_one_gradient(loss_fn), updates
+        self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
-        self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
+        self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())

@@ -74,11 +74,7 @@ class Replays:
         return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
 
     def check(self, plan: Solution) -> None:
-        """Note the bytes given and held in a plan that was found later.
-
-        Raises:
-            SolverError: if more is given than the budget.
-        """
+        """Note the bytes given and held in a plan that was found later; a SolverError if they exceed the budget."""
         plan.details.update(self.told(plan).details)
         if (given := plan.details.get(GIVEN, 0)) > self.budget:
             most = exact_bytes(self.budget)

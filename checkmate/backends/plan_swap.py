@@ -31,7 +31,6 @@ from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import is_unchecked
-from checkmate.core.plan import Plan
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
@@ -146,7 +145,22 @@ class SwappablePlan:
                 return
             self._tried = news
             assert news.plan is not None
-            self._swap(news.plan, news.bound, news.seconds)
+            problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
+            about: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
+            try:
+                found = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **about)
+                found = with_guards(found, self._taken)
+                assert self._write is not None
+                code = self._write(found)
+            except SolverError as error:  # no reason to end a training
+                log.warning("A plan that was found beside the training cannot take over: %s", error)
+                return
+            if code is None:
+                log.info("a plan that was found beside the training does not fit the captured graph")
+                return
+            self._code.swap(*code)
+            self.plan, self.swaps = found, self.swaps + 1
+            log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
         elif over:
             # Let go of the search, whose best plan has taken over.
             known = self.known
@@ -155,25 +169,6 @@ class SwappablePlan:
                 status = Status.OPTIMAL if closed else self.plan.status
                 self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
             self._write = None
-
-    def _swap(self, plan: Plan, bound: float, seconds: float) -> None:
-        """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
-        problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
-        about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
-        try:
-            found = certify(problem, budget, plan, method=self.plan.method, bound=bound, **about)
-            found = with_guards(found, self._taken)
-            assert self._write is not None
-            code = self._write(found)
-        except SolverError as error:
-            log.warning("A plan that was found beside the training cannot take over: %s", error)
-            return
-        if code is None:
-            log.info("a plan that was found beside the training does not fit the captured graph")
-            return
-        self._code.swap(*code)
-        self.plan, self.swaps = found, self.swaps + 1
-        log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
 
 
 def is_swappable(joint: Joint) -> bool:

@@ -102,11 +102,7 @@ class Options:
 
     @classmethod
     def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
-        """Take options from the named arguments of a call, and leave those of its batch there.
-
-        Raises:
-            TypeError: for an option that earlier versions had, with a value that it had.
-        """
+        """Take options out of the named arguments of a call; a TypeError for one that only earlier versions had."""
         for name, values in GONE.items():
             if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
                 raise TypeError(no_option("checkmate", name, ()))

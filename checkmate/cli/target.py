@@ -76,11 +76,7 @@ def maker(
 
 
 def find_function(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names, seen from the current folder.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """The function that ``module:function`` or ``file.py:function`` names from the current folder, or a UsageError."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")

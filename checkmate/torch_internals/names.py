@@ -42,11 +42,7 @@ class Name:
     formerly: tuple[str, ...] = ()  # paths of what had its part in older versions, the latest first
 
     def find(self) -> tuple[str, Any]:
-        """Find the path under which the running version has it, and the object.
-
-        Raises:
-            LacksError: if it has it nowhere.
-        """
+        """Find the path under which the running version has it, and the object; a LacksError if it is nowhere."""
         paths = (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
         for path in paths:
             try:
@@ -91,11 +87,7 @@ class Table:
         TABLES.append(self)
 
     def get(self, name: str) -> Any:
-        """The object of a name, or a stand-in.
-
-        Raises:
-            AttributeError: if the table does not have it.
-        """
+        """The object of a name, or a stand-in; an AttributeError if the table does not have it."""
         if name not in self.names:
             raise AttributeError(f"no private name of PyTorch's is known as {name}")
         try:
