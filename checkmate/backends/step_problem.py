@@ -60,7 +60,7 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     problem = Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
     if memory is None:
         return problem
-    return replace(problem, host=memory.host(joint.graph), codegen=Write(joint, over, memory.begin))
+    return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, over, memory.begin))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

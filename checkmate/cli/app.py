@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from checkmate import batch, fitting
 from checkmate.cli.arguments import add_to, flag, host_of, option, seconds
 from checkmate.cli.json_output import finite, solution_record, steps_of
-from checkmate.cli.target import UsageError, find_function, maker
+from checkmate.cli.target import UsageError, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
 from checkmate.units import format_bytes, parse_bytes, parse_share
@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> None:
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
 
-    args.rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
+    args.rules = read_rules(args.rule) if args.rule else None  # None: those of the problem's file
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
@@ -380,7 +380,7 @@ def _known_device(name: str) -> Device:
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
     """The user's function; where costs are estimated, all that it makes is on the meta device."""
-    return maker(args.target, find_function(args.target), on_meta=bool(args.device), debug=args.debug)
+    return maker(args.target, on_meta=bool(args.device), debug=args.debug)
 
 
 def _show(args: argparse.Namespace, document: Any, text: str) -> None:

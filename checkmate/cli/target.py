@@ -30,18 +30,26 @@ class UsageError(Exception):
     """The command line names something that is not there, or is no such thing."""
 
 
-def maker(
-    target: str, function: Callable[..., Any], *, on_meta: bool, debug: bool = False
-) -> Callable[..., tuple[Any, Any]]:
-    """Check that the function gives (step, batch), and make its errors one line that names the target.
+def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any, Any]]:
+    """The function that a target names, seen from the current folder; it is checked to give (step, batch).
 
-    ``on_meta``: its tensors are made on the meta device, where they take no memory; ``debug``: its errors stay.
+    Its errors are one line that names the target; a UsageError says that there is none. ``on_meta``: its tensors are
+    made on the meta device, where they take no memory; ``debug``: its errors stay.
     """
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
+    module, lines = _module_of(where), _LINES.format(where=where)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
     import torch
 
     from checkmate.capture.provenance import is_users
 
-    lines = _LINES.format(where=target.rpartition(":")[0])
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
 
@@ -73,22 +81,6 @@ def maker(
         return made
 
     return make
-
-
-def find_function(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names from the current folder, or a UsageError."""
-    where, colon, name = target.rpartition(":")
-    if not colon or not where or not name:
-        raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
-    module = _module_of(where)
-    function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        lines = _LINES.format(where=where)
-        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
-    return function
 
 
 def _module_of(where: str) -> Any:
