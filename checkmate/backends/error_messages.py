@@ -206,7 +206,18 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         # PyTorch had to know a number that a tensor holds while it traced the step
         log.debug("%s failed in capture", name, exc_info=error)
         if _COUNTED.search(str(error)):
-            return Unsupported(f"Cannot capture {name}: {_averages_by_count(fn)}{place}\n{_MOMENTUM}")
+            # Of batch norms without a momentum only those over ranks are refused.
+            norms = [
+                f"{name} ({type(one).__name__})"
+                for module in held_modules(fn, ())
+                for name, one in module.named_modules()
+                if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
+            ]
+            said = (
+                f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, "
+                "another number in each step, and each would get a plan of its own."
+            )
+            return Unsupported(f"Cannot capture {name}: {said}{place}\n{_MOMENTUM}")
         advice = EXPERTS if _CHOICE.search(str(error)) else _FIXED
         return Unsupported(f"Cannot capture {name}: {_NUMBER}{place}\n{advice}")
     if not isinstance(error, dynamo.TorchDynamoException):
@@ -272,20 +283,6 @@ def quietly() -> Iterator[None]:
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(
     lambda record: not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
 )
-
-
-def _averages_by_count(fn: Callable[..., Any]) -> str:
-    """Name the batch norms over ranks that have no momentum, and say why they are refused; others are captured."""
-    norms = [
-        f"{name} ({type(one).__name__})"
-        for module in held_modules(fn, ())
-        for name, one in module.named_modules()
-        if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
-    ]
-    return (
-        f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, another "
-        "number in each step, and each would get a plan of its own."
-    )
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
