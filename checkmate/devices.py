@@ -80,7 +80,7 @@ class Kind:
             ) from error
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Let such memory go, which nothing is copied to or from any more."""
+        """Let go of such memory, once nothing is copied to or from it."""
 
 
 class _Cpu(Kind):
@@ -118,7 +118,7 @@ class _Cuda(Kind):
         return min(free, most - torch.cuda.memory_reserved(device)), total
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        """To the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
+        """Pin to the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
         try:
             memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         except OSError as error:

@@ -69,7 +69,7 @@ def _in_a_notebook() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """No line within, unless one is asked to be shown."""
+    """Show no line within the block, unless one is asked for."""
     before = _allowed.set(False)
     try:
         yield
@@ -114,7 +114,7 @@ class _Line:
 
 @contextmanager
 def _last_line() -> Iterator[Callable[[float, str], None]]:
-    """A line of a terminal: what shows a share and a format of tqdm's there."""
+    """Draw on the last line of a terminal, by a function of a share and a format of tqdm's."""
     from tqdm.std import tqdm  # here, so that only those who see a line pay for its import
 
     with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
@@ -128,7 +128,7 @@ def _last_line() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _output() -> Iterator[Callable[[float, str], None]]:
-    """An output of a notebook's cell, as text: it is written over, and is empty in the end."""
+    """Draw in an output of a notebook's cell, as text that is written over, and is empty in the end."""
     from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
     from tqdm.std import tqdm
 

@@ -203,7 +203,7 @@ class TrainingStep(Planned):
         functools.update_wrapper(self, loss_fn, updated=())
 
     def _plan_anew(self) -> None:
-        """Nothing that was planned holds any more."""
+        """Drop all plans, and begin anew for the updates as they are now."""
         self._planned_for = self._updates.signature
         inserts = [self.inserts]
         if self._accumulate > 1:
@@ -217,7 +217,7 @@ class TrainingStep(Planned):
         return Insert(self._updates)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Within the block, a ``loss_fn`` wrapped for several ranks does nothing beside its captured graph."""
+        """Keep a ``loss_fn`` that is wrapped for several ranks to its captured graph within the block."""
         return as_their_modules(self._wrapped)
 
     @property
@@ -244,7 +244,7 @@ class TrainingStep(Planned):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within the block no other thread calls the step: two updates of the same parameters would mix."""
+        """Refuse calls of other threads within the block: two updates of the same parameters would mix."""
         this = threading.get_ident(), object()
         running = self._running.setdefault("call", this)  # at once, whatever other threads do
         if running[0] != this[0]:

@@ -72,7 +72,7 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Look for garbage seldom within the block, which makes millions of objects that stay: that took a tenth of it."""
+    """Collect garbage seldom within the block, which makes millions of objects that stay: it took a tenth of it."""
     before = gc.get_threshold()
     if before[0]:  # else it is turned off
         gc.set_threshold(*map(max, before, SELDOM))
@@ -152,7 +152,7 @@ class CaptureCache:
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's results, by the capture for this call, which is made if there is none."""
+        """Run the capture for this call, which is made if there is none."""
         # Dynamo does not look whether the hooks of all modules are others than at the capture.
         kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on

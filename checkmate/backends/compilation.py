@@ -103,7 +103,7 @@ class Backend:
 
     @property
     def block_bytes(self) -> int:
-        """The block size of a device that costs are estimated for; else 1, of which the step's own may take more."""
+        """The block size of a device that costs are estimated for; 1 for the step's own, which may round up."""
         return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
@@ -350,7 +350,7 @@ class _Compilation:
         return modules.forward, modules.backward
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
-        """Find the bytes that the step may take where they are not named, before anything is measured; 0: any."""
+        """Find the bytes that the step may take, before anything is measured; 0: any number."""
         backend, planner = self.backend, self.backend.planner
         if not isinstance(planner, Planner):
             return 0

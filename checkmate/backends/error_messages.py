@@ -193,7 +193,7 @@ _ONE_GRAPH = (
 
 
 def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
-    """The error to raise for one that came out of a compiled call; the same one where it explains itself."""
+    """Find the error to raise for one of a compiled call; it stays as it is where it explains itself."""
     name, place = getattr(fn, "__qualname__", type(fn).__name__), _place(error)
     causes: list[BaseException] = []
     cause: BaseException | None = error

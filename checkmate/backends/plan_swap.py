@@ -134,7 +134,7 @@ class SwappablePlan:
         return changing
 
     def _before(self, args: Sequence[Any]) -> None:
-        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
+        """Install a better plan before a forward, if no backward is pending and no gradient accumulates."""
         assert self._search is not None
         over, news = not self._search.goes_on, self._search.better
         leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]

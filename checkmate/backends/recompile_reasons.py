@@ -27,7 +27,7 @@ Constant = int | float | bool | str
 
 @dataclass(frozen=True)
 class Reason:
-    """Something that had a value, a number or a text, and has another now."""
+    """A number or a text that is another now than at an earlier capture."""
 
     source: str  # as Dynamo names it
     value: Constant  # what it was

@@ -117,7 +117,7 @@ class FirstStep:
         self._forget()
 
     def around(self, phase: Phase, run: Run) -> Run:
-        """A function of one list whose first call on an accelerator is looked at; on the CPU as it is."""
+        """Wrap a function of one list to measure its first call on an accelerator; on the CPU it stays as it is."""
         if self._device.type == "cpu":
             return run
 

@@ -39,7 +39,7 @@ class Write:
     begin: Begin = no_second_memory  # what a forward calls that sends values
 
     def __call__(self, plan: Plan) -> Any:
-        """The two modules."""
+        """Write the forward and the backward."""
         return emit(self.joint, plan, self.over, begin=self.begin)
 
 

@@ -46,7 +46,7 @@ def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
 
 
 def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,)) -> Iterator[torch.Tensor | nn.Module]:
-    """Tensors and modules in a tree of things, and in what functions hold, so deep; ``through``: of what these hold."""
+    """Find tensors and modules in a tree, and so deep in the objects of types ``through`` that its functions hold."""
     for leaf in tree_leaves(things):
         if isinstance(leaf, (torch.Tensor, nn.Module)):
             yield leaf
@@ -136,7 +136,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
+    """The elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
     tensor = local(tensor.detach())
     plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
     flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)

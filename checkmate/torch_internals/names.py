@@ -27,7 +27,7 @@ NOTHING = "no step is captured"
 
 
 class LacksError(Unsupported):
-    """The running version of PyTorch has not what a step needs."""
+    """The running version of PyTorch lacks a name that a step needs."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Table:
 
 
 def put_in_place(what: str, install: Callable[[], None]) -> None:
-    """Call what changes PyTorch in one way, but where the running version lacks what that needs."""
+    """Change PyTorch in one way, but where the running version lacks a name that this needs."""
     try:
         install()
     except (LacksError, AttributeError, KeyError, TypeError) as error:
