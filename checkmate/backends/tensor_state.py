@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -79,16 +79,13 @@ def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
     }
 
 
-@contextmanager
-def unchanged(things: Any) -> Iterator[None]:
+def unchanged(things: Any) -> AbstractContextManager[None]:
     """Put all tensors within reach of these things, and the random state, back as they were after the block."""
-    state = tensors_within(things)
-    with restored(state, main_device(state)):
-        yield
+    return restored(tensors_within(things))
 
 
 @contextmanager
-def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+def restored(state: list[torch.Tensor]) -> Iterator[None]:
     """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them.
 
     What autocast keeps of weights that it has converted is let go before the block and after it.
@@ -96,7 +93,7 @@ def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
     saved = [t.detach().to(CPU, copy=True) for t in state]
     torch.clear_autocast_cache()
     try:
-        with same_random_state(device), drawing_nothing():
+        with same_random_state(main_device(state)), drawing_nothing():
             yield
     finally:
         torch.clear_autocast_cache()
