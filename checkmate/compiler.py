@@ -51,53 +51,46 @@ def compile(fn: Callable[P, R], budget: Bytes = "fit", **options: Unpack[Compile
 def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
-    Without a budget it stays within the memory that there is. Nothing happens until the first call, which captures the
-    step, measures its ops, plans and generates code. Another shape, or a change between training and evaluation, gets a
-    plan of its own; that of a smaller batch is made from the one before, in a few seconds at most. Plans are kept on
-    disk: a script that is started again takes them from there.
+    Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
+    shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
+    one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
     Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
-    Where nothing is said: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None,
-    profile="measure", cache=True, max_plans=64, memory=None, wait="first", rules=None,
-    host_budget=None, host=None``.
+    Defaults: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None, profile="measure", cache=True,
+    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False``.
 
     Args:
-        fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
+        fn: a module, or any function of tensors; a loss that is computed inside it is within the plan too.
         budget: bytes at any moment of the step, parameters, buffers and inputs included; "8 GB", or "8G", is 8e9.
-            "fit", which holds where nothing is said, is what there is when the first call plans, and "70%" is that
-            share of it: on CUDA the device's memory, as far as neither others hold it nor
-            `torch.cuda.set_per_process_memory_fraction` keeps it from PyTorch; on the CPU what the machine, the control
-            groups (cgroups) of this process and its own limits (ulimit) still give, and what the step holds already.
-            Of that a margin is left (`checkmate.memory.available` says how much, and why). What was found is rounded
-            down, by a 64th at most, and stays for further captures; it is logged at INFO
-            (``checkmate.backends.planner``), and stands in ``.plans[0].budget``, less what is reserved. A step that
-            fits as it is runs nothing again. Ranks on one machine share what it gives; those that exchange data within
-            the step take the least that one of them finds.
+            "fit" is the memory that there is when the first call plans, and "70%" that share of it: on CUDA what
+            neither others hold nor `torch.cuda.set_per_process_memory_fraction` keeps from PyTorch; on the CPU what the
+            machine, the control groups (cgroups) of this process and its limits (ulimit) still give, and what the step
+            holds already. A margin is left (`checkmate.memory.available` says how much, and why). The bytes are rounded
+            down, by a 64th at most, hold for further captures, are logged at INFO (``checkmate.backends.planner``), and
+            stand in ``.plans[0].budget``, less the reserve. A step that fits as it is runs nothing again. Ranks on one
+            machine share its memory; those that exchange data within the step take the least that one of them finds.
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
             saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
         reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
-            from one step to the next, a loss outside ``fn``. On CUDA what is on the device when the first call plans
-            is left out of the budget anyway, so that only what comes later is to be reserved. Where the budget names no
-            bytes, and nothing is said here, two numbers for each parameter that is trained are left to an optimizer
-            such as Adam; ``reserve=0`` leaves nothing.
+            from one step to the next, a loss outside ``fn``. On CUDA only what comes after the first plan: the budget
+            leaves out what is on the device already. None leaves two numbers for each trained parameter, for an
+            optimizer such as Adam, where the budget names no bytes; 0 leaves nothing.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
             difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
-            Without a choice nothing is compared, but on a version of PyTorch that checkmate has not been tried on:
-            there each graph is, before it trains, where the memory of a plain step can be had.
+            None compares nothing, but on a version of PyTorch that checkmate has not been tried on: there each graph,
+            before it trains, where the memory of a plain step can be had.
         profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
             measured as the step runs: an estimate knows no workspaces.
-        cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
-            process, and keep new ones (`checkmate.core.files` says where). False measures and plans anew and keeps
-            nothing.
+        cache: take costs that were measured and plans that were made on this machine before, in any process, and keep
+            new ones (`checkmate.core.files` says where). False measures and plans anew and keeps nothing.
         max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
             recently used goes first.
-        memory: what serves the step's allocations: ``"arena"``, one mapping in which all that the step allocates has a
-            planned address, so that the process takes little more than what the plan counts, where malloc may take
-            twice as much; or ``"allocator"``, PyTorch's own. Without a choice an arena where one can be had: on the CPU
-            under Linux, with a C++ compiler, which is needed once. Elsewhere PyTorch's allocator serves, and the log
-            says why.
+        memory: what serves the step's allocations: ``"arena"``, one mapping in which each has a planned address, so
+            that the process takes little more than the plan counts, where malloc may take twice as much; or
+            ``"allocator"``, PyTorch's own. None: an arena where one can be had, on the CPU under Linux, with a C++
+            compiler, which is needed once; elsewhere PyTorch's allocator, and the log says why.
         wait: ``"first"`` trains with the first plan that fits, after about a second. Where another could still save 1 %
             of the step or more, planning goes on in a process of its own, of low priority; such a plan takes over
             between two steps, with the same bits. ``"best"`` waits until planning has ended, a number so many seconds
@@ -114,7 +107,7 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
             several calls are begun before a backward, each has so many bytes there.
         host: where that is: ``"file:/fast/disk"``, a folder on a fast disk in which a file without a name is kept, or
             ``"file:"``, the folder of temporary files, for a step on the CPU; ``"pinned"``, memory of the host, on
-            CUDA. Without a choice ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
+            CUDA. None: ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
         overlap: have what sharded parameters are gathered and reduced by go on beside other ops, where the plan has it:
             started before it is needed, and waited for later. The peak then is what was planned or less.
 
@@ -122,10 +115,9 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
         each captured graph that is kept, as it runs now; ``.planning``, what is known of each; ``.wait(timeout=None)``,
-        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step, and how many
-        bytes waited in the second memory, with the seconds that the step waited for them: a module where
-        it has no attributes of these names itself. A copy, or what is loaded where it was saved whole, is compiled with
-        the same options.
+        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step, and the bytes
+        that waited in the second memory, with the seconds that the step waited for them: a module where it has no
+        attributes of these names itself. A copy, or one saved and loaded whole, is compiled with the same options.
 
     Raises:
         BudgetError: at once, if the budget is neither a positive number of bytes nor a share of what there is; at the
@@ -164,8 +156,8 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget: as for `compile`, where none is given, too; so are method, time_limit, reserve, profile, cache, memory,
-            rules, host_budget and host, which may be given too.
+        budget: as for `compile`, as are method, time_limit, reserve, profile, cache, memory, rules, host_budget, host
+            and overlap, which may be given too.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 

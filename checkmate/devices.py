@@ -80,7 +80,7 @@ class Kind:
             ) from error
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Let such memory go, which nothing is copied to or from any more."""
+        """Let go of such memory, once nothing is copied to or from it."""
 
 
 class _Cpu(Kind):
@@ -93,10 +93,8 @@ class _Cpu(Kind):
         lines = info.read_text().splitlines() if info.exists() else []
         found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
         name = found.get("model name") or platform.processor() or platform.machine()
-        of_it = [  # one name may stand for several
-            found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
-        ]
-        kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
+        of_it = [found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")]
+        kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]  # one name may stand for several
         return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
 
 
@@ -120,7 +118,7 @@ class _Cuda(Kind):
         return min(free, most - torch.cuda.memory_reserved(device)), total
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        """To the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
+        """Pin to the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
         try:
             memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         except OSError as error:

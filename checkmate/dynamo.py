@@ -62,19 +62,6 @@ def backend(
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(no_option("The backend checkmate", name, _OPTIONS))
-    _refuse_parts(module, inputs, asked)
-    warn(told_yes)
-    planning = compile(module.forward, **options)._backend
-    run = planning(module, inputs)
-    for plan in planning.plans:
-        log.info("%s", plan)
-    return letting_go(run, module)
-
-
-backend.answer = Answer()  # type: ignore[attr-defined]
-
-
-def _refuse_parts(module: fx.GraphModule, inputs: list[Any], asked: list[str]) -> None:
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         cause = (
@@ -89,3 +76,12 @@ def _refuse_parts(module: fx.GraphModule, inputs: list[Any], asked: list[str]) -
         )
     if any(isinstance(given, torch.SymInt) for given in inputs):
         raise Unsupported("Sizes were left open; a plan is for fixed ones: torch.compile(..., dynamic=False).")
+    warn(told_yes)
+    planning = compile(module.forward, **options)._backend
+    run = planning(module, inputs)
+    for plan in planning.plans:
+        log.info("%s", plan)
+    return letting_go(run, module)
+
+
+backend.answer = Answer()  # type: ignore[attr-defined]

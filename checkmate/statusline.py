@@ -42,7 +42,8 @@ def showing(
         shown: True: at once, on a terminal or not; None: on a terminal or in a notebook, after `QUIET_SECONDS`;
             False: not at all.
     """
-    if shown is False or (shown is None and not (_allowed.get() and _is_seen())):
+    may_show = shown is None and _allowed.get() and sys.stderr is not None
+    if not (shown or (may_show and (sys.stderr.isatty() or _in_a_notebook()))):
         yield
         return
     global _line  # a terminal has one last line
@@ -62,19 +63,13 @@ def showing(
                 _line = None
 
 
-def _is_seen() -> bool:
-    """Tell whether somebody looks at standard error: on a terminal, or in a notebook."""
-    return sys.stderr is not None and (sys.stderr.isatty() or _in_a_notebook())
-
-
 def _in_a_notebook() -> bool:
-    """Tell whether standard error goes to a Jupyter kernel's front end."""
-    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"  # a Jupyter kernel's front end reads it
 
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """No line within, unless one is asked to be shown."""
+    """Show no line within the block, unless one is asked for."""
     before = _allowed.set(False)
     try:
         yield
@@ -84,8 +79,6 @@ def hidden() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Something that is being done."""
-
     text: Callable[[], str]
     share: Callable[[], float] | None
     name: str
@@ -121,7 +114,7 @@ class _Line:
 
 @contextmanager
 def _last_line() -> Iterator[Callable[[float, str], None]]:
-    """A line of a terminal: what shows a share and a format of tqdm's there."""
+    """Draw on the last line of a terminal, by a function of a share and a format of tqdm's."""
     from tqdm.std import tqdm  # here, so that only those who see a line pay for its import
 
     with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
@@ -135,7 +128,7 @@ def _last_line() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _output() -> Iterator[Callable[[float, str], None]]:
-    """An output of a notebook's cell, as text: it is written over, and is empty in the end."""
+    """Draw in an output of a notebook's cell, as text that is written over, and is empty in the end."""
     from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
     from tqdm.std import tqdm
 

@@ -49,14 +49,9 @@ def tag(x: torch.Tensor, name: str) -> torch.Tensor:
 def _note(x: torch.Tensor, name: str) -> torch.Tensor:
     noted = _noted.get()
     if noted is not None and not is_traceable_wrapper_subclass(x) and not functorch.is_functorch_wrapped_tensor(x):
-        noted.append((_traced(x), name))
+        traced = x.elem if isinstance(x, FunctionalTensor) else x
+        noted.append((_from_functional_tensor(traced) if _is_functional_tensor(traced) else traced, name))
     return x
-
-
-def _traced(x: torch.Tensor) -> torch.Tensor:
-    """The stand-in of a tensor in the graph that is traced."""
-    inner = x.elem if isinstance(x, FunctionalTensor) else x
-    return _from_functional_tensor(inner) if _is_functional_tensor(inner) else inner
 
 
 @contextmanager

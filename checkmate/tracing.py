@@ -38,16 +38,15 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
     Args:
         fn: a module or function, or a `checkmate.training_step`, whose updates are part of the problem then; args,
             kwargs: an example batch for it, and the options that follow.
-        profile: ``"measure"``, which is taken without a choice, runs each distinct op on its own, on this machine.
-            ``"roofline:NAME"`` runs nothing and estimates for a device of `checkmate.profiling.roofline.DEVICES`, for
-            example ``"roofline:h100"``. The model and the batch may then be on the meta device, or fake tensors, so
-            that a model which fits no memory here can be planned. What is on the meta device is taken to be on the
-            device that is estimated for, and its ops are those that run there: on a GPU its attention, dropout and
-            batch norm. Without a GPU here that takes a C++ compiler, on Linux; a line of the log says where there is
-            none, and ops are those of the CPU then, as they are for tensors on the CPU. A path that ends in
-            ``.json`` is a file of ops measured on another machine, written there by
-            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not in
-            the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
+        profile: ``"measure"``, the default, runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs
+            nothing and estimates for a device of `checkmate.profiling.roofline.DEVICES`, such as ``"roofline:h100"``.
+            The model and the batch may then be on the meta device, or fake tensors, so that a model which fits no
+            memory here can be planned. Tensors on the meta device are taken to be on the device that is estimated for,
+            and ops are those that run there: on a GPU its attention, dropout and batch norm. Without a GPU here that
+            takes a C++ compiler, on Linux; where there is none, as the log says, ops are those of the CPU, as they are
+            for tensors on the CPU. A path that ends in ``.json`` is a file of ops measured on another machine, written
+            there by `checkmate.profiling.measure.export`: nothing runs, and an op that it lacks is refused by
+            name. A `Profile` is taken as it is; it must be of this very step.
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.
@@ -84,26 +83,21 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         problems.append(problem)
         raise _Captured
 
+    @takes_one_list
+    def stop(inputs: list[Any]) -> Any:
+        raise _Captured
+
     try:
-        with (
-            quietly(),
-            drawing_nothing(),
-            as_captured(),
-            _planned_on(costs, fakes) if fakes else nullcontext(),
-        ):
-            backend = Backend(taken, _stop, costs)
-            backend.updates, backend.second_memories = updates, options.second_memories
-            backend.overlap = options.overlap
+        with quietly(), drawing_nothing(), as_captured(), _planned_on(costs, fakes):
+            backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, overlap=options.overlap)
+            backend.second_memories = options.second_memories
             capture(fn, backend)(*args, **kwargs)
-    except _Captured:
-        pass
     except Exception as error:
-        if problems:  # then it is `_Captured`, explained by Dynamo
-            return problems[0]
-        reason = explained(error, fn)
-        if reason is error:
-            raise
-        raise reason.with_traceback(None) from reason.__cause__
+        if not problems and not isinstance(error, _Captured):  # with a problem, it is `_Captured` explained by Dynamo
+            reason = explained(error, fn)
+            if reason is error:
+                raise
+            raise reason.with_traceback(None) from reason.__cause__
     if not problems:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         raise Unsupported(
@@ -165,14 +159,6 @@ def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) ->
 
 class _Captured(Exception):
     """Raised in place of planning a captured graph, or of running one without gradients."""
-
-
-def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    @takes_one_list
-    def stop(inputs: list[Any]) -> Any:
-        raise _Captured
-
-    return stop
 
 
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:

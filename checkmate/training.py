@@ -24,7 +24,6 @@ from checkmate.backends.planner import Bytes, CompileOptions, Options, Planner
 from checkmate.backends.tensor_state import modules_within
 from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
-from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
@@ -91,9 +90,8 @@ def training_step(
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
             `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
             known to update each parameter alone, and the Adafactor of transformers. Any other takes ``alone``.
-        budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9. "fit", which holds where nothing is said, is
-            what there is when the first call plans, and "70%" that share of it, as for `checkmate.compile`. Nothing is
-            reserved for the optimizer, whose state is in the plan.
+        budget: bytes at any moment of the step, as for `checkmate.compile`. Nothing is reserved for the optimizer,
+            whose state is in the plan.
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm; ``math.inf``: the largest element.
         error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
@@ -109,10 +107,9 @@ def training_step(
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
-            with the planned one. Needs the memory of a plain step, once. Without a choice, as for `checkmate.compile`,
-            where it can be compared.
-        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host: as for
-            `checkmate.compile`.
+            with the planned one. Needs the memory of a plain step, once. None: as for `checkmate.compile`, where it
+            can be compared.
+        options: others of `checkmate.compile`.
 
     Returns:
         A function of a batch. It gives what ``loss_fn`` gives, detached, after the parameters were updated. Its
@@ -149,8 +146,15 @@ def training_step(
     refuse_what_is_no_step(loss_fn, "checkmate.training_step")
     optimizers = checked(optimizer, keep=gradients, alone=alone)
     modules = modules_within(loss_fn)
-    with as_their_modules(wrapped_in(modules)):
-        _refuse_sharded(loss_fn)
+    try:
+        with as_their_modules(wrapped_in(modules)):
+            ranks.refuse_wrapped(loss_fn)
+            ranks.refuse_inner(loss_fn, ())
+    except Unsupported as error:
+        raise Unsupported(
+            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
+            "the gradients and of the optimizer's state as reserve=."
+        ) from None
     updates = Updates(
         optimizers,
         Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
@@ -161,37 +165,45 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
-    _refuse_beside_shards(updates)
+    # Refuse work on sharded gradients that takes all shards.
+    whole = [
+        ("clip_norm=", updates.clipping.most, "clip_value= clips each element"),
+        ("scaler=", updates.scaling, "bfloat16 needs none"),
+        ("accumulate=", updates.sums, "a larger batch in one call is summed within the step"),
+        ("ema=", updates.average, "average between two steps"),
+        ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
+    ]
+    has_shards = any(map(is_shard, parameters_of(updates.optimizers)))
+    for name, given, instead in whole:
+        if has_shards and given is not None:
+            raise Unsupported(
+                f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
+                f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
+                "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
+            )
     asked = Options.of(training_step, CompileOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
     verify = not is_tried() and is_one_call if asked.verify is None else asked.verify
-    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=False), verify=verify)
+    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=verify))
 
 
 class TrainingStep(Planned):
     """Forward, backward and update for a batch. Made by `training_step`."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        updates: Updates,
-        accumulate: int,
-        options: Options,
-        *,
-        verify: bool = False,
-    ) -> None:
-        self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
+    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, accumulate: int, options: Options) -> None:
+        self.loss_fn, self._updates = _with_one_gradient(loss_fn), updates
+        self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
-        self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
+        self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
     def _plan_anew(self) -> None:
-        """Nothing that was planned holds any more."""
+        """Drop all plans, and begin anew for the updates as they are now."""
         self._planned_for = self._updates.signature
         inserts = [self.inserts]
         if self._accumulate > 1:
@@ -205,7 +217,7 @@ class TrainingStep(Planned):
         return Insert(self._updates)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Within the block, a ``loss_fn`` wrapped for several ranks does nothing beside its captured graph."""
+        """Keep a ``loss_fn`` that is wrapped for several ranks to its captured graph within the block."""
         return as_their_modules(self._wrapped)
 
     @property
@@ -216,8 +228,7 @@ class TrainingStep(Planned):
     def update(self) -> None:
         """Update by the gradients that were added since the last update, as the last call of an accumulation does.
 
-        For the end of an epoch whose number of batches is no multiple of ``accumulate``. Nothing is done if there are
-        none.
+        For the end of an epoch whose number of batches is no multiple of ``accumulate``; without any it does nothing.
         """
         if self._added:
             self._added = 0
@@ -233,7 +244,7 @@ class TrainingStep(Planned):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within the block no other thread calls the step: two updates of the same parameters would mix."""
+        """Refuse calls of other threads within the block: two updates of the same parameters would mix."""
         this = threading.get_ident(), object()
         running = self._running.setdefault("call", this)  # at once, whatever other threads do
         if running[0] != this[0]:
@@ -267,12 +278,21 @@ class TrainingStep(Planned):
             result = self._steps[-1 if last else 0](*args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            is_tensor = isinstance(loss, torch.Tensor)
+            given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
             raise Unsupported(
-                f"loss_fn gave {_described(loss)}; it gives a loss that depends on parameters, or a tuple that begins "
-                "with one."
+                f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
             )
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-        self._backward(loss, last=last)
+        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        if updates.sums is not None:
+            updates.sums.make_rooms()
+        if last:
+            updates.begin()
+        scaled.backward()
+        self._added = 0 if last else self._added + 1
+        if last:
+            updates.finish()
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:
@@ -281,20 +301,6 @@ class TrainingStep(Planned):
             optimizer.zero_grad(set_to_none=True)
         if self._updates.exchange is not None:
             self._updates.exchange.share(self._updates.exchange.buffers())
-
-    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        updates = self._updates
-        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
-        if updates.sums is not None:
-            updates.sums.make_rooms()
-        if not last:
-            scaled.backward()
-            self._added += 1
-            return
-        updates.begin()
-        scaled.backward()
-        self._added = 0
-        updates.finish()
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         """Run the step plainly and as it is planned, and leave everything as it was."""
@@ -309,56 +315,18 @@ class TrainingStep(Planned):
             updates.as_plain()
             return result, clipping.norm
 
-        def planned() -> tuple[Any, torch.Tensor | None]:
-            return self(*args, **kwargs), clipping.norm
-
-        def plan_now() -> Solution | None:
-            return self.plans[-1] if self.plans else None
-
-        compare_whole(plain, planned, plan_now, updates.optimizers, (self.loss_fn, args, kwargs))
+        compare_whole(
+            plain,
+            lambda: (self(*args, **kwargs), clipping.norm),
+            lambda: self.plans[-1] if self.plans else None,
+            updates.optimizers,
+            (self.loss_fn, args, kwargs),
+        )
         clipping.norm = norm
 
 
-def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
-    """Refuse modules that speak with other ranks in their forward, outside of the captured graph."""
-    try:
-        ranks.refuse_wrapped(loss_fn)
-        ranks.refuse_inner(loss_fn, ())
-    except Unsupported as error:
-        raise Unsupported(
-            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
-            "the gradients and of the optimizer's state as reserve=."
-        ) from None
-
-
-def _refuse_beside_shards(updates: Updates) -> None:
-    """Refuse work on sharded gradients that takes all shards."""
-    if not any(map(is_shard, parameters_of(updates.optimizers))):
-        return
-    found = [
-        ("clip_norm=", updates.clipping.most, "clip_value= clips each element"),
-        ("scaler=", updates.scaling, "bfloat16 needs none"),
-        ("accumulate=", updates.sums, "a larger batch in one call is summed within the step"),
-        ("ema=", updates.average, "average between two steps"),
-        ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
-    ]
-    for name, given, instead in found:
-        if given is not None:
-            raise Unsupported(
-                f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
-                f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
-                "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
-            )
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)} without a gradient"
-    return f"a {type(result).__name__}"
-
-
 def _with_one_gradient(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; of a tuple that it gives only the first has a gradient."""
+    """Detach all but the first of a tuple that the function gives."""
 
     @functools.wraps(loss_fn, updated=())
     def loss_of(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,8 @@ _UNITS = {
 }
 _MOST = 2**63  # bytes that a machine can address; what is computed with them stays far below the largest float
 _FEW = 1000  # of fewer bytes a fraction is no rounding of a large number: GB were meant, or a share
+_BEYOND = "A budget is between 1 and 2**63 bytes, more than any machine has. Write for example '8 GB'."
+_NOT_WHOLE = "A budget is a whole number of bytes, not {0}. Write '{0} GB' for gigabytes."
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 _BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
@@ -38,13 +40,32 @@ def parse_bytes(budget: int | float | str) -> int:
     (1500000000, 2147483648, 8000000000, 4096)
     """
     if isinstance(budget, str):
-        return _parse_text(budget)
+        match = _BYTES.fullmatch(budget)
+        if match is None:
+            raise BudgetError(
+                f"Cannot read the budget {budget!r}. Write for example '8 GB', '512 MiB' or 1_500_000_000."
+            )
+        number, unit = match.groups()
+        scale = _UNITS.get(unit.lower())
+        if scale is None:
+            raise BudgetError(
+                f"Unknown unit {unit!r} in the budget {budget!r}. "
+                "Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB; B is optional."
+            )
+        if Decimal(number) > _MOST // scale:
+            raise BudgetError(_BEYOND)
+        value = Decimal(number) * scale
+        if value < 1:
+            raise BudgetError(f"A budget is at least one byte: {budget!r} is {value:f} bytes.")
+        if scale == 1 and value < _FEW and value != int(value):
+            raise BudgetError(_NOT_WHOLE.format(number))
+        return int(value)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise BudgetError(f"A budget is a number of bytes or text such as '8 GB', not {budget!r}.")
     if not -math.inf < budget < math.inf:
         raise BudgetError(f"A budget is a finite number of bytes, not {budget!r}.")
     if abs(budget) > _MOST:
-        raise _beyond_all_machines()
+        raise BudgetError(_BEYOND)
     if 0 < budget < 1:
         raise BudgetError(
             f"A budget is a number of bytes, not a ratio: {budget!r}. Write for example '8 GB', "
@@ -54,7 +75,7 @@ def parse_bytes(budget: int | float | str) -> int:
     if budget <= 0:
         raise BudgetError(f"A budget is a positive number of bytes, not {budget!r}.")
     if budget < _FEW and budget != int(budget):
-        raise _no_whole_number(budget)
+        raise BudgetError(_NOT_WHOLE.format(budget))
     return int(budget)
 
 
@@ -84,10 +105,7 @@ def parse_share(budget: object) -> float | None:
 
 
 def parse_rate(rate: float | str) -> float:
-    """Read a number of bytes per second.
-
-    Args:
-        rate: a positive number, or text such as ``"55 GB/s"``, with the units of `parse_bytes`; the /s may be left out.
+    """Read bytes per second: a positive number, or text such as ``"55 GB/s"``, of which the /s may be left out.
 
     Raises:
         ValueError: if it is none.
@@ -111,34 +129,6 @@ def check_positive(name: str, given: Any, of: str = "", most: float = sys.float_
     is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
     if not is_number or not 0 < given <= most:
         raise ValueError(f"{name} is a positive number{of}, not {given!r}.")
-
-
-def _parse_text(text: str) -> int:
-    match = _BYTES.fullmatch(text)
-    if match is None:
-        raise BudgetError(f"Cannot read the budget {text!r}. Write for example '8 GB', '512 MiB' or 1_500_000_000.")
-    number, unit = match.groups()
-    scale = _UNITS.get(unit.lower())
-    if scale is None:
-        raise BudgetError(
-            f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB; B is optional."
-        )
-    if Decimal(number) > _MOST // scale:
-        raise _beyond_all_machines()
-    value = Decimal(number) * scale
-    if value < 1:
-        raise BudgetError(f"A budget is at least one byte: {text!r} is {value:f} bytes.")
-    if scale == 1 and value < _FEW and value != int(value):
-        raise _no_whole_number(number)
-    return int(value)
-
-
-def _beyond_all_machines() -> BudgetError:
-    return BudgetError("A budget is between 1 and 2**63 bytes, more than any machine has. Write for example '8 GB'.")
-
-
-def _no_whole_number(budget: object) -> BudgetError:
-    return BudgetError(f"A budget is a whole number of bytes, not {budget}. Write '{budget} GB' for gigabytes.")
 
 
 def format_bytes(count: float) -> str:

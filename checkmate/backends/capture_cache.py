@@ -16,7 +16,7 @@ import logging
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.plan_swap import SwappablePlan
-from checkmate.backends.recompile_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.autocast import within_region
 from checkmate.capture.guards import GuardFailed
@@ -72,7 +72,7 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Look for garbage seldom within the block, which makes millions of objects that stay: that took a tenth of it."""
+    """Collect garbage seldom within the block, which makes millions of objects that stay: it took a tenth of it."""
     before = gc.get_threshold()
     if before[0]:  # else it is turned off
         gc.set_threshold(*map(max, before, SELDOM))
@@ -83,7 +83,7 @@ def collecting_seldom() -> Iterator[None]:
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
-    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`.
+    """Make a function that Dynamo captures as ``fn``, and that gives `MISS` where it has no compiled code to run.
 
     When it is gone, Dynamo forgets its code. What autograd holds of that lives until the backward has run.
     """
@@ -114,33 +114,19 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
 
     compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
-    captured = knowing_selections(with_recurrent_modules(guarding_hooks(run)), backend.answer)
-    return plain_if_possible(captured, backend.answer)
-
-
-def hooks_of_all_modules() -> tuple[tuple[int, ...], ...]:
-    """Hooks that every module calls, by number: Dynamo does not look whether they are others than at the capture."""
-    return tuple(map(tuple, _HOOKS))
-
-
-def guarding_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.compile` whose captures are for modules with the very hooks that they had.
-
-    By default Dynamo does not look whether hooks were added to a module that had none, and they are never called.
-    """
 
     @functools.wraps(run)
-    def guarding(*args: Any, **kwargs: Any) -> Any:
+    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
+        # By default Dynamo does not look whether hooks were added to a module that had none, and never calls them.
         with dynamo_config.patch(skip_nnmodule_hook_guards=False):
             return run(*args, **kwargs)
 
-    return guarding
+    captured = knowing_selections(with_recurrent_modules(guarding_hooks), backend.answer)
+    return plain_if_possible(captured, backend.answer)
 
 
 @dataclass(eq=False)
 class _Capture:
-    """A captured graph."""
-
     kind: Any  # of the calls that it may be for
     own: types.FunctionType
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
@@ -166,8 +152,9 @@ class CaptureCache:
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's results, by the capture for this call, which is made if there is none."""
-        kind, other = (within_region(), hooks_of_all_modules(), _kind((args, kwargs))), None
+        """Run the capture for this call, which is made if there is none."""
+        # Dynamo does not look whether the hooks of all modules are others than at the capture.
+        kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
             if any(_goes_another_way(known.answers, answers) for answers in found):
@@ -192,7 +179,7 @@ class CaptureCache:
     def _anew(self, kind: Any, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
         """Capture the call. Numbers that have changed since another one become inputs, where they can.
 
-        ``other``: what a capture said that is not for this call, if it asked.
+        ``other``: the failed guard of a capture that is not for this call, if one failed.
         """
         before, self.before = self.before, None
         if before is not None:
@@ -201,12 +188,22 @@ class CaptureCache:
                 return self(*args, **kwargs)
             finally:
                 self.before = before
-        known, reasons = self._nearest(kind, args, kwargs)
-        if known is not None and self._may_be_inputs(reasons):
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        known, reasons = self._nearest(kind, given)
+        are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
+        if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
-            check = self._like(known, sources, args, kwargs)
+            # With the numbers of then, what is captured has to be what was captured then.
+            then = constants(known.own)
+            values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
+            earlier = known.joint
+
+            def check(joint: Joint) -> None:
+                if earlier is None or _with(values, joint) != _with(values, earlier):
+                    raise NotFree(f"with {values} the step is another one than before")
+
             try:
-                result = self._captured(kind, args, kwargs, None, sources, check)
+                result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
             except Exception:  # whatever it is, it comes again without
                 log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
                 self._fixed.update(sources)
@@ -214,52 +211,31 @@ class CaptureCache:
                 self._forget(known)  # the new one is for its numbers too
                 return result
         if other is not None and other.place is not None and not reasons:
-            reasons = [asked(other.where, other.was, other.now)]
-        return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
+            advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
+            place = f"the value of a tensor that the step asks for ({other.where})"
+            reasons = [Reason(place, other.was, other.now, advice=advice)]
+        return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
-    def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
+    def _nearest(self, kind: Any, given: dict[str, Any]) -> tuple[_Capture | None, list[Reason]]:
         """Find a capture that only values keep from serving a call, and list these values."""
         for one in self._of_kind(kind):
-            if reasons := why_not(one.own, self._fn, args, kwargs):
+            if reasons := why_not(one.own, given):
                 return one, reasons
         return None, []
 
-    def _may_be_inputs(self, reasons: list[Reason]) -> bool:
-        return all(
-            type(reason.now) is type(reason.value)
-            and type(reason.now) in (int, float)
-            and reason.source not in self._fixed
-            for reason in reasons
-        )
-
-    def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
-        """A check that a captured graph is that of another capture, where numbers are as they were there."""
-        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        then = constants(known.own)
-        values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-
-        def check(joint: Joint) -> None:
-            if known.joint is None or _with(values, joint) != _with(values, known.joint):
-                raise NotFree(f"with {values} the step is another one than before")
-
-        return check
-
-    def _captured(
-        self,
-        kind: Any,
-        args: Any,
-        kwargs: Any,
-        because: Reason | None,
-        numbers: Set[str] = frozenset(),
-        check: Callable[[Joint], None] = lambda joint: None,
-    ) -> Any:
-        """Capture the call, with some of its numbers as inputs, and keep what was captured."""
+    def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
+        """Capture a call, with some of its numbers as inputs, and keep what was captured."""
+        (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers:
-            self._make_room(because)
+            # Forget the least recently used until there is room; refuse if half of them are for values of one source.
+            while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
+                same = [one.because for one in kept if one.because and because and one.because.source == because.source]
+                if because and len(same) >= self._most // 2:
+                    raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
+                self._forget(kept[0])
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
-        call = Call((self._fn, args, kwargs), numbers, check)
 
         def doing() -> str:
             if len(backend.running) == planned:
@@ -286,43 +262,28 @@ class CaptureCache:
         self._fixed.update(numbers & constants(own).keys())
         made.used = next(self._calls)
         self._kept.append(made)
-        self._warn_at_half(because)
+        count = len(self._kept)
+        if not self._warned and count >= 2 and count >= self._most // 2:
+            self._warned = True
+            why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+            log.warning(
+                "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; "
+                "beyond it the least recently used is dropped.",
+                self._name,
+                count,
+                why,
+                self._most,
+            )
         return result
 
     def _of_kind(self, kind: Any) -> list[_Capture]:
         """The captures for calls of a kind, the last used first."""
         return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
 
-    def _make_room(self, because: Reason | None) -> None:
-        """Forget captures until there is room for one more, those first that were not used for longest.
-
-        Refused if half of them were made because of the same value.
-        """
-        while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
-            reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
-            if because and len(reasons) >= self._most // 2:
-                raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
-            self._forget(kept[0])
-
     def _forget(self, one: _Capture) -> None:
         self._kept.remove(one)
         self._backend.forget(one.running)
         reset_code(one.own.__code__)  # at once, and not when garbage is collected
-
-    def _warn_at_half(self, because: Reason | None) -> None:
-        count = len(self._kept)
-        if self._warned or count < self._most // 2 or count < 2:
-            return
-        self._warned = True
-        why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
-        log.warning(
-            "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
-            "it the least recently used is dropped.",
-            self._name,
-            count,
-            why,
-            self._most,
-        )
 
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
@@ -333,10 +294,7 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
-    """Tell that a capture answers the last of these guards of a call differently, so that it need not be tried.
-
-    The same call asks the same up to there, so that the capture need not be tried.
-    """
+    """Tell whether a capture asks what a call was asked so far, and is for another answer to the last question."""
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 
@@ -349,10 +307,7 @@ def _hand_back(*inputs: Any) -> Any:
 
 
 def _kind(given: Any) -> Any:
-    """The key of a call in the cache: shapes and types, down to the leaves of containers.
-
-    Numbers are left to the guards of a capture, which may be for all of them.
-    """
+    """The shapes and types of a call, down to the leaves of containers; numbers are left to guards."""
     if isinstance(given, torch.Tensor) and not given.is_nested:
         return given.shape, given.dtype, given.device, given.requires_grad, given.is_leaf
     kind = type(given)

@@ -6,7 +6,7 @@ On the main path, 3 of 16: see docs/idea.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,20 +16,11 @@ from weakref import WeakSet
 import torch
 import torch.fx as fx
 
-from checkmate.backends import ranks
+from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
-from checkmate.backends.static_memory import FirstStep, serving, within
-from checkmate.backends.step_problem import (
-    guard_bytes,
-    joint_of,
-    problem_of,
-    unread_bytes,
-    with_guards,
-    with_second_memory,
-    with_what_is_held,
-)
+from checkmate.backends.static_memory import FirstStep, Lower, serving, within
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.guards import checking_guards, take_guards
@@ -50,17 +41,11 @@ from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
+from checkmate.codegen import undefined_gradients
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
-from checkmate.codegen.undefined_gradients import (
-    drop_gradients_of_writes,
-    keep_undefined,
-    leave_unreached,
-    unreached,
-    watched,
-)
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -78,7 +63,6 @@ from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorc
 from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
-Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
 IN_PLACE = averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -89,19 +73,12 @@ def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..
     return lowered(module, writing_over)
 
 
-def _forbid_donation() -> None:
-    """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
-
-
 @dataclass(eq=False)
 class Call:
     """The call for which a step is captured, and what came of it."""
 
     reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
-    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
     joint: Joint | None = None  # what was planned
     answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
@@ -126,10 +103,7 @@ class Backend:
 
     @property
     def block_bytes(self) -> int:
-        """Sizes are rounded up to a multiple of these for the device that costs are estimated for, if there is one.
-
-        For the step's own device the allocator there may take more.
-        """
+        """The block size of a device that costs are estimated for; 1 for the step's own, which may round up."""
         return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
@@ -179,7 +153,19 @@ class _Compilation:
         put_regions_in_place(module)
         self.guards, self.names = take_guards(module), input_names(module)
         self.call.answers = self.guards.answers
-        self._check()
+        # Refuse code that would be traced as something else.
+        _refuse_inexact(module)
+        refuse_nested(self.names, inputs)
+        refuse_sizes_of_data(module)
+        refuse_lost_leaves(module, inputs)
+        refuse_products_within(module)
+        warn_of_gradients(module.graph)
+        for name, tensor in zip(self.names, inputs, strict=True):
+            if backend.measures and is_fake(tensor):
+                raise Unsupported(
+                    f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
+                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                )
         self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
         self.copies = Copies(module, inputs, self.names)  # of weights, that autocast keeps
@@ -198,46 +184,14 @@ class _Compilation:
         self.code: SwappableCode | None = None  # that another plan may take over
         self.search_on: Callable[..., None] | None = None  # begins to look for that plan
 
-    def _check(self) -> None:
-        """Refuse what would be traced as something else, before it is traced."""
-        module, inputs, names = self.module, self.inputs, self.names
-        _refuse_inexact(module)
-        refuse_nested(names, inputs)
-        refuse_sizes_of_data(module)
-        refuse_lost_leaves(module, inputs)
-        refuse_products_within(module)
-        warn_of_gradients(module.graph)
-        if self.backend.measures:
-            _refuse_fakes(names, inputs)
-
     def function(self) -> Callable[..., Any]:
         """Trace and plan the graph, and give what `torch.compile` calls in its place."""
         backend, guards = self.backend, self.guards
-        run = self._traced()
-        running, search_on = self.running, self.search_on
-        self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
-        taken = 0
-        if guards.answers and backend.measures and running is not None:
-            given = 0 if self.call.joint is None else self.call.joint.number_bytes
-            taken = guard_bytes(running.plan, guards, self.inputs, given, backend.limit(running.plan))
-            running.plan = with_guards(running.plan, taken)
-        # Around each call, from the inside out.
-        run = fan_out(leave_unreached(run, self.unreached), self.sharing)
-        nones = [partial(keep_undefined, set[type]())] if backend.lower is run_generated_code else []
-        run = watched(run, *nones, *self.watches)
-        if running is not None and search_on is not None:
-            search_on(taken=taken)
-            run = running.around(run)
-        if running is not None:
-            run = ranks.keeping_step(run, running.plan)
-        return checking_guards(sharing_copies(run, self.copies), guards)
-
-    def _traced(self) -> Callable[..., Any]:
-        """Trace, partition and compile the graph by AOTAutograd, with the ops and bits of eager PyTorch."""
+        # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
             fw_compiler=partial(self._lower, "forward"),
             bw_compiler=partial(self._lower, "backward"),
-            inference_compiler=self.backend.lower,
+            inference_compiler=backend.lower,
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
@@ -251,11 +205,33 @@ class _Compilation:
             counted_contributions() as self.counts,
             noting() as self.noted,
         ):
-            return self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
+            run = self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
+        # Its guards run before it, within the same budget.
+        running, search_on = self.running, self.search_on
+        self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
+        taken = 0
+        if guards.answers and backend.measures and running is not None:
+            given = 0 if self.call.joint is None else self.call.joint.number_bytes
+            limit = backend.limit(running.plan)
+            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, given, limit)
+            running.plan = step_problem.with_guards(running.plan, taken)
+        # Around each call, from the inside out.
+        run = fan_out(undefined_gradients.leave_unreached(run, self.unreached), self.sharing)
+        is_generated = backend.lower is run_generated_code
+        nones = [partial(undefined_gradients.keep_undefined, set[type]())] if is_generated else []
+        run = undefined_gradients.watched(run, *nones, *self.watches)
+        if running is not None and search_on is not None:
+            search_on(taken=taken)
+            run = running.around(run)
+        if running is not None:
+            run = ranks.keeping_step(run, running.plan)
+        return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Make the function of one of the two modules of the first plan."""
-        _forbid_donation()
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice
         run = within(self.memory, phase, self.backend.lower)(module, inputs)
         run = run if self.first is None else self.first.around(phase, run)
         return run if self.code is None else self.code.first(phase, run)
@@ -279,11 +255,11 @@ class _Compilation:
         # What autograd sums and hands in, as eager PyTorch does.
         warn_of_second_writes(graph)
         counts = [*self.counts[-1]] if self.counts else []  # to measure ops may differentiate, too
-        drop_gradients_of_writes(module, self.known)
+        undefined_gradients.drop_gradients_of_writes(module, self.known)
         self.copies.find(module.graph)
         self.shards.refuse_converted(module.graph, self.copies.kept, self.names)
         self.shards.join_exchanges(module.graph, static, overlap=backend.overlap)
-        self.unreached = unreached(module, results)
+        self.unreached = undefined_gradients.unreached(module, results)
         updates = None if backend.updates is None else backend.updates.updates
         if backend.updates is not None:
             gone = backend.updates(module, self.known, results, self.names)
@@ -320,15 +296,14 @@ class _Compilation:
         # Its problem, with all that is in memory beside it.
         reach = (self.call.reach, updates and updates.reach)
         made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
-        unread = made + unread_bytes(reach, self.known, device, block_bytes)
+        unread = made + step_problem.unread_bytes(reach, self.known, device, block_bytes)
         allocated = None if fakes else allocated_on(device)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
         def pose(joint: Joint) -> Problem:
-            problem = problem_of(joint, backend.profile, tried=fakes or backend.measures)
-            problem = with_what_is_held(problem, allocated, unread=unread)
-            return problem if second_memory is None else with_second_memory(problem, second_memory)
+            problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
+            return step_problem.with_what_is_held(problem, allocated, unread=unread)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 
@@ -347,7 +322,7 @@ class _Compilation:
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
         names, layouts, lower = self.names, self.shards.layouts, backend.lower
-        modules, self.call.joint = plan.modules, joint_of(plan.problem)
+        modules, self.call.joint = plan.modules, step_problem.joint_of(plan.problem)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)
@@ -375,7 +350,7 @@ class _Compilation:
         return modules.forward, modules.backward
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
-        """Find the bytes that the step may take where they are not named, before anything is measured; 0: any."""
+        """Find the bytes that the step may take, before anything is measured; 0: any number."""
         backend, planner = self.backend, self.backend.planner
         if not isinstance(planner, Planner):
             return 0
@@ -386,7 +361,7 @@ class _Compilation:
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:
-            return unread_bytes(reach, (), device, backend.block_bytes)
+            return step_problem.unread_bytes(reach, (), device, backend.block_bytes)
 
         states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
         held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)
@@ -399,7 +374,7 @@ class _Compilation:
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:
-    """Refuse what is traced as something else: kernels that round differently, draws of another generator."""
+    """Refuse ops that tracing gets wrong: other kernels or generators, and writes to lists of tensors."""
     for node in module.graph.nodes:
         if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
             raise Unsupported(
@@ -411,31 +386,18 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
                 "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
             )
-        if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
-            _refuse_lost_writes(node)
-
-
-def _refuse_lost_writes(node: fx.Node) -> None:
-    """Refuse what tracing gets wrong of a write to a list of tensors: two writes to one of them, gradients of views."""
-    written: Any = node.args[0] if node.args else node.kwargs["self"]
-    name = node.target.__name__  # type: ignore[union-attr]
-    if len({*written}) < len(written):
-        raise Unsupported(
-            f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write only. "
-            "Call it once for each write."
-        )
-    tensors = [n.meta["example_value"] for n in written]
-    if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
-        raise Unsupported(
-            f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
-            "Write to the whole tensor, or call the op of one tensor for each."
-        )
-
-
-def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:
-    for name, tensor in zip(names, inputs, strict=True):
-        if is_fake(tensor):
+        name = getattr(node.target, "__name__", "")
+        if not re.fullmatch(r"_foreach_\w+_", name):
+            continue
+        written: Any = node.args[0] if node.args else node.kwargs["self"]
+        if len({*written}) < len(written):
             raise Unsupported(
-                f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
-                'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write "
+                "only. Call it once for each write."
+            )
+        tensors = [n.meta["example_value"] for n in written]
+        if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
+            raise Unsupported(
+                f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
+                "Write to the whole tensor, or call the op of one tensor for each."
             )

@@ -32,15 +32,11 @@ Find = Callable[[Problem, int], tuple[Solution, UnfinishedSearch | None]]  # of 
 
 @dataclass(frozen=True)
 class Replays:
-    """Replays plans of a step that begins in a state of its device.
-
-    Args:
-        budget: bytes that may be given.
-    """
+    """Replays plans of a step that begins in a state of its device."""
 
     state: DeviceState
     device: torch.device
-    budget: int = 0
+    budget: int = 0  # bytes that may be given
 
     @classmethod
     def now(cls, device: torch.device, budget: int) -> Replays | None:
@@ -78,11 +74,7 @@ class Replays:
         return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
 
     def check(self, plan: Solution) -> None:
-        """Note the bytes given and held in a plan that was found later.
-
-        Raises:
-            SolverError: if more is given than the budget.
-        """
+        """Note the bytes given and held in a plan that was found later; a SolverError if they exceed the budget."""
         plan.details.update(self.told(plan).details)
         if (given := plan.details.get(GIVEN, 0)) > self.budget:
             most = exact_bytes(self.budget)
@@ -127,26 +119,23 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
             replays.tell(solution)
             return solution, unfinished
         if refused is not None:
-            raise _refusal(solution, replays, refused)
+            # The blocks of the lowest plan are above the budget, too.
+            reserve = refused.budget - replays.budget
+            least = given + reserve
+            note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+            expanding = replays.steps(solution, expanding=True).allocated + reserve
+            advice = f", {exact_bytes(expanding)} with {EXPANDABLE}" if expanding < least else ""
+            raise InfeasibleBudget(
+                f"No schedule fits {format_bytes(refused.budget)} in blocks of PyTorch's allocator: the lowest asks "
+                f"for {exact_bytes(asked + reserve)}, for which it gives more.{note} Smallest budget that works: "
+                f"{exact_bytes(least)}{advice}.",
+                budget=refused.budget,
+                min_budget=least,
+                op=refused.op,
+            )
         tries += 1
         beside = given - asked if tries < TRIES else replays.budget  # nothing is left then
         log.info(
             "a plan asks for %s, and PyTorch's allocator gives %s; planning again with %s of the budget set aside",
             *map(format_bytes, (asked, given, beside)),
         )
-
-
-def _refusal(lowest: Solution, replays: Replays, error: InfeasibleBudget) -> InfeasibleBudget:
-    """The refusal for a lowest plan whose blocks are above the budget."""
-    reserve = error.budget - replays.budget
-    least, asked = lowest.details[GIVEN] + reserve, exact_bytes((lowest.peak or 0) + reserve)
-    note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
-    expanding = replays.steps(lowest, expanding=True).allocated + reserve
-    advice = f", {exact_bytes(expanding)} with {EXPANDABLE}" if expanding < least else ""
-    return InfeasibleBudget(
-        f"No schedule fits {format_bytes(error.budget)} in blocks of PyTorch's allocator: the lowest asks for {asked}, "
-        f"for which it gives more.{note} Smallest budget that works: {exact_bytes(least)}{advice}.",
-        budget=error.budget,
-        min_budget=least,
-        op=error.op,
-    )

@@ -193,70 +193,80 @@ _ONE_GRAPH = (
 
 
 def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
-    """The error to raise for one that came out of a compiled call; the same one where it explains itself."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    causes = [*_causes(error)]
+    """Find the error to raise for one of a compiled call; it stays as it is where it explains itself."""
+    name, place = getattr(fn, "__qualname__", type(fn).__name__), _place(error)
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
     if ours := next((cause for cause in causes if isinstance(cause, CheckmateError)), None):
         return ours
     if any(isinstance(c, GuardOnDataDependentSymNode) or "data-dependent expression" in str(c) for c in causes):
         # PyTorch had to know a number that a tensor holds while it traced the step
         log.debug("%s failed in capture", name, exc_info=error)
         if _COUNTED.search(str(error)):
-            return Unsupported(f"Cannot capture {name}: {_averages_by_count(fn)}{_place(error)}\n{_MOMENTUM}")
-        return Unsupported(
-            f"Cannot capture {name}: {_NUMBER}{_place(error)}\n{EXPERTS if _CHOICE.search(str(error)) else _FIXED}"
-        )
+            # Of batch norms without a momentum only those over ranks are refused.
+            norms = [
+                f"{name} ({type(one).__name__})"
+                for module in held_modules(fn, ())
+                for name, one in module.named_modules()
+                if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
+            ]
+            said = (
+                f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, "
+                "another number in each step, and each would get a plan of its own."
+            )
+            return Unsupported(f"Cannot capture {name}: {said}{place}\n{_MOMENTUM}")
+        advice = EXPERTS if _CHOICE.search(str(error)) else _FIXED
+        return Unsupported(f"Cannot capture {name}: {_NUMBER}{place}\n{advice}")
     if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
-    if isinstance(error, dynamo.TorchRuntimeError) and _UNKNOWN_SIZE.search(_explanation(error)):
-        return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{_place(error)}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
-    if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
-        kind = IndexError if "got IndexError(" in str(error) else RuntimeError
-        return kind(f"{_as_eager(_message(error))}{_place(error)}")
+    if isinstance(error, dynamo.TorchRuntimeError):
+        if _UNKNOWN_SIZE.search(_explanation(error)):
+            return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{place}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
+        kind = IndexError if "got IndexError(" in str(error) else RuntimeError  # plain PyTorch fails as well
+        return kind(f"{_as_eager(error)}{place}")
     if (users := getattr(error, "users", None)) is not None:
         if error.is_users:
-            return _with_place(users, error)
-        said = f"{type(users).__name__}: {users} is raised here.{_place(error)}"
+            if hasattr(users, "add_note") and place:  # from Python 3.11 on
+                users.add_note(f"raised at{place.rstrip()}")
+            return users
+        said = f"{type(users).__name__}: {users} is raised here.{place}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
     if refused := _WRONG_TYPE.search(str(error)):
         said = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
-        return TypeError(f"{said}{_place(error)}")
+        return TypeError(f"{said}{place}")
+    # This version of PyTorch may be the reason.
+    hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
+    hint += f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
-        said = f"{_reason(error)}{_place(error)}"
-        advice = _advice(f"{said}{_around(error)}", _ONE_GRAPH)
-        return Unsupported(f"Cannot capture {name}: {said}\n{advice}{_of_this_version()}")
+        said, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
+        said = f"{said}. {explanation.strip()}{place}" if explanation else f"{said}{place}"
+        # Within a backward, or a checkpoint, the advice is another one.
+        around = f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
+        if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
+            around = f"\n{_IN_BACKWARD}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(f'{said}{around}', _ONE_GRAPH)}{hint}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
-    said = re.split("from user code|While executing %", str(inner))[0].strip()
-    return Unsupported(
-        f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
-        f"{_of_this_version()}"
-    )
+    said = f"{type(inner).__name__}: {re.split('from user code|While executing %', str(inner))[0].strip()}{place}"
+    return Unsupported(f"Cannot compile {name}: {said}\n{_advice(str(inner), _INTERNAL)}{hint}")
 
 
-def _of_this_version() -> str:
-    """A hint that this version of PyTorch may be the reason."""
-    untried = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
-    left_out = f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
-    return f"{untried}{left_out}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__
-
-
-def _as_eager(said: str) -> str:
-    """The words of plain PyTorch for an error of shapes that the tracing of kernels words differently."""
-    for pattern, op in _SHAPES.items():
+def _as_eager(error: Exception) -> str:
+    """The message of plain PyTorch for an op that fails on the shapes or types of its arguments."""
+    raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
+    said = raised["said"] if raised else _explanation(error)
+    said = f"{said} {_NO_DATA}" if re.search(r"\bmeta\b", said) else said or str(error)
+    for pattern, op in _SHAPES.items():  # that the tracing of kernels words differently
         if found := re.search(pattern, said):
             a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in found.groups())
             one = torch.zeros(())
             try:
                 op(one.expand(b if op is torch.add else a), one.expand(a if op is torch.add else b))
-            except RuntimeError as error:
-                return str(error)
+            except RuntimeError as eager:
+                return str(eager)
     return re.sub(_IN_CAT, r"Expected size \1 but got size \2 for tensor number \3 in the list.", said)
 
 
@@ -275,20 +285,6 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(
 )
 
 
-def _averages_by_count(fn: Callable[..., Any]) -> str:
-    """Name the batch norms over ranks that have no momentum, and say why they are refused; others are captured."""
-    norms = [
-        f"{name} ({type(one).__name__})"
-        for module in held_modules(fn, ())
-        for name, one in module.named_modules()
-        if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
-    ]
-    return (
-        f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, another "
-        "number in each step, and each would get a plan of its own."
-    )
-
-
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back."""
     for module in held_modules(fn, args):
@@ -299,31 +295,10 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
                 )
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what Dynamo says, and its explanation."""
-    first, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
-    return f"{first}. {explanation.strip()}" if explanation else first
-
-
 def _explanation(error: Exception) -> str:
     """Dynamo's further explanation; for an op that fails, its call with the shapes of its arguments."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said else ""
-
-
-def _around(error: Exception) -> str:
-    """Name the part that Dynamo was in, a backward or a checkpoint, where that changes the advice."""
-    if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
-        return f"\n{_IN_BACKWARD}"
-    return f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
-
-
-def _message(error: Exception) -> str:
-    """PyTorch's own message for an op that fails on the shapes or types of its arguments."""
-    text = str(error)
-    raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", text, re.DOTALL)
-    said = raised["said"] if raised else _explanation(error)
-    return f"{said} {_NO_DATA}" if re.search(r"\bmeta\b", said) else said or text
 
 
 def _place(error: Exception) -> str:
@@ -333,13 +308,6 @@ def _place(error: Exception) -> str:
         return ""
     file, line, function, code = frames[-1]
     return f"\n  {file}:{line} in {function}: {code.strip()}"
-
-
-def _with_place(raised: Exception, error: Exception) -> Exception:
-    """An exception of the user's own, with the line that raised it as a note, where Python has notes."""
-    if hasattr(raised, "add_note") and (place := _place(error)):
-        raised.add_note(f"raised at{place.rstrip()}")
-    return raised
 
 
 def _advice(said: str, otherwise: str) -> str:

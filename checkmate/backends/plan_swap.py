@@ -31,7 +31,6 @@ from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import is_unchecked
-from checkmate.core.plan import Plan
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
@@ -76,12 +75,7 @@ class Planning:
 
 
 class SwappablePlan:
-    """A captured graph, and the plan by which it runs now, which may yet change.
-
-    Its code is asked for by ``around`` before each call. A plan that was found takes over then, unless a graph of the
-    step is alive or gradients are accumulated; once planning has ended, and all that it found has been looked at, no
-    other can.
-    """
+    """A captured graph, and the plan by which it runs now, which may change before a call until planning has ended."""
 
     def __init__(self, plan: Solution) -> None:
         self.plan, self.swaps = plan, 0
@@ -140,7 +134,7 @@ class SwappablePlan:
         return changing
 
     def _before(self, args: Sequence[Any]) -> None:
-        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
+        """Install a better plan before a forward, if no backward is pending and no gradient accumulates."""
         assert self._search is not None
         over, news = not self._search.goes_on, self._search.better
         leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
@@ -151,37 +145,30 @@ class SwappablePlan:
                 return
             self._tried = news
             assert news.plan is not None
-            self._swap(news.plan, news.bound, news.seconds)
+            problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
+            about: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
+            try:
+                found = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **about)
+                found = with_guards(found, self._taken)
+                assert self._write is not None
+                code = self._write(found)
+            except SolverError as error:  # no reason to end a training
+                log.warning("A plan that was found beside the training cannot take over: %s", error)
+                return
+            if code is None:
+                log.info("a plan that was found beside the training does not fit the captured graph")
+                return
+            self._code.swap(*code)
+            self.plan, self.swaps = found, self.swaps + 1
+            log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
         elif over:
-            self._close()
-
-    def _swap(self, plan: Plan, bound: float, seconds: float) -> None:
-        """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
-        problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
-        about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
-        try:
-            found = certify(problem, budget, plan, method=self.plan.method, bound=bound, **about)
-            found = with_guards(found, self._taken)
-            assert self._write is not None
-            code = self._write(found)
-        except SolverError as error:
-            log.warning("A plan that was found beside the training cannot take over: %s", error)
-            return
-        if code is None:
-            log.info("a plan that was found beside the training does not fit the captured graph")
-            return
-        self._code.swap(*code)
-        self.plan, self.swaps = found, self.swaps + 1
-        log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
-
-    def _close(self) -> None:
-        """Let go of the search: it has ended, and its best plan has taken over."""
-        known = self.known
-        if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
-            closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
-            status = Status.OPTIMAL if closed else self.plan.status
-            self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
-        self._write = None
+            # Let go of the search, whose best plan has taken over.
+            known = self.known
+            if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
+                closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+                status = Status.OPTIMAL if closed else self.plan.status
+                self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
+            self._write = None
 
 
 def is_swappable(joint: Joint) -> bool:
@@ -237,15 +224,11 @@ class SwappableCode:
     def _forward(self, inputs: list[Any]) -> Any:
         ((number, run),) = self._runs["forward"].items()
         results = run(inputs)
-        return [*results[: self._results], self._mark(number), *results[self._results :]]
+        # Mark the call by a tensor whose length is the plan's number, not empty: hooks may ask for its maximum.
+        call, memory = next(self._calls), np.zeros(number + 1, dtype=np.float32)
+        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
+        return [*results[: self._results], torch.from_numpy(memory), *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:
         number = len(inputs.pop(0)) - 1
         return self._runs["backward"][number](inputs)
-
-    def _mark(self, number: int) -> torch.Tensor:
-        """Make the tensor that tells by which plan a forward ran."""
-        call = next(self._calls)
-        memory = np.zeros(number + 1, dtype=np.float32)  # not empty: a hook may ask what is saved for its maximum
-        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
-        return torch.from_numpy(memory)

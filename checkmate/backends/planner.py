@@ -56,13 +56,7 @@ class CompileOptions(TypedDict, total=False):
     overlap: bool
 
 
-OF_TRACE = (
-    "profile",
-    "cache",
-    "host_budget",
-    "host",
-    "overlap",
-)  # options of `checkmate.trace`, beside a batch
+OF_TRACE = ("profile", "cache", "host_budget", "host", "overlap")  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
 OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 
@@ -108,11 +102,7 @@ class Options:
 
     @classmethod
     def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
-        """Take options from the named arguments of a call, and leave those of its batch there.
-
-        Raises:
-            TypeError: for an option that earlier versions had, with a value that it had.
-        """
+        """Take options out of the named arguments of a call; a TypeError for one that only earlier versions had."""
         for name, values in GONE.items():
             if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
                 raise TypeError(no_option("checkmate", name, ()))
@@ -234,14 +224,10 @@ class Planner:
     def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
         """Take the budget's share of the free memory, which no options name in bytes.
 
-        It is logged at INFO, as plans are, and not as a warning: nothing is wrong, and each rank would give one. What a
-        step takes stands in its plans as well, and a refusal says all of it.
-
         Args:
-            there: what there is.
-            least: gives the least of these numbers of bytes on all ranks that need the same plan.
-            state: bytes that an optimizer may come to hold beside the step, which are set aside where no reserve is
-                named.
+            there: the free memory.
+            least: gives the least of a number of bytes on all ranks that need the same plan.
+            state: bytes that an optimizer may come to hold, which are set aside where no reserve is named.
         """
         share = self.options.share
         assert share is not None
@@ -254,7 +240,7 @@ class Planner:
                 f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
                 "parameter, as Adam does; reserve= says how much."
             )
-        log.info("%s", self._found)
+        log.info("%s", self._found)  # as plans are: nothing is wrong, and of a warning each rank would give one
 
     def plan(
         self, problem: Problem, beside: int = 0, *, go_on: bool = False
@@ -269,7 +255,14 @@ class Planner:
         """
         options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
         if self.total <= reserve:
-            raise _nothing_left(problem, self.total, reserve)
+            smallest = min_budget(problem).peak + reserve
+            raise InfeasibleBudget(
+                f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}. "
+                f"Smallest budget that works: {exact_bytes(smallest)}.",
+                budget=self.total,
+                min_budget=smallest,
+                op="",
+            )
         budget, together = self.total - reserve, ranks.train_together()
         wait = options.patience if go_on and not together else inf
         searches: dict[tuple[str, ...], UnfinishedSearch | None] = {}  # to go on with, by how the step is split
@@ -309,7 +302,7 @@ class Planner:
         return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
-        """Add the rules. One that named an op before is no mistake where a part of the step is left out."""
+        """Add the rules, but for those that name nothing here and have named an op of an earlier graph."""
         rules = self.options.rules
         if not rules:
             return problem
@@ -320,14 +313,3 @@ class Planner:
         self._named |= named
         refuse_unknown_rules(ruled, self.options.method)
         return ruled
-
-
-def _nothing_left(problem: Problem, budget: int, reserve: int) -> InfeasibleBudget:
-    smallest = min_budget(problem).peak + reserve
-    return InfeasibleBudget(
-        f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
-        f"Smallest budget that works: {exact_bytes(smallest)}.",
-        budget=budget,
-        min_budget=smallest,
-        op="",
-    )

@@ -70,13 +70,24 @@ def one_plan(
     store = _store()
     if store is None:
         return plan()
-    rank, question = str(dist.get_rank()), _question(problem, budget, method)
-    asked = store.add(f"{question}/asked by {rank}", 1)  # whoever asks again, plans again
-    key = f"{question}/{asked}"
+    prints, rank = fingerprints(problem), str(dist.get_rank())
+    there = None if problem.host is None else problem.host.budget
+    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
+    question = f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
+    key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
     planner = store.compare_set(f"{key}/planner", "", rank).decode()
     if planner == rank:
         return _plan_for_all(plan, store, key, method, time_limit)
-    document = _wait(store, key, planner, time_limit + store.timeout.total_seconds())
+    patience = time_limit + store.timeout.total_seconds()
+    log.info("Rank %s plans this step; waiting for its plan.", planner)
+    deadline = time.monotonic() + patience
+    while not store.check([f"{key}/answer"]):
+        if time.monotonic() > deadline:
+            raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
+        time.sleep(POLL_SECONDS)
+    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
+    if "failure" in document:
+        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
     found = _follow(document, problem, budget, planner)
     if found is None:
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
@@ -146,24 +157,13 @@ def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.
 
 def _store() -> Any:
     """The store that the ranks share; None for one rank, or if the others are only imagined."""
-    if (
-        not (dist.is_available() and dist.is_initialized())
-        or dist.get_world_size() == 1
-        or dist.get_backend() == "fake"
-    ):
+    is_begun = dist.is_available() and dist.is_initialized()
+    if not is_begun or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     return _get_default_store()
 
 
-def _question(problem: Problem, budget: int, method: str) -> str:
-    prints = fingerprints(problem)
-    there = None if problem.host is None else problem.host.budget
-    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
-    return f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
-
-
 def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
-    """Plan, and tell the others the result."""
     try:
         solution = plan()
     except BaseException as error:
@@ -180,20 +180,6 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
         answer["host"] = None if host is None else asdict(host)
     store.set(f"{key}/answer", json.dumps(answer))
     return solution
-
-
-def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]:
-    """Wait ``patience`` seconds at most for the result of another rank."""
-    log.info("Rank %s plans this step; waiting for its plan.", planner)
-    deadline = time.monotonic() + patience
-    while not store.check([f"{key}/answer"]):
-        if time.monotonic() > deadline:
-            raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
-        time.sleep(POLL_SECONDS)
-    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
-    if "failure" in document:
-        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-    return document
 
 
 def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
@@ -222,7 +208,8 @@ def refuse_wrapped(fn: object) -> None:
 def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse a step within which parts of the model speak with other ranks, naming the part."""
     for module in held_modules(fn, args):
-        around = module if args and module is args[0] and _is_forward_of(fn, module) else None  # hooks run outside
+        is_own = args and module is args[0] and inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
+        around = module if is_own else None  # hooks run outside
         for name, part in module.named_modules():
             if part is not around and (advice := _advice(part)):
                 raise Unsupported(f"{name or type(module).__name__} is a part of the step. {advice}")
@@ -242,15 +229,8 @@ def _advice(module: nn.Module) -> str | None:
     return None
 
 
-def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
-    return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
-
-
 def in_one_piece() -> AbstractContextManager[Any]:
-    """Keep Dynamo from splitting what `DistributedDataParallel` calls at the ends of its buckets.
-
-    Each piece would be planned alone, within the whole budget.
-    """
+    """Keep Dynamo from cutting a graph at the buckets of `DistributedDataParallel`: a budget is for the whole step."""
     if _get_active_ddp_module() is None or get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
     return dynamo_config.patch(optimize_ddp=False)

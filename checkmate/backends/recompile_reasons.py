@@ -27,7 +27,7 @@ Constant = int | float | bool | str
 
 @dataclass(frozen=True)
 class Reason:
-    """Something that had a value, a number or a text, and has another now."""
+    """A number or a text that is another now than at an earlier capture."""
 
     source: str  # as Dynamo names it
     value: Constant  # what it was
@@ -41,12 +41,12 @@ def constants(own: types.FunctionType) -> dict[str, Constant]:
     return {source: value for source, value, _ in _compared(own)}
 
 
-def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Reason]:
+def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
     """The values that differ between a call and what was captured of ``own``, a function of any arguments.
 
-    None, if it is something else, such as a shape or a mode, or if Dynamo does not say.
+    None, if it is something else, such as a shape or a mode, or if Dynamo does not say. ``given``: the call's
+    "args" and "kwargs", and the "fn" that was captured.
     """
-    given = {"args": args, "kwargs": kwargs, "fn": fn}
     try:
         failed = [
             part for entry in _entries(own) for part in entry.guard_manager.check_verbose(given).verbose_code_parts
@@ -64,7 +64,6 @@ def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: 
 
 
 def _compared(own: types.FunctionType) -> list[tuple[str, Constant, str]]:
-    """Collect the findings of `read` in all guards."""
     try:
         roots = [entry.guard_manager.root for entry in _entries(own)]
         guards = [guard for root in roots for guard in (*_leaves(root), *root.get_epilogue_lambda_guards())]
@@ -83,10 +82,7 @@ def _leaves(manager: Any) -> Iterator[Any]:
 
 
 def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
-    """The value of a source in a call; None if it is no number or text. ``given``: arguments, as in `why_not`.
-
-    Sources are expressions of Dynamo's, which its guards evaluate.
-    """
+    """The value of a source, as guards evaluate it, in a call as in `why_not`; None if it is no number or text."""
     try:
         value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
     except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
@@ -96,12 +92,6 @@ def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Co
 
 def _entries(own: types.FunctionType) -> list[Any]:
     return _debug_get_cache_entry_list(own.__code__)
-
-
-def asked(where: str, value: bool | int, now: bool | int) -> Reason:
-    """A value of a tensor that the step asks for, in a place of the user's code."""
-    advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
-    return Reason(f"the value of a tensor that the step asks for ({where})", value, now, advice=advice)
 
 
 def read(guard: str) -> tuple[str, Constant, str] | None:
@@ -156,21 +146,20 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
     changed = spelled(last.source, fn)
     values = ", ".join(repr(value) for value in (*(reason.value for reason in reasons[-3:]), last.now))
     line = f"\n  {last.line}" if last.line else ""
+    advice = last.advice
+    if not advice and isinstance(last.now, (bool, str)):
+        advice = "Compile one function for each value, or raise max_plans."
+    elif not advice:
+        made = f"{changed} = torch.tensor({last.now!r})"
+        if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
+            owner, _, attribute = changed.rpartition(".")
+            made = f"{owner}.register_buffer({attribute!r}, torch.tensor({last.now!r}))"
+        advice = (
+            f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take "
+            "fewer values, or raise max_plans."
+        )
     return (
         f"{changed} changes from call to call of {name}, and each value is captured and planned anew. Of the {most} "
         f"captures that are kept (max_plans={most}) half or more are for values of it. The last ones: {values}.{line}\n"
-        f"{last.advice or _advice(changed, last.now)}"
-    )
-
-
-def _advice(changed: str, value: Constant) -> str:
-    if isinstance(value, (bool, str)):
-        return "Compile one function for each value, or raise max_plans."
-    made = f"{changed} = torch.tensor({value!r})"
-    if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
-        owner, _, attribute = changed.rpartition(".")
-        made = f"{owner}.register_buffer({attribute!r}, torch.tensor({value!r}))"
-    return (
-        f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take fewer "
-        "values, or raise max_plans."
+        f"{advice}"
     )

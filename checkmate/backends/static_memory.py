@@ -77,22 +77,15 @@ def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
     return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
 
 
-def place_soon(lives: Lives) -> tuple[int, ...]:
-    """An offset for each, soon."""
-    return _offsets(_blocks(lives), PLACE_SECONDS)
+def place_soon(lives: Lives, seconds: float = PLACE_SECONDS) -> tuple[int, ...]:
+    """Find an offset for each allocation."""
+    blocks = zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)
+    return addresses.place_blocks([Block(*block) for block in blocks], time_limit=seconds, gap=PLACE_GAP).offsets
 
 
 def place_lower(lives: Lives) -> BackgroundCall:
     """Look longer for lower offsets, in a process of its own."""
-    return BackgroundCall(partial(_offsets, seconds=PLACE_LOWER_SECONDS), _blocks(lives))
-
-
-def _offsets(blocks: list[Block], seconds: float) -> tuple[int, ...]:
-    return addresses.place_blocks(blocks, time_limit=seconds, gap=PLACE_GAP).offsets
-
-
-def _blocks(lives: Lives) -> list[Block]:
-    return [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
+    return BackgroundCall(partial(place_soon, seconds=PLACE_LOWER_SECONDS), lives)
 
 
 class FirstStep:
@@ -124,7 +117,7 @@ class FirstStep:
         self._forget()
 
     def around(self, phase: Phase, run: Run) -> Run:
-        """A function of one list whose first call on an accelerator is looked at; on the CPU as it is."""
+        """Wrap a function of one list to measure its first call on an accelerator; on the CPU it stays as it is."""
         if self._device.type == "cpu":
             return run
 
@@ -138,16 +131,13 @@ class FirstStep:
             before = torch.accelerator.memory_stats(self._device)
             result = run(inputs)
             after = torch.accelerator.memory_stats(self._device)
-            self._look(before, after)
+            # Bytes that came into use between the two calls are not the step's.
+            now, peak = f"{REQUESTED}.current", f"{REQUESTED}.peak"
+            self._levels += before.get(now, 0), after.get(now, 0)
+            begin, *between = self._levels[:3]
+            others = max(0, between[1] - between[0]) if len(between) == 2 else 0
+            if after.get(peak, 0) > before.get(peak, 0):
+                self.took(after[peak] - begin - others, self._planned)
             return result
 
         return watched
-
-    def _look(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Compare, where a call has raised the peak. What came into use between the two calls is not the step's."""
-        now, peak = f"{REQUESTED}.current", f"{REQUESTED}.peak"
-        self._levels += before.get(now, 0), after.get(now, 0)
-        begin, *between = self._levels[:3]
-        others = max(0, between[1] - between[0]) if len(between) == 2 else 0
-        if after.get(peak, 0) > before.get(peak, 0):
-            self.took(after[peak] - begin - others, self._planned)

@@ -39,7 +39,7 @@ class Write:
     begin: Begin = no_second_memory  # what a forward calls that sends values
 
     def __call__(self, plan: Plan) -> Any:
-        """The two modules."""
+        """Write the forward and the backward."""
         return emit(self.joint, plan, self.over, begin=self.begin)
 
 
@@ -49,18 +49,18 @@ def joint_of(problem: Problem) -> Joint:
     return problem.codegen.joint
 
 
-def problem_of(joint: Joint, source: Source, *, tried: bool = True) -> Problem:
-    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
+def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:
+    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor.
+
+    ``memory``: a second one, in which its values may wait.
+    """
     order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
     costs, over = writable(joint, profile_of(joint, source))
-    return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
-
-
-def with_second_memory(problem: Problem, memory: SecondMemory) -> Problem:
-    """The problem of a captured step, whose values may wait elsewhere."""
-    assert isinstance(problem.codegen, Write)
-    return replace(problem, host=memory.host(problem.graph), codegen=replace(problem.codegen, begin=memory.begin))
+    problem = Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
+    if memory is None:
+        return problem
+    return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, over, memory.begin))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

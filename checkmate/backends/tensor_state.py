@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -46,31 +46,27 @@ def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
 
 
 def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,)) -> Iterator[torch.Tensor | nn.Module]:
-    """Tensors and modules in a tree of things, and in what functions hold, so deep; ``through``: of what these hold."""
+    """Find tensors and modules in a tree, and so deep in the objects of types ``through`` that its functions hold."""
     for leaf in tree_leaves(things):
         if isinstance(leaf, (torch.Tensor, nn.Module)):
             yield leaf
         elif not depth or isinstance(leaf, (type, ModuleType)):
             continue
         elif isinstance(leaf, FunctionType):
-            yield from _reached([x for x in _held_by(leaf) if isinstance(x, through)], depth - 1, through)
+            # Objects in its closure, globals that it reads, and defaults.
+            held: list[Any] = []
+            for cell in leaf.__closure__ or ():
+                with suppress(ValueError):  # of a name that has no value yet, or no longer
+                    held.append(cell.cell_contents)
+            held += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            held += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
+            yield from _reached([x for x in held if isinstance(x, through)], depth - 1, through)
         elif isinstance(leaf, partial):
             yield from _reached((leaf.func, leaf.args, leaf.keywords), depth - 1, through)
         elif hasattr(leaf, "__self__"):
             yield from _reached((leaf.__self__, getattr(leaf, "__func__", None)), depth - 1, through)
         elif hasattr(leaf, "__dict__"):
             yield from (x for x in vars(leaf).values() if isinstance(x, (nn.Module, torch.Tensor)))
-
-
-def _held_by(function: FunctionType) -> list[Any]:
-    """The objects in a function's closure, globals that it reads, and defaults."""
-    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    cells: list[Any] = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # of a name that has no value yet, or no longer
-            cells.append(cell.cell_contents)
-    return [*cells, *names, *defaults]
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
@@ -83,16 +79,13 @@ def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
     }
 
 
-@contextmanager
-def unchanged(things: Any) -> Iterator[None]:
+def unchanged(things: Any) -> AbstractContextManager[None]:
     """Put all tensors within reach of these things, and the random state, back as they were after the block."""
-    state = tensors_within(things)
-    with restored(state, main_device(state)):
-        yield
+    return restored(tensors_within(things))
 
 
 @contextmanager
-def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+def restored(state: list[torch.Tensor]) -> Iterator[None]:
     """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them.
 
     What autocast keeps of weights that it has converted is let go before the block and after it.
@@ -100,7 +93,7 @@ def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
     saved = [t.detach().to(CPU, copy=True) for t in state]
     torch.clear_autocast_cache()
     try:
-        with same_random_state(device), drawing_nothing():
+        with same_random_state(main_device(state)), drawing_nothing():
             yield
     finally:
         torch.clear_autocast_cache()
@@ -140,7 +133,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
+    """The elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
     tensor = local(tensor.detach())
     plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
     flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from checkmate import batch, fitting
 from checkmate.cli.arguments import add_to, flag, host_of, option, seconds
 from checkmate.cli.json_output import finite, solution_record, steps_of
-from checkmate.cli.target import UsageError, find_function, maker
+from checkmate.cli.target import UsageError, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
 from checkmate.units import format_bytes, parse_bytes, parse_share
@@ -105,18 +105,18 @@ def _solve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse a budget, a rule or a method that is none."""
+    """Read the rules, and refuse a budget, a rule or a method that is none."""
     parse_bytes(args.budget)
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
 
-    read_rules(args.rule or ())
+    args.rules = read_rules(args.rule) if args.rule else None  # None: those of the problem's file
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
 
 def _read(args: argparse.Namespace) -> Problem:
-    """The problem of a file, with the second memory asked for, if one is."""
+    """The problem of a file, with the second memory that the options ask for."""
     from checkmate.core.problem import Problem
 
     try:
@@ -128,16 +128,13 @@ def _read(args: argparse.Namespace) -> Problem:
 
 
 def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
-    from checkmate.core.rules import read_rules
     from checkmate.solvers.solve import solve
 
     limits = {"time_limit": args.time_limit, "gap": args.gap}
-    rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
-    return solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    return solve(problem, args.budget, method=args.method, rules=args.rules, **limits)
 
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:
-    """Solve, and show what was found."""
     solution = _solution(args, problem)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
@@ -343,11 +340,7 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _bytes_of(args: argparse.Namespace) -> int | str:
-    """The budget, or the bytes that a share of the device's room is.
-
-    Raises:
-        UsageError: if no device is named whose memory is known.
-    """
+    """The budget; of a share, the bytes of the named device's room."""
     if (share := parse_share(args.budget)) is None:
         return str(args.budget)
     from checkmate.profiling.roofline import DEVICES
@@ -359,11 +352,7 @@ def _bytes_of(args: argparse.Namespace) -> int | str:
 
 
 def _profile(args: argparse.Namespace) -> str:
-    """The source of costs, as `checkmate.trace` takes it.
-
-    Raises:
-        UsageError: if there is no such device.
-    """
+    """The source of costs, as `checkmate.trace` takes it."""
     if args.profile:
         if not args.profile.endswith(".json"):
             raise UsageError(f"--profile takes a file of measured ops whose name ends in .json, not {args.profile}")
@@ -382,7 +371,6 @@ def _profile(args: argparse.Namespace) -> str:
 
 
 def _known_device(name: str) -> Device:
-    """The device of a data sheet; a UsageError where there is none."""
     from checkmate.profiling.roofline import DEVICES
 
     if name not in DEVICES:
@@ -392,11 +380,10 @@ def _known_device(name: str) -> Device:
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
     """The user's function; where costs are estimated, all that it makes is on the meta device."""
-    return maker(args.target, find_function(args.target), on_meta=bool(args.device), debug=args.debug)
+    return maker(args.target, on_meta=bool(args.device), debug=args.debug)
 
 
 def _show(args: argparse.Namespace, document: Any, text: str) -> None:
-    """The answer, as it was asked for."""
     if args.json:
         _out_json(document)
     else:
@@ -437,7 +424,6 @@ gradients, is part of what is looked at.
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="checkmate", description="Plan training steps within a budget of bytes.", epilog="checkmate COMMAND --help"
     )

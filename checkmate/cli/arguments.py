@@ -46,7 +46,7 @@ def option(metavar: str | None = None, says: str | None = None, **more: Any) -> 
 
 
 def flag(says: str) -> dict[str, Any]:
-    """An option without a value."""
+    """An option without a value, as argparse takes it."""
     return {"action": "store_true", "help": says}
 
 

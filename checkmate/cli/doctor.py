@@ -8,7 +8,6 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from checkmate.core import files
@@ -41,86 +40,58 @@ def examine() -> Examination:
     facts: dict[str, Any] = {"checkmate": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     facts["system"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for name in (*NEEDED, *EXTRAS):
-        facts[name] = _version(name)
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = None
         if facts[name] is None and name in NEEDED:
             wrong.append(f"{name} is not installed: pip install {name}")
-    wrong += _namesakes()
-    facts |= _devices() if facts["torch"] else {}
-    facts["solver"] = _solver(wrong)
-    facts |= _cache(wrong)
-    return Examination(facts, wrong)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _namesakes() -> list[str]:
-    """Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it."""
-    return [
+    # Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it.
+    wrong += [
         f"{other.metadata['Name']} {other.version} is installed in the folder of checkmate-torch, and one has written "
         "over the other: pip uninstall checkmate checkmate-torch, then pip install checkmate-torch"
         for other in importlib.metadata.distributions(name="checkmate")
         if "checkmate/__init__.py," in (other.read_text("RECORD") or "")
     ]
+    # PyTorch's build and devices, whether steps can have an arena, and the changes that are left out.
+    if facts["torch"]:
+        import torch
 
+        from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
+        from checkmate.memory import build
+        from checkmate.torch_internals.names import LEFT_OUT
+        from checkmate.torch_internals.versions import TRIED
 
-def _devices() -> dict[str, Any]:
-    """Report PyTorch's build and devices, whether steps can have an arena, and the changes that are left out."""
-    import torch
-
-    from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
-    from checkmate.memory import build
-    from checkmate.torch_internals.names import LEFT_OUT
-    from checkmate.torch_internals.versions import TRIED
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [
-        f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
-        for i in range(count)
-    ]
-    tried = f"PyTorch {TRIED[0]} to {TRIED[-1]}"
-    facts = {"torch": str(torch.__version__), "tried on": tried, "threads": torch.get_num_threads(), "cuda": names}
-    return {**facts, "arena": build.ARENA.state(), "left out": LEFT_OUT}
-
-
-def _solver(wrong: list[str]) -> str:
-    """Solve a problem whose answer is known."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts["torch"], facts["tried on"] = str(torch.__version__), f"PyTorch {TRIED[0]} to {TRIED[-1]}"
+        facts["threads"] = torch.get_num_threads()
+        facts["cuda"] = [
+            f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
+            for i in range(count)
+        ]
+        facts["arena"], facts["left out"] = build.ARENA.state(), LEFT_OUT
+    # A problem whose answer is known.
     chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    facts["solver"] = "HiGHS works"
     try:
         answer = METHODS["milp"].solve(chain, 3, time_limit=10.0)
+        if answer.status is not Status.OPTIMAL or answer.cost != 4.0:
+            wrong.append(f"the solver's answer to a small problem is wrong: {answer!r}")
+            facts["solver"] = "answers wrongly"
     except (ImportError, SolverError) as error:
         wrong.append(f"the solver fails: {error}; pip install --force-reinstall highspy")
-        return "fails"
-    if answer.status is not Status.OPTIMAL or answer.cost != 4.0:
-        wrong.append(f"the solver's answer to a small problem is wrong: {answer!r}")
-        return "answers wrongly"
-    return "HiGHS works"
-
-
-def _cache(wrong: list[str]) -> dict[str, Any]:
-    """Report the folder of files, their bytes, and whether they can be written."""
+        facts["solver"] = "fails"
+    # The folder of files, their bytes, and whether they can be written.
     folder = files.folder()
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    writable = _can_write(folder)
-    if not writable:
-        wrong.append(
-            f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
-        )
-    return {
-        "cache": str(folder),
-        "cache size": f"{format_bytes(sum(sizes))} in {len(sizes)} files",
-        "cache writable": "yes" if writable else "no",
-    }
-
-
-def _can_write(folder: Path) -> bool:
+    facts |= {"cache": str(folder), "cache size": f"{format_bytes(sum(sizes))} in {len(sizes)} files"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor"):
-            return True
+            facts["cache writable"] = "yes"
     except OSError:
-        return False
+        facts["cache writable"] = "no"
+        wrong.append(
+            f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
+        )
+    return Examination(facts, wrong)

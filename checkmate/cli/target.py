@@ -30,18 +30,26 @@ class UsageError(Exception):
     """The command line names something that is not there, or is no such thing."""
 
 
-def maker(
-    target: str, function: Callable[..., Any], *, on_meta: bool, debug: bool = False
-) -> Callable[..., tuple[Any, Any]]:
-    """The function, checked: it gives (step, batch), and its errors are one line that names the target.
+def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any, Any]]:
+    """The function that a target names, seen from the current folder; it is checked to give (step, batch).
 
-    Args:
-        on_meta: make its tensors on the meta device, where they take no memory.
-        debug: leave its errors as they are.
+    Its errors are one line that names the target; a UsageError says that there is none. ``on_meta``: its tensors are
+    made on the meta device, where they take no memory; ``debug``: its errors stay.
     """
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
+    module, lines = _module_of(where), _LINES.format(where=where)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
     import torch
 
-    lines = _LINES.format(where=target.rpartition(":")[0])
+    from checkmate.capture.provenance import is_users
+
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
 
@@ -60,45 +68,19 @@ def maker(
         except (Exception, SystemExit) as error:  # the user's own, whatever it is
             if debug:
                 raise
-            raise CheckmateError(f"{called} failed: {_said(error, lines, on_meta=on_meta)}") from error
+            frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+            place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
+            advice = f"\n{lines}" if isinstance(error, SystemExit) else ""
+            if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
+                advice = f"\n{_NO_DATA} {lines}"
+            said = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
+            raise CheckmateError(f"{called} failed: {said}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
             raise UsageError(f"{target} returns {f'({kinds})' if isinstance(made, tuple) else kinds}. {lines}")
         return made
 
     return make
-
-
-def _said(error: BaseException, lines: str, *, on_meta: bool) -> str:
-    """Quote an error of the user's function with its place, and the lines to write if it trains or wants data."""
-    from checkmate.capture.provenance import is_users
-
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
-    place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
-    said = f"{type(error).__name__}: {error}. See --debug.{place}"
-    if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
-        return f"{said}\n{_NO_DATA} {lines}"
-    return f"{said}\n{lines}" if isinstance(error, SystemExit) else said
-
-
-def find_function(target: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names, seen from the current folder.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    where, colon, name = target.rpartition(":")
-    if not colon or not where or not name:
-        raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
-    module = _module_of(where)
-    function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        lines = _LINES.format(where=where)
-        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
-    return function
 
 
 def _module_of(where: str) -> Any:

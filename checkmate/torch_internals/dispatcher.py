@@ -52,6 +52,6 @@ __getattr__ = NAMES.get
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:
-    """Ops run as they do where nothing is traced: seen by no mode, and what their kernels call by kernels, too."""
+    """Run ops as where nothing is traced: no mode sees them, and what their kernels call runs by kernels, too."""
     with NAMES.get("_disable_current_modes")(), NAMES.get("_DisablePythonDispatcher")():
         yield

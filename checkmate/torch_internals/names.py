@@ -27,47 +27,29 @@ NOTHING = "no step is captured"
 
 
 class LacksError(Unsupported):
-    """The running version of PyTorch has not what a step needs."""
+    """The running version of PyTorch lacks a name that a step needs."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A private name of PyTorch.
+    """A private name of PyTorch."""
 
-    Attributes:
-        name: PyTorch's own, as it is imported from a table's module.
-        place: the module that has it; or its whole path, with a colon after the module.
-        what: what it is needed for.
-        without: what happens in a version that has it nowhere.
-        since: the first version that has it anywhere, if it is younger than the oldest that is supported. In older ones
-            nothing has its part, and nothing is left out.
-        formerly: paths of what had its part in older versions, the latest first.
-    """
-
-    name: str
-    place: str
-    what: str
-    without: str = NOTHING
-    since: str = ""
-    formerly: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths to look for it, in this order."""
-        return (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
+    name: str  # PyTorch's own, as it is imported from a table's module
+    place: str  # the module that has it; or its whole path, with a colon after the module
+    what: str  # what it is needed for
+    without: str = NOTHING  # what happens in a version that has it nowhere
+    since: str = ""  # the first version that has it, if older ones are supported: these need nothing for it
+    formerly: tuple[str, ...] = ()  # paths of what had its part in older versions, the latest first
 
     def find(self) -> tuple[str, Any]:
-        """Find the path under which the running version has it, and the object.
-
-        Raises:
-            LacksError: if it has it nowhere.
-        """
-        for path in self.paths:
+        """Find the path under which the running version has it, and the object; a LacksError if it is nowhere."""
+        paths = (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
+        for path in paths:
             try:
                 return path, pkgutil.resolve_name(path)
             except (ImportError, AttributeError):
                 continue
-        place = self.paths[0].replace(":", ".").rstrip(".")
+        place = paths[0].replace(":", ".").rstrip(".")
         raise LacksError(
             f"PyTorch {torch.__version__} has no {place} ({self.what}). Without it, "
             f"{self.without}. Install a version that checkmate has been tried on, see `checkmate doctor`."
@@ -81,8 +63,6 @@ def is_expected(name: Name) -> bool:
 
 
 class _Lacking(type):
-    """The class of stand-ins."""
-
     error: LacksError
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
@@ -107,11 +87,7 @@ class Table:
         TABLES.append(self)
 
     def get(self, name: str) -> Any:
-        """The object of a name, or a stand-in.
-
-        Raises:
-            AttributeError: if the table does not have it.
-        """
+        """The object of a name, or a stand-in; an AttributeError if the table does not have it."""
         if name not in self.names:
             raise AttributeError(f"no private name of PyTorch's is known as {name}")
         try:
@@ -128,21 +104,18 @@ class Table:
         return True
 
     def wrap(self, name: str, around: Callable[[Any], Any]) -> None:
-        """Put a function of PyTorch's within another, for the process.
-
-        Args:
-            name: of a function or method.
-            around: gives the other one, from the function.
-        """
+        """Put another function, which ``around`` makes, in place of a function or method, for the process."""
         try:
             path, function = self.names[name].find()
         except LacksError as error:
             if is_expected(self.names[name]):
                 leave_out(name, str(error))
             return
-        other = around(function)
-        if not _is_called_alike(other, function):
-            given = inspect.signature(function)
+        other, given = around(function), inspect.signature(function)
+        # The other one takes as many arguments, or any after its first ones.
+        kinds = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
+        count, rest = len(given.parameters), inspect.Parameter.VAR_POSITIONAL
+        if kinds.index(rest) > count if rest in kinds else len(kinds) != count:
             leave_out(name, f"PyTorch {torch.__version__} calls {path.replace(':', '.')} otherwise: {given}")
             return
         place, _, attribute = path.replace(":", ".").rpartition(".")
@@ -151,17 +124,8 @@ class Table:
         setattr(holder, attribute, staticmethod(other) if is_bound else other)
 
 
-def _is_called_alike(other: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Tell whether one function can stand for another, which may take any arguments after its first ones."""
-    mine = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
-    theirs = [p.kind for p in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in mine:
-        return mine.index(inspect.Parameter.VAR_POSITIONAL) <= len(theirs)
-    return len(mine) == len(theirs)
-
-
 def put_in_place(what: str, install: Callable[[], None]) -> None:
-    """Call what changes PyTorch in one way, but where the running version lacks what that needs."""
+    """Change PyTorch in one way, but where the running version lacks a name that this needs."""
     try:
         install()
     except (LacksError, AttributeError, KeyError, TypeError) as error:

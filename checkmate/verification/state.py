@@ -82,7 +82,7 @@ class Reach:
         copies = [copy.deepcopy([*of.values()]) for of in states]
         settings = [(one, dict(one)) for o in self._optimizers for one in (vars(o), *o.param_groups)]
         try:
-            with restored(self.tensors, self.device):
+            with restored(self.tensors):
                 yield
         finally:
             for one, before in settings:
