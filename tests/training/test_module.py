@@ -90,7 +90,8 @@ def test_compiled_again_it_has_the_other_budget(net: Net, x: Tensor) -> None:
     compiled = checkmate.compile(checkmate.compile(net, budget="1 GB"), budget="1 MB")
     torch.manual_seed(0)
     assert_same_bits(compiled(x), expected)
-    assert [plan.budget for plan in compiled.plans] == [1_000_000] and compiled.seen == 2
+    assert [plan.budget for plan in compiled.plans] == [1_000_000]
+    assert compiled.seen == 2
 
 
 def test_load_state_dict(net: Net, x: Tensor) -> None:
