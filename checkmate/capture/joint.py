@@ -100,7 +100,11 @@ def read_joint(
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    let_go_of_unread(module)
+    # Constants that no node reads any more would be bytes in no plan.
+    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
+    for name, _ in [*module.named_buffers(recurse=False)]:
+        if name not in read:
+            delattr(module, name)
     step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
     let_overwrite(step)
@@ -111,17 +115,24 @@ def read_joint(
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
     for node in forward:
         found.add_op(node, "forward")
-    let_go = found.made_for(read_at_return(step.forward_outputs, step.forward_descs))
+
+    # Some results the caller of the forward reads as soon as it has them, and holds no longer. AOTAutograd copies them
+    # into inputs that it cannot overwrite within the graph, such as a parameter whose .data is clamped; or Dynamo reads
+    # numbers from them.
+    pairs = zip(step.forward_outputs, step.forward_descs, strict=True)
+    results = [(n, desc) for n, desc in pairs if isinstance(n, fx.Node)]
+    at_return = [n for n, desc in results if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
+    let_go = found.made_for(at_return)
     if held := (*handed_in, *let_go):  # by the caller of the forward until it has returned, but not for the backward
         found.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
     tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
     for node in backward:
         found.add_op(node, "backward")
-    results = found.results(tangents, let_go)
+    kept = found.results(tangents, let_go)
     found.add_tags(noted)
     return Joint(
         module=module,
-        graph=Graph(tuple(found.ops), tuple(found.values), results),
+        graph=Graph(tuple(found.ops), tuple(found.values), kept),
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
         nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
@@ -152,7 +163,7 @@ class _Contents:
         return tuple(self.by_storage[key] for key in keys if key in self.by_storage)
 
     def add_inputs(self) -> None:
-        """Parameters, buffers and inputs, once for each storage."""
+        """Add parameters, buffers and inputs, once for each storage."""
         step, position = self.step, 0
         trained = {i for i, gradient in enumerate(step.backward_outputs) if isinstance(gradient, fx.Node)}
         for n in step.nodes:
@@ -202,7 +213,6 @@ class _Contents:
         return tensor.untyped_storage().nbytes()
 
     def add(self, op: Op, node: fx.Node | None = None) -> None:
-        """An op, and its node."""
         self.ops.append(op)
         self.nodes.append(node)
 
@@ -257,16 +267,10 @@ class _Contents:
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
-        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them."""
-        outputs = (v for n in leaf_nodes(self.step.forward_outputs) for v in self.values_of(n))
-        held = dict.fromkeys((*(v for v in outputs if v not in let_go), *tangents, *self._add_gradients()))
-        return tuple(v for v in held if self.values[v].producer is not None)
+        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
 
-    def _add_gradients(self) -> list[int]:
-        """Gradients as autograd stores them.
-
-        One whose layout it does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an op here, and
-        the gradient is free after it.
+        A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
+        op here, and the gradient is free after it.
         """
         primals = [n for n in self.step.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         pairs = [(g, p) for p, g in zip(primals, self.step.backward_outputs, strict=False) if isinstance(g, fx.Node)]
@@ -279,25 +283,6 @@ class _Contents:
                 name, read = f"{grad.name}_accumulate", self.values_of(grad)
                 self.add(Op(name, "autograd", read, (v,), "backward", "is done by autograd"))
                 stored.append(v)
-        return stored
-
-
-def read_at_return(outputs: Sequence[Any], descs: Sequence[Any]) -> list[fx.Node]:
-    """Results of the forward that its caller reads as soon as it has them, and holds no longer.
-
-    AOTAutograd copies some of them into inputs that it cannot overwrite within the graph, such as a parameter whose
-    ``.data`` is clamped. Dynamo reads numbers from others.
-
-    Args:
-        outputs: nodes, or constants; descs: AOTAutograd's description of each.
-    """
-    pairs = [(n, desc) for n, desc in zip(outputs, descs, strict=True) if isinstance(n, fx.Node)]
-    return [n for n, desc in pairs if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
-
-
-def let_go_of_unread(module: fx.GraphModule) -> None:
-    """Delete constants of the module that no node reads any more: their bytes would be in no plan."""
-    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
-    for name, _ in [*module.named_buffers(recurse=False)]:
-        if name not in read:
-            delattr(module, name)
+        outputs = (v for n in leaf_nodes(self.step.forward_outputs) for v in self.values_of(n))
+        held = dict.fromkeys((*(v for v in outputs if v not in let_go), *tangents, *stored))
+        return tuple(v for v in held if self.values[v].producer is not None)
