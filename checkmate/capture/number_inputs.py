@@ -243,7 +243,13 @@ def written_out(
             value[node] = put_in(node.args[0]) if node.target is _ITEM else node.target(*put_in(node.args))
         else:
             made = [(*t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))]
-            lines.append((_target(node), bits(node.args), bits(dict(node.kwargs)), made))
+            target: Any = node.target if node.op == "call_function" else node.op
+            if node.op == "get_attr":
+                held = getattr(graph.owning_module, str(node.target), None)
+                if not isinstance(held, torch.Tensor):
+                    raise NotFree(f"{node.target}, a part of the step, cannot be compared")
+                target = _bits(repr(held.dtype)), held.detach().flatten().tolist()
+            lines.append((target, bits(node.args), bits(dict(node.kwargs)), made))
             value[node] = _Position(len(lines))
     return [*lines, bits([result for result in results if result not in left_out])]
 
@@ -262,15 +268,6 @@ def hands_out_number(node: fx.Node) -> bool:
 
 def _bits(arg: Any) -> Any:
     return type(arg).__name__, struct.pack("d", arg) if isinstance(arg, float) else arg
-
-
-def _target(node: fx.Node) -> Any:
-    if node.op != "get_attr":
-        return node.target if node.op == "call_function" else node.op
-    held = getattr(node.graph.owning_module, str(node.target), None)
-    if not isinstance(held, torch.Tensor):
-        raise NotFree(f"{node.target}, a part of the step, cannot be compared")
-    return _bits(repr(held.dtype)), held.detach().flatten().tolist()
 
 
 def number_read(place: str, source: str) -> str:
