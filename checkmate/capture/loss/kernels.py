@@ -150,10 +150,8 @@ def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums
     rows, columns = layer.shape
     part = length(rows, form.parts, ROWS)
     result = back.new_empty((rows, back.shape[1]))
-    logits = _Logits(layer, form, part, columns, saved=True)
-    gradient = _Gradient(layer, form, g, u, logits)
+    gradient = _Gradient(layer, form, g, u, sums, (part, columns))
     for at in slices(rows, part):
-        _log_probabilities(logits(at), sums, at, form)
         torch.mm(gradient(at), back, out=result[at])
     return result
 
@@ -181,14 +179,9 @@ _Blocks = Iterator[tuple[slice, Tensor]]
 def _by_columns(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
     """Gradients of the product, (N, block), block by block."""
     rows, columns = layer.shape
-    everything = slice(0, rows)
-    logits = _Logits(layer, form, rows, block, saved=True, apart=APART)
-    gradient = _Gradient(layer, form, g, u, logits)
+    gradient = _Gradient(layer, form, g, u, sums, (rows, block), APART)
     for at in slices(columns, block, COLUMNS):
-        logits(everything, at)
-        logits.last[:, at.stop - at.start :].zero_()
-        _log_probabilities(logits.last, sums, everything, form)
-        yield at, gradient(everything, at)
+        yield at, gradient(slice(0, rows), at)
 
 
 def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
@@ -196,22 +189,12 @@ def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: 
     rows, columns = layer.shape
     part = length(rows, form.parts, ROWS)
     result = sums.new_empty((rows, block), dtype=layer.dtype)
-    logits = _Logits(layer, form, part, columns, saved=True)
-    gradient = _Gradient(layer, form, g, u, logits)
+    gradient = _Gradient(layer, form, g, u, sums, (part, columns))
     for at in slices(columns, block, COLUMNS):
         dx = result[:, : at.stop - at.start]
         for some in slices(rows, part):
-            _log_probabilities(logits(some), sums, some, form)
             dx[some].copy_(gradient(some)[:, at])
         yield at, dx
-
-
-def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
-    """Turn logits into log-probabilities, in place."""
-    if form.dtype is EXACT:
-        x.sub_(sums[1, at, None]).add_(sums[2, at, None])
-    else:
-        torch.log_softmax(x, 1, out=x)
 
 
 def _steps(layer: Layer, form: Form) -> tuple[Step, ...]:
@@ -274,26 +257,38 @@ class _Logits:
 
 
 class _Gradient:
-    """Computes gradients of the product of some rows from log-probabilities, in their place where types are the same.
+    """Computes gradients of the product of some rows and columns, in place of their logits where types are the same.
 
     ATen's kernel reads a gradient of all log-probabilities, which is zero but for the target's: that is kept, and
     written to at the targets only.
     """
 
-    def __init__(self, layer: Layer, form: Form, g: Tensor, u: Tensor | None, logits: _Logits) -> None:
-        self.g, self.u, self.steps, self.logits = g, u, form.backward, logits
+    def __init__(
+        self, layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, size: tuple[int, int], apart: int = 0
+    ) -> None:
+        self.form, self.g, self.u, self.sums = form, g, u, sums
+        self.logits = _Logits(layer, form, *size, saved=True, apart=apart)
         self.y = layer.y.where(layer.y != form.ignore, 0)[:, None]
-        self.given = torch.zeros_like(logits.last)
+        last = self.logits.last
+        self.given = torch.zeros_like(last)
         types = {what for name, what in form.backward if name == CAST} - {form.dtype}
-        self.memory = {dtype: torch.empty_like(logits.last, dtype=dtype) for dtype in types} | {form.dtype: logits.last}
+        self.memory = {dtype: torch.empty_like(last, dtype=dtype) for dtype in types} | {form.dtype: last}
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
         """Columns behind the block stand for targets outside of it."""
+        self.logits(at, columns)
         q, y, g = self.logits.last, self.y[at], self.g[at]
         if columns is not None:
-            y = y - columns.start
             wide = columns.stop - columns.start
+            q[:, wide:].zero_()
+            y = y - columns.start
             y = y.where((y >= 0) & (y < wide), wide)
+
+        # Turn logits into log-probabilities, and these into gradients.
+        if self.form.dtype is EXACT:
+            q.sub_(self.sums[1, at, None]).add_(self.sums[2, at, None])
+        else:
+            torch.log_softmax(q, 1, out=q)
         if self.u is not None:
             self.given.copy_(self.u[at] + 0.0)
             g = self.u[at] + g
@@ -301,7 +296,7 @@ class _Gradient:
         aten._log_softmax_backward_data.out(self.given, q, 1, q.dtype, out=q)
         self.given.scatter_(1, y, 0.0)
         dx = q if columns is None else q[:, :wide]
-        for name, what in self.steps:
+        for name, what in self.form.backward:
             out = dx if name != CAST else self.memory[what][:, : dx.shape[1]]
             dx = POINTWISE[name](dx, self.logits.values[what] if name in OF_RESULT else what, out)
         return dx

@@ -92,8 +92,14 @@ class _Ladder:
             least = int(split.unavoidable_bytes.max())
             # kept logits are beside other ops too: no op alone shows what they cost
             if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
-                said = f"{how}: {self.certificate()}"
-                return self.linked(replace(split, splits=(said,)), after, below if how.kept else least)
+                # The certificate says why bits are known to be equal.
+                certificate = "if the device keeps the bits: not tried here"
+                if self.tried:
+                    count = torch.get_num_threads()
+                    threads = f"{count} threads" if count > 1 else "1 thread"
+                    certificate = f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"
+                certified = replace(split, splits=(f"{how}: {certificate}",))
+                return self.linked(certified, after, below if how.kept else least)
             if not self.is_at_loss(split, after):
                 return None
         return None
@@ -116,11 +122,3 @@ class _Ladder:
         module = self.whole if how is None else in_parts(self.whole, how)
         self.names[how] = {node.name for node in module.graph.nodes}
         return module
-
-    def certificate(self) -> str:
-        """The reason why bits are known to be equal, in words."""
-        if not self.tried:
-            return "if the device keeps the bits: not tried here"
-        count = torch.get_num_threads()
-        threads = f"{count} threads" if count > 1 else "1 thread"
-        return f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"
