@@ -84,22 +84,13 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
         return Reason.PART
     if values_of[v].size_bytes != values_of[outputs[0]].size_bytes:
         return Reason.OTHER_SIZE
-    read = [n for n in _arguments(node) if v in joint.value_of.get(n, ())]
+    read: list[fx.Node] = []  # with repetitions
+    fx.node.map_arg((node.args, node.kwargs), read.append)
+    read = [n for n in read if v in joint.value_of.get(n, ())]
     if any(n is not argument for n in read):
         return Reason.OTHER_VIEW
     if len(read) > 1:
         return Reason.TWICE
-    return Reason.ZEROS if _may_be_zeros(argument) else None
-
-
-def _may_be_zeros(node: fx.Node) -> bool:
-    """Tell whether it depends on zeros without memory: ATen makes others, in sums, products, ``dot`` and views."""
+    # ATen makes zeros without memory of others, in sums, products, ``dot`` and views.
     zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
-    return bool(zeros) and not ancestors([node]).isdisjoint(zeros)
-
-
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments, with repetitions."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+    return Reason.ZEROS if zeros and not ancestors([argument]).isdisjoint(zeros) else None

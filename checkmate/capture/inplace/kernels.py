@@ -85,12 +85,17 @@ def batch_norm_backward_over(
     out: torch.Tensor,
 ) -> tuple[Optional, ...]:
     """The gradients of a batch norm's input, weight and bias, by channels."""
+    # Channels are laid out as all of them are together, which decides which kernel runs.
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(grad.dim(), [])
+    alike = [how for how in formats if all(whole.is_contiguous(memory_format=how) for whole in (grad, x))]
     others: list[tuple[Optional, ...]] = []
     for some in _slices(x.shape[1], _channels_of_a_block(x)):
+        parts = [whole[:, some] for whole in (grad, x)]
+        if alike:
+            parts = [part.contiguous(memory_format=alike[0]) for part in parts]
         of_channels = (v if v is None else v[some] for v in (weight, running_mean, running_var, mean, invstd))
-        made = aten.native_batch_norm_backward.default(
-            *_laid_out(grad[:, some], x[:, some], like=(grad, x)), *of_channels, training, eps, wanted
-        )
+        made = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
         out[:, some] = made[0]
         others.append(made[1:])
     return out, *(_joined(parts) for parts in zip(*others, strict=True))
@@ -169,16 +174,6 @@ def _images_of_a_block(images: int) -> int:
 
 def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, size)) for begin in range(0, size, step))
-
-
-def _laid_out(*parts: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Channels in the layout that all of them have together: it decides which kernel runs."""
-    formats = [torch.contiguous_format]
-    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(like[0].dim(), [])
-    for layout in formats:
-        if all(whole.is_contiguous(memory_format=layout) for whole in like):
-            return [part.contiguous(memory_format=layout) for part in parts]
-    return parts
 
 
 def _joined(parts: Sequence[Optional]) -> Optional:

@@ -199,7 +199,11 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
         name = launch.target._opname if isinstance(launch.target, OpOverload) else ""
         if name not in _EXCHANGES or launch.target.namespace != _NAMESPACE or len(launch.users) != 1:
             continue
-        may_again = again and name == "all_gather_into_tensor" and _is_made_of(launch.args[0], parameters)
+        # A parameter may be gathered again, and what is computed from one alone, by ops without effects.
+        source = launch.args[0]
+        while source.op == "call_function" and len(source.all_input_nodes) == 1 and not has_effect(source):
+            (source,) = source.all_input_nodes
+        may_again = again and name == "all_gather_into_tensor" and source in parameters
         with graph.inserting_before(node):
             op = GATHER_AGAIN if may_again else exchange(name)
             joined = call(node, op, launch.args, None, node.meta["val"], launch.kwargs)
@@ -208,10 +212,3 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
         graph.erase_node(launch)
-
-
-def _is_made_of(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Tell whether a node is a parameter, or is computed from one alone, by ops without effects."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and not has_effect(node):
-        (node,) = node.all_input_nodes
-    return node in parameters

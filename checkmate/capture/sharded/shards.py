@@ -95,7 +95,12 @@ class Shards:
         Raises:
             Unsupported: if the step gives a `DTensor`.
         """
-        _refuse_results(module)
+        results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
+        if any(map(is_shard, results)):
+            raise Unsupported(
+                "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
+                "result.to_local(), or result.full_tensor(); a loss is computed within the step."
+            )
         placeholders, given = module.graph.find_nodes(op="placeholder"), [*inputs]
         for i in self.layouts:
             node, described = placeholders[i], local(placeholders[i].meta["example_value"])
@@ -191,12 +196,3 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         return None if gradient is None else ctx.shards.of_gradients[ctx.i].whole(gradient), None, None
-
-
-def _refuse_results(module: fx.GraphModule) -> None:
-    results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
-    if any(map(is_shard, results)):
-        raise Unsupported(
-            "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
-            "result.to_local(), or result.full_tensor(); a loss is computed within the step."
-        )

@@ -9,7 +9,6 @@ GPUs, an order that the user sets (``sdpa_kernel(..., set_priority=True)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,27 +60,20 @@ def choose(asked: Attention, capability: tuple[int, int], cudnn: int) -> int:
     [True, True, True]
     """
     major, minor = capability
-    kernels: list[tuple[int, Callable[[Attention, tuple[int, int], int], bool]]] = [
-        (FLASH, _flash),
-        (EFFICIENT, _efficient),
-    ]
+    kernels = [(FLASH, _flash), (EFFICIENT, _efficient)]
     if cudnn > 91500 and major in (9, 10) and minor in (0, 3):
         kernels.insert(0, (CUDNN, _cudnn))
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
     fits = (
-        (asked.dims == 4 or (asked.dims == 3 and _version() >= UNBATCHED))
+        (asked.dims == 4 or (asked.dims == 3 and version >= UNBATCHED))
         and asked.one_type
         and asked.in_line
         and min(asked.queries, asked.keys) > 0
     )
-    return next((kernel for kernel, takes in kernels if fits and takes(asked, capability, cudnn)), MATH)
+    return next((kernel for kernel, takes in kernels if fits and takes(asked, capability)), MATH)
 
 
-def _version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _flash(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+def _flash(asked: Attention, capability: tuple[int, int]) -> bool:
     if not torch.backends.cuda.flash_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
         return False
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
@@ -96,7 +88,7 @@ def _flash(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
     )
 
 
-def _efficient(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+def _efficient(asked: Attention, capability: tuple[int, int]) -> bool:
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or not _EFFICIENT_FROM <= capability <= _LAST:
         return False
     half = asked.dtype in _HALF
@@ -112,7 +104,7 @@ def _efficient(asked: Attention, capability: tuple[int, int], cudnn: int) -> boo
     )
 
 
-def _cudnn(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+def _cudnn(asked: Attention, capability: tuple[int, int]) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
     if not torch.backends.cuda.cudnn_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
         return False
