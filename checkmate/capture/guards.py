@@ -81,11 +81,10 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
     Raises:
         CannotTellError: if it depends on what is no op.
     """
-    earlier = [*up_to(ends[-1])]
-    needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
+    needed = set[fx.Node]().union(*map(needed_by, ends))
     overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
-    for n in earlier:
+    for n in up_to(ends[-1]):
         if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
         elif n.target is guard_on and n in needed:
@@ -182,7 +181,6 @@ class _Watch(TorchDispatchMode):
         self.memory = {t.untyped_storage().data_ptr() for t in strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op, or refuse to."""
         name = func._schema.name
         if draws(func, args, kwargs or {}):
             raise CannotTellError("it depends on random numbers that the step draws")
@@ -251,7 +249,7 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
 
 def depends_on_inputs(node: fx.Node) -> bool:
     """Tell whether a node of a graph is computed from its inputs."""
-    return any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)]))
+    return any(n.op == "placeholder" for n in needed_by(node))
 
 
 def checking_guards(run: Callable[..., Any], guards: DataGuards) -> Callable[..., Any]:
