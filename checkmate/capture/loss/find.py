@@ -168,7 +168,7 @@ def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
 
 
 def _is_expanded(node: Any) -> bool:
-    """A number for each row, expanded to all columns."""
+    """Tell whether this is a number for each row, expanded to all columns."""
     if not isinstance(node, fx.Node) or node.target is not aten.expand.default or len(node.users) != 1:
         return False
     source: Any = node.args[0]
@@ -190,7 +190,7 @@ def is_of_rows(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
-    """A function of each number by itself, but for what a backward may read of the forward."""
+    """Tell whether this is a function of each number by itself, but for what a backward may read of the forward."""
     args: Any = node.args
     if (name := str(node.target)) not in POINTWISE:
         return False

@@ -59,21 +59,14 @@ class _Ladder:
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """Losses that can be split."""
         return losses(self.whole.graph)
 
     @cached_property
     def rungs(self) -> tuple[LossSplit, ...]:
-        """Splits of these, from cheap to small."""
         return loss_splits_of(self.losses)
 
     def linked(self, problem: Problem, rung: int, below: int) -> Problem:
-        """The problem with the next one to be had from it.
-
-        Args:
-            rung: how many splits were looked at.
-            below: bytes that no plan without kept logits goes below so far.
-        """
+        """Link a problem to the next, after ``rung`` splits; no plan without kept logits goes below ``below`` bytes."""
         return replace(problem, next_split=cache(partial(self.next, problem, rung, below)))
 
     def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
