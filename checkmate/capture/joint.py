@@ -179,15 +179,27 @@ class _Contents:
                 self._add_values(n, None, "buffer")
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
-        """A value for each storage that the node makes; its faces are the node itself or its getitems."""
+        """Add a value for each storage that the node makes; its faces are the node itself or its getitems."""
         made: list[int] = []
         is_one = isinstance(node.meta.get("val"), torch.Tensor)
         for i, tensor in enumerate(tensors(node.meta.get("val"))):
-            if storage(tensor) not in self.by_storage:
-                name = self.step.name(node) if is_one else f"{node.name}[{i}]"
-                size = as_allocated(self._storage_bytes(node, tensor), self.block_bytes)
-                made.append(self._add_value(Value(name, size, producer, role)))
-                self.by_storage[storage(tensor)] = made[-1]
+            if storage(tensor) in self.by_storage:
+                continue
+            # Some fake tensors do not have the bytes of what is allocated.
+            size = tensor.untyped_storage().nbytes()
+            if node in self.step.draws:
+                size = DRAW_BYTES
+            elif node.target in COPIES_OF_STORAGES:
+                (part, *_) = leaf_nodes(node.args)
+                (v,) = self.values_of(part)
+                if tensor.stride() == part.meta["val"].stride():
+                    size = self.values[v].size_bytes
+            elif node.target in LOSSES:
+                terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
+                size = terms.numel() * tensor.element_size()
+            name = self.step.name(node) if is_one else f"{node.name}[{i}]"
+            made.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
+            self.by_storage[storage(tensor)] = made[-1]
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
                 if producer is None or v in made:
@@ -199,29 +211,12 @@ class _Contents:
         self.nodes_of_value.append([])
         return len(self.values) - 1
 
-    def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:
-        if node in self.step.draws:
-            return DRAW_BYTES
-        if node.target in COPIES_OF_STORAGES:
-            (part, *_) = leaf_nodes(node.args)
-            (v,) = self.values_of(part)
-            if tensor.stride() == part.meta["val"].stride():
-                return self.values[v].size_bytes
-        if node.target in LOSSES:
-            terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
-            return terms.numel() * tensor.element_size()
-        return tensor.untyped_storage().nbytes()
-
     def add(self, op: Op, node: fx.Node | None = None) -> None:
         self.ops.append(op)
         self.nodes.append(node)
 
     def add_op(self, node: fx.Node, phase: Phase) -> None:
-        """Add the op of a node, and the values that it makes.
-
-        Raises:
-            Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
-        """
+        """Add the op of a node, and the values that it makes."""
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
         writes = is_mutating(node) or bool(updated(node))
         made = () if writes else self._add_values(node, len(self.ops), "intermediate")
@@ -251,10 +246,7 @@ class _Contents:
                 self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
-        """Add values that others make within the step: numbers, by Dynamo, before the forward.
-
-        And gradients, by autograd, between forward and backward, which holds them to the end.
-        """
+        """Add values that others make: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""
         made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:
             self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))

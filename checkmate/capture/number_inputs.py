@@ -97,24 +97,20 @@ def refuse_read(draws: Iterable[fx.Node]) -> None:
 
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
     """The placeholders of a joint graph that are numbers."""
-    found = {}
-    for node in graph.find_nodes(op="placeholder") if numbers else ():
-        position: Any = getattr(node.meta.get("desc"), "idx", None)
-        if _is_primal(node) and position in numbers:
-            found[node] = numbers[position]
-    return found
+    primals = [node for node in graph.find_nodes(op="placeholder") if numbers and _is_primal(node)]
+    positions: dict[fx.Node, Any] = {node: getattr(node.meta.get("desc"), "idx", None) for node in primals}
+    return {node: numbers[i] for node, i in positions.items() if i in numbers}
 
 
 def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
-    """Refuse sizes that are not fixed, and tensors whose bytes depend on data.
+    """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
-        graph: a joint graph.
         numbers: Dynamo's names of the inputs that may be any number, by position.
         name: of a value, as the user knows it.
 
     Raises:
-        NotFree: if a shape depends on one of the numbers.
+        NotFree: if a shape or a type depends on one of the numbers.
         Unsupported: if it depends on something else.
     """
     free: set[fx.Node] = {*number_placeholders(graph, numbers)}
@@ -145,8 +141,18 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                 raise Unsupported(_size_of_data(node))
             if numbers and open_sizes:
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
-    if numbers:
-        _check_types(graph)
+
+    # Refuse `min(1, x)` of a float x, an integer in one call and a float in another, if it meets other than floats.
+    either: set[fx.Node] = set()
+    for node in graph.nodes if numbers else ():
+        if is_sym_node(node):
+            kinds = {type(value_of(a.meta["val"] if isinstance(a, fx.Node) else a)) for a in node.args}
+            if either.intersection(node.all_input_nodes) or (node.target in _ONE_OF and len(kinds) > 1):
+                either.add(node)
+        elif node.op != "output" and either.intersection(node.all_input_nodes):
+            beside = [t for a in node.all_input_nodes for t in tensors(a.meta.get("val"))]
+            if not beside or not all(t.is_floating_point() for t in beside):
+                raise NotFree(f"{where(node)}: the type of {node.name} depends on a number")
 
 
 def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
@@ -171,9 +177,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
     output = module.graph.output_node()
     if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in described[n]):
         return
-    needed = needed_by(
-        output, [*described], lambda n: leaf_nodes(n.args[:1]) if n.target in _READ_ONE else n.all_input_nodes
-    )
+    needed = needed_by(output, lambda n: leaf_nodes(n.args[:1]) if n.target in _READ_ONE else n.all_input_nodes)
     if any(node.target == "item" for node in needed):  # `check_sizes` says more of these
         return
     for node in sized:
@@ -191,20 +195,6 @@ def _size_of_data(node: fx.Node) -> str:
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
         f"{EXPERTS if _EXPERT.search(place) else f'{CHOSEN} {OUTSIDE}'}"
     )
-
-
-def _check_types(graph: fx.Graph) -> None:
-    """Refuse `min(1, x)` of a float x, an integer in one call and a float in another, if it meets other than floats."""
-    either: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_sym_node(node):
-            kinds = {type(value_of(a.meta["val"] if isinstance(a, fx.Node) else a)) for a in node.args}
-            if either.intersection(node.all_input_nodes) or (node.target in _ONE_OF and len(kinds) > 1):
-                either.add(node)
-        elif node.op != "output" and either.intersection(node.all_input_nodes):
-            beside = [t for a in node.all_input_nodes for t in tensors(a.meta.get("val"))]
-            if not beside or not all(t.is_floating_point() for t in beside):
-                raise NotFree(f"{where(node)}: the type of {node.name} depends on a number")
 
 
 def value_of(leaf: Any) -> Any:
