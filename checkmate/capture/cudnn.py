@@ -36,7 +36,7 @@ def expose_cudnn(graph: fx.Graph) -> None:
             saved = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
             node.target, node.args = batch_norm, args
             with val[0].fake_mode:
-                reserved = torch.empty(reserve_bytes(_fake(args[0])), dtype=torch.uint8, device=val[0].device)
+                reserved = torch.empty(reserve_bytes(args[0].meta["val"]), dtype=torch.uint8, device=val[0].device)
             node.meta["val"] = (*val, reserved)
 
             # The backward that reads what it saved becomes one of `batch_norm_backward`.
@@ -50,7 +50,8 @@ def expose_cudnn(graph: fx.Graph) -> None:
                 reader.target = batch_norm_backward
                 reader.args = (grad, x, weight, mean, rstd, eps, reserve)
                 with val[0].fake_mode:  # cuDNN makes all three gradients, asked for or not
-                    made = zip(reader.meta["val"], map(_fake, (x, weight, weight)), strict=True)
+                    likes = fx.node.map_arg((x, weight, weight), lambda n: n.meta["val"])
+                    made = zip(reader.meta["val"], likes, strict=True)
                     reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in made)
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         args = node.args
@@ -59,11 +60,8 @@ def expose_cudnn(graph: fx.Graph) -> None:
 
 
 def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) -> bool:
-    """Tell whether eager PyTorch would have cuDNN do this batch norm; PyTorch itself is asked.
-
-    ``tensors``: input, weight, bias, running mean and running variance.
-    """
-    fakes: list[Any] = [None if n is None else _fake(n) for n in tensors]
+    """Ask PyTorch whether cuDNN does a batch norm in eager mode, of input, weight, bias, running mean and variance."""
+    fakes: list[Any] = [None if n is None else n.meta["val"] for n in tensors]
     x, weight, bias, mean, var = fakes
     if x.device.type != "cuda" or weight is None or bias is None:
         return False
@@ -85,10 +83,6 @@ def reserve_bytes(x: Tensor) -> int:
     if not torch.cuda.is_available():
         return -(-x.numel() // 8)
     return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
-
-
-def _fake(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def batch_norm(

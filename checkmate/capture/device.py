@@ -155,10 +155,7 @@ def may_waver(device: torch.device) -> bool:
 
 
 def is_unordered(node: fx.Node) -> bool:
-    """Adds in an order that may be another in the next run, which then leaves other bits.
-
-    Also where it was tried and did, or a part of several that it runs does.
-    """
+    """Tell whether an op, or a part of it, adds in an order that may change from run to run, or wavered when tried."""
     if node.meta.get(WAVERS):
         return True
     within = getattr(node.target, "part", None)

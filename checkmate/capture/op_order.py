@@ -97,7 +97,7 @@ class TracedStep:
         return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
 
     def pinned(self, node: fx.Node) -> str | None:
-        """Why an op must run exactly once, in words."""
+        """Say why an op must run exactly once."""
         if is_mutating(node):
             return "overwrites " + ", ".join(map(self.name, written(node)))
         if does := done_with_gradients(node):

@@ -246,9 +246,8 @@ def sum_what_masks_select(graph: fx.Graph) -> None:
         if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool or len(node.users) != 1:
             continue
         (total,) = node.users
-        if total.target not in (aten.sum.default, aten.sum.dim_IntList) or total.kwargs:
-            continue
-        if free_unbacked_symbols(total.meta["val"]):
+        is_sum = total.target in (aten.sum.default, aten.sum.dim_IntList) and not total.kwargs
+        if not is_sum or free_unbacked_symbols(total.meta["val"]):
             continue
         _replace(total, sum_of_selected, (x, masks[0], len(indices) - 1, *total.args[1:]), f"{total.name}_selected")
         graph.erase_node(node)
@@ -276,13 +275,9 @@ def gather_copies(graph: fx.Graph) -> None:
         group = [n for n in alike if ("backward" in n.meta.get("partitioner_tag", "")) == in_backward]
         if len(group) < 2:
             continue
+        copy, args = aten._foreach_copy_.default, ([n.args[0] for n in group], [n.args[1] for n in group])
         with graph.inserting_after(group[-1]):
-            together = graph.create_node(
-                "call_function",
-                aten._foreach_copy_.default,
-                ([n.args[0] for n in group], [n.args[1] for n in group]),
-                name=f"{group[0].name}_all",
-            )
+            together = graph.create_node("call_function", copy, args, name=f"{group[0].name}_all")
         together.meta = {**group[-1].meta, "val": None}
         for n in group:
             graph.erase_node(n)

@@ -28,11 +28,7 @@ def body_of(node: fx.Node) -> nn.Module | None:
 
 
 def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
-    """Describe a graph by text that is the same in every process.
-
-    Args:
-        body: the graph; describe: how to write what is no node in the arguments of an op.
-    """
+    """Write a graph as text that is the same in every process; ``describe`` writes arguments that are no nodes."""
     if not isinstance(body, fx.GraphModule):
         return str(body)
     numbers = {node: i for i, node in enumerate(body.graph.nodes)}

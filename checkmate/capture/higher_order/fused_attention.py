@@ -53,7 +53,7 @@ class Fused:
     __name__ = "fused_attention"
 
     def __call__(self, *args: Any) -> Any:
-        """The results."""
+        """Run the kernel."""
         return _kernels[self.key](*tensors(args))
 
     def __str__(self) -> str:

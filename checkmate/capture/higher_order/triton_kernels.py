@@ -102,9 +102,7 @@ def why_once(kernel: int, constants: int) -> str | None:
 def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
     """Let launches allocate their results themselves where these were empty tensors.
 
-    Args:
-        graph: of the step.
-        same_again: whether an op leaves the same bits when it runs again, as tried; None: each does.
+    ``same_again``: whether an op leaves the same bits when it runs again, as tried; None: each does.
     """
     for node in graph.find_nodes(op="call_function", target=WRAPPER):
         options = dict(node.kwargs)

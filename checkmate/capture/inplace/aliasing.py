@@ -62,10 +62,9 @@ def handed_out(joint: Joint) -> set[int]:
 
 
 def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[int]) -> Reason | None:
-    """Why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
+    """Say why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
 
-    Args:
-        shown: the values that are `handed_out`.
+    ``shown``: the values that are `handed_out`.
     """
     node, outputs = joint.nodes[k], joint.graph.ops[k].outputs
     assert node is not None

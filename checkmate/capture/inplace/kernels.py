@@ -127,7 +127,7 @@ def convolution_backward_input_over(
     *geometry: Any,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute that where only the shape of the input is handed in."""
+    """The gradient of a convolution's input, by images, where only the input's shape is handed in."""
     for some in _slices(shape[0], _images_of_a_block(shape[0])):
         count = len(range(shape[0])[some])
         out[some] = convolution_backward_input(grad[some], weight, (count, *shape[1:]), stride, *geometry)
@@ -157,7 +157,7 @@ def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any
 def convolution_backward_input_block(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int | None:
-    """Compute that where only the shape of the input is handed in."""
+    """Bytes of the result for some images; None where images are few."""
     images = _images_of_a_block(shape[0])
     return math.prod(shape[1:]) * grad.itemsize * images if shape[0] >= 2 * images else None
 

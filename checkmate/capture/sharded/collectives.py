@@ -60,7 +60,7 @@ def until_let_go(tensor: torch.Tensor, held: int) -> None:
 
 def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
-    _reducing(tensor, how, group, lambda: tensor).end()
+    end(_reducing(tensor, how, group, lambda: tensor))
 
 
 def as_number(said: object) -> int:
@@ -84,18 +84,14 @@ class Pending:
     held: tuple[tuple[torch.Tensor, int], ...]  # tensors of it, and by how many each was held before
     result: Callable[[], torch.Tensor]
 
-    def end(self) -> torch.Tensor:
-        """Wait for it."""
-        self.work.wait()
-        self.work = None  # it holds the tensors, too
-        for tensor, held in self.held:
-            until_let_go(tensor, held)
-        return self.result()
-
 
 def end(pending: Pending) -> torch.Tensor:
-    """Wait for a collective and give its result; for the code of plans."""
-    return pending.end()
+    """Wait for a collective and give its result; also for the code of plans."""
+    pending.work.wait()
+    pending.work = None  # it holds the tensors, too
+    for tensor, held in pending.held:
+        until_let_go(tensor, held)
+    return pending.result()
 
 
 def _gather(x: torch.Tensor, size: int, group: Any) -> Pending:
@@ -173,7 +169,7 @@ def exchange(launch: str, name: str = "") -> Op:
     begin, rehearse = _EXCHANGES[launch]
 
     def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
-        return begin(x, *about).end()
+        return end(begin(x, *about))
 
     op.__name__ = op.__qualname__ = name or launch
     op.__module__ = _NAMESPACE  # whose op it is
@@ -185,10 +181,9 @@ GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op 
 
 
 def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool, overlap: bool = False) -> None:
-    """Make one op of each collective and its wait, in a joint graph.
+    """Make one op of each collective and its wait, in a joint graph, in place.
 
     Args:
-        graph: is changed in place.
         parameters: placeholders of these.
         again: what is gathered of parameters may be gathered again.
         overlap: their nodes say which link carries them, that of their ranks.

@@ -124,13 +124,7 @@ class Shards:
     def refuse_converted(self, graph: fx.Graph, kept: Sequence[bool], names: Sequence[str]) -> None:
         """Refuse weights of which autocast keeps converted copies: the shards of these are no leaves in the step.
 
-        Args:
-            graph: the joint graph.
-            kept: of each input, whether autocast would keep what it converts it to.
-            names: of the inputs.
-
-        Raises:
-            Unsupported: naming one.
+        ``kept``: of each input, whether autocast would keep what it converts it to; ``names``: of the inputs.
         """
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
             (source,) = node.all_input_nodes or (None,)  # a number that is made a tensor is no input
