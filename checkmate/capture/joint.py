@@ -115,14 +115,7 @@ def read_joint(
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
     for node in forward:
         found.add_op(node, "forward")
-
-    # Some results the caller of the forward reads as soon as it has them, and holds no longer. AOTAutograd copies them
-    # into inputs that it cannot overwrite within the graph, such as a parameter whose .data is clamped; or Dynamo reads
-    # numbers from them.
-    pairs = zip(step.forward_outputs, step.forward_descs, strict=True)
-    results = [(n, desc) for n, desc in pairs if isinstance(n, fx.Node)]
-    at_return = [n for n, desc in results if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
-    let_go = found.made_for(at_return)
+    let_go = found.read_at_return()
     if held := (*handed_in, *let_go):  # by the caller of the forward until it has returned, but not for the backward
         found.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
     tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
@@ -252,10 +245,17 @@ class _Contents:
             self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
         return made
 
-    def made_for(self, results: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Values that these results of the forward show and no others do, and that the step makes."""
-        shown = dict.fromkeys(v for n in results for v in self.values_of(n))
-        others = {v for n in leaf_nodes(self.step.forward_outputs) if n not in results for v in self.values_of(n)}
+    def read_at_return(self) -> tuple[int, ...]:
+        """Values that the step makes and the caller of the forward reads as soon as it has them, and holds no longer.
+
+        AOTAutograd copies some results into inputs that it cannot overwrite within the graph, such as a parameter whose
+        ``.data`` is clamped. Dynamo reads numbers from others.
+        """
+        pairs = zip(self.step.forward_outputs, self.step.forward_descs, strict=True)
+        results = [(n, desc) for n, desc in pairs if isinstance(n, fx.Node)]
+        let_go = [n for n, desc in results if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
+        shown = dict.fromkeys(v for n in let_go for v in self.values_of(n))
+        others = {v for n, _ in results if n not in let_go for v in self.values_of(n)}
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:

@@ -56,15 +56,12 @@ class NotFree(Exception):
 def as_inputs(sources: Collection[str]) -> Iterator[None]:
     """Make Dynamo capture numbers, by its names, as inputs that stay numbers: as tensors they would round."""
 
-    def is_dynamic(name: str, *where: Any) -> bool:
-        return name in sources
-
     def frame_state(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         return replace(entry, scalar=auto_dynamic) if name in sources else entry
 
     with ExitStack() as stack:
         if sources:
-            stack.enter_context(patch.object(builder, "is_dynamic_source", is_dynamic))
+            stack.enter_context(patch.object(builder, "is_dynamic_source", lambda name, *_: name in sources))
             stack.enter_context(patch.object(builder, "process_automatic_dynamic", frame_state))
             stack.enter_context(patch.object(graph_compile, "tensorify_python_scalars", lambda *args: None))
         yield

@@ -46,9 +46,8 @@ class Candidate(NamedTuple):
 def candidates(joint: Joint) -> Iterator[Candidate]:
     """The arguments that ops may write over, by shapes, layouts and aliases; bits are another question."""
     shown = handed_out(joint)
-    for k, node in enumerate(joint.nodes):
-        for i in () if node is None else positions_to_try(node):
-            assert node is not None
+    for k, node in [(k, node) for k, node in enumerate(joint.nodes) if node is not None]:
+        for i in positions_to_try(node):
             argument = node.args[i]
             assert isinstance(argument, fx.Node)
             if reason_against(joint, k, argument, shown) is None:

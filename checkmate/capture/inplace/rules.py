@@ -100,10 +100,7 @@ TABLE: Mapping[Any, Written] = {
         kernels.convolution_backward_over, (0, 1), pointwise=False, block=kernels.convolution_backward_block
     ),
     convolution_backward_input: Written(
-        kernels.convolution_backward_input_over,
-        (0,),
-        pointwise=False,
-        block=kernels.convolution_backward_input_block,
+        kernels.convolution_backward_input_over, (0,), pointwise=False, block=kernels.convolution_backward_input_block
     ),
     aten._safe_softmax.default: Written(kernels.safe_softmax_over, (0,), pointwise=False),
     aten._softmax.default: Written(aten._softmax.out, (0,), pointwise=False),

@@ -81,9 +81,8 @@ class Loss:
     def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Pointwise ops from the product to the softmax, and those of the gradient on the way back."""
         made = [node for node in self.before if str(node.target) in POINTWISE]
-        return tuple(_step(node, made) for node in made), tuple(
-            _step(node, made) for node in self.through if str(node.target) in POINTWISE
-        )
+        back = [node for node in self.through if str(node.target) in POINTWISE]
+        return tuple(_step(node, made) for node in made), tuple(_step(node, made) for node in back)
 
     @property
     def given_nodes(self) -> set[fx.Node]:

@@ -43,8 +43,7 @@ def with_loss_in_parts(
         pose: makes a problem of a captured step.
         tried: whether bits of a split are compared before it is offered, which takes data.
     """
-    ladder = _Ladder(module, read, pose, tried)
-    return ladder.linked(problem, 0, int(problem.unavoidable_bytes.max()))
+    return _Ladder(module, read, pose, tried).linked(problem, 0, int(problem.unavoidable_bytes.max()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,16 +48,6 @@ def times_held(tensor: torch.Tensor) -> int:
     return count
 
 
-def until_let_go(tensor: torch.Tensor, held: int) -> None:
-    """Wait until the memory of a tensor has this many holders only.
-
-    On the CPU a thread of the backend may hold it a moment longer, and free it: no plan would know when.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while times_held(tensor) > held and time.monotonic() < deadline:
-        time.sleep(0)
-
-
 def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
     end(_reducing(tensor, how, group, lambda: tensor))
@@ -89,8 +79,11 @@ def end(pending: Pending) -> torch.Tensor:
     """Wait for a collective and give its result; also for the code of plans."""
     pending.work.wait()
     pending.work = None  # it holds the tensors, too
+    # On the CPU a thread of the backend may hold a tensor a moment longer, and free it: no plan would know when.
     for tensor, held in pending.held:
-        until_let_go(tensor, held)
+        deadline = time.monotonic() + PATIENCE
+        while times_held(tensor) > held and time.monotonic() < deadline:
+            time.sleep(0)
     return pending.result()
 
 
@@ -117,10 +110,6 @@ def _reducing(total: torch.Tensor, how: Any, ranks: Any, result: Callable[[], to
     """A launched reduction over ranks, in place; ``result`` makes its result."""
     held = times_held(total)
     return Pending(dist.all_reduce(total.detach(), how, ranks, async_op=True), ((total, held),), result)
-
-
-def _rehearse_reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
-    return _averaged(_copy(x), how, 2)
 
 
 def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> Pending:
@@ -159,7 +148,7 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
 _EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # what launches, and what costs the same and says nothing
     "all_gather_into_tensor": (_gather, _rehearse_gather),
     "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
-    "all_reduce": (_reduce, _rehearse_reduce),
+    "all_reduce": (_reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
 }
 
 
