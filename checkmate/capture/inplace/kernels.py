@@ -98,7 +98,8 @@ def batch_norm_backward_over(
         made = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
         out[:, some] = made[0]
         others.append(made[1:])
-    return out, *(_joined(parts) for parts in zip(*others, strict=True))
+    given = ([part for part in parts if part is not None] for parts in zip(*others, strict=True))
+    return out, *(torch.cat(parts) if parts else None for parts in given)
 
 
 def convolution_over(
@@ -174,8 +175,3 @@ def _images_of_a_block(images: int) -> int:
 
 def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, size)) for begin in range(0, size, step))
-
-
-def _joined(parts: Sequence[Optional]) -> Optional:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None
