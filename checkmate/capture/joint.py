@@ -29,7 +29,7 @@ from checkmate.capture.nodes import (
     tensors,
     updated,
 )
-from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
+from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number
 from checkmate.capture.op_order import TracedStep, let_overwrite, split_forward_backward
 from checkmate.capture.patches.results.strides import obeys_layout
 from checkmate.capture.provenance import where
@@ -100,16 +100,25 @@ def read_joint(
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    # Constants that no node reads any more would be bytes in no plan.
+    # Delete constants that no node reads any more: their bytes would be in no plan.
     read = {node.target for node in module.graph.find_nodes(op="get_attr")}
     for name, _ in [*module.named_buffers(recurse=False)]:
         if name not in read:
             delattr(module, name)
+
     step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
     let_overwrite(step)
     forward, backward = split_forward_backward(step)
-    refuse_read(step.draws)
+
+    # Dynamo makes tensors of Python's draws, which take part in other kernels, and other types. What a program asks of
+    # them, ``if random.uniform(0, 1) < 0.1:``, has been evaluated before: see `checkmate.capture.guards`.
+    for user in (user for draw in step.draws for user in draw.users):
+        raise Unsupported(
+            f"{where(user)}: a number of Python's random generator is computed with. "
+            "Draw with torch, or draw outside and pass the number in as a tensor."
+        )
+
     found = _Contents(step, block_bytes)
     found.add_inputs()
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])

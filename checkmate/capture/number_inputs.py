@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -78,18 +78,6 @@ def draws_of_python(module: fx.GraphModule) -> list[int]:
     """Positions of the inputs of a captured graph that are drawn by ``random.uniform`` and the like, at each call."""
     sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
     return [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
-
-
-def refuse_read(draws: Iterable[fx.Node]) -> None:
-    """Refuse ops on such draws: Dynamo makes tensors of them, which take part in other kernels, and other types.
-
-    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been evaluated before: see `guards`.
-    """
-    for user in (user for draw in draws for user in draw.users):
-        raise Unsupported(
-            f"{where(user)}: a number of Python's random generator is computed with. "
-            "Draw with torch, or draw outside and pass the number in as a tensor."
-        )
 
 
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:

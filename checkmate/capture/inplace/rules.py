@@ -153,9 +153,10 @@ def is_alike(argument: Any, made: torch.Tensor) -> bool:
     a = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or made.layout is not torch.strided:
         return False
-    same = (a.dtype, a.shape, a.stride(), a.device) == (made.dtype, made.shape, made.stride(), made.device)
-    plain = made.is_floating_point() and same and not a.is_conj() and not a.is_neg()
-    return plain and bool(aten.is_non_overlapping_and_dense(a))
+    wanted = made.dtype, made.shape, made.stride(), made.device
+    if not made.is_floating_point() or (a.dtype, a.shape, a.stride(), a.device) != wanted:
+        return False
+    return not a.is_conj() and not a.is_neg() and bool(aten.is_non_overlapping_and_dense(a))
 
 
 def is_whole(argument: Any) -> bool:
