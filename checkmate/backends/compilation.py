@@ -24,9 +24,9 @@ from checkmate.backends.static_memory import FirstStep, Lower, serving, within
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.guards import checking_guards, take_guards
+from checkmate.capture.higher_order.bodies import put_regions_in_place
 from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_of_second_writes
 from checkmate.capture.higher_order.fused_attention import compile_attention
-from checkmate.capture.higher_order.regions import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake

@@ -40,13 +40,9 @@ def within_region() -> bool:
 
 def is_kept(tensor: Any) -> bool:
     """Tell whether autocast keeps the copy of a tensor once it has converted it."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype == torch.float32
-        and tensor.requires_grad
-        and tensor.is_leaf
-        and not tensor._is_view()
-    )
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        return False
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 @contextmanager
@@ -76,8 +72,7 @@ class Copies:
 
     Args:
         module: the graph as Dynamo captured it. Its weights are leaves from now on when its gradients are traced.
-        inputs: what it is called with.
-        names: of the inputs.
+        inputs, names: what it is called with, and the names of these.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> None:
@@ -100,12 +95,22 @@ class Copies:
 
         Refused is one that is converted twice, and written in a way that AOTAutograd traces as a write to another.
         """
-        for node, versions in _versions(graph).items():
-            position = getattr(node.meta.get("desc"), "idx", len(self.kept))
-            if position >= len(self.kept) or not self.kept[position]:
+        # Versions of each input: itself, and what writes of the step make of it, one after the other.
+        primals = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
+        versions = {getattr(n.meta.get("desc"), "idx", None): [n] for n in primals}
+        output = graph.output_node()
+        for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+            is_write = isinstance(desc, InputMutationAOTOutput)
+            written = versions.get(getattr(desc.mutated_input, "idx", None)) if is_write else None
+            while written is not None and isinstance(made, fx.Node) and made.op == "call_function":
+                written.append(made)
+                made = made.args[0] if made.args else None
+
+        for position, of_input in versions.items():
+            if position is None or position >= len(self.kept) or not self.kept[position]:
                 continue
-            copies = [n for version in versions for n in version.users if is_converted(n)]
-            if len(versions) > 1 and len(copies) > 1:
+            copies = [n for version in of_input for n in version.users if is_converted(n)]
+            if len(of_input) > 1 and len(copies) > 1:
                 raise Unsupported(
                     f"{where(copies[1])}: {self.names[position]} is used more than once under autocast, and the step "
                     "overwrites it. Plain PyTorch goes on with the converted copy of what it was. Overwrite it outside "
@@ -113,20 +118,6 @@ class Copies:
                 )
             if copies:
                 self.converted[position] = copies[0].meta["val"].dtype
-
-
-def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Versions of each input of a joint graph: itself, and what writes of the step make of it, one after the other."""
-    found = {n: [n] for n in graph.find_nodes(op="placeholder") if _is_primal(n)}
-    by_position = {getattr(n.meta.get("desc"), "idx", None): n for n in found}
-    output = graph.output_node()
-    for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
-        is_write = isinstance(desc, InputMutationAOTOutput)
-        written = by_position.get(getattr(desc.mutated_input, "idx", None)) if is_write else None
-        while written is not None and isinstance(made, fx.Node) and made.op == "call_function":
-            found[written].append(made)
-            made = made.args[0] if made.args else None
-    return found
 
 
 def is_converted(node: fx.Node) -> bool:

@@ -28,8 +28,31 @@ def expose_cudnn(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=op):
             x, weight, bias, *rest = node.args
             args: Any = (x, weight, bias, *([] if len(rest) == 5 else [None, None]), *rest)
-            if is_for_cudnn(args[:5], args[5], args[7]):
-                _call_cudnn(graph, node, args)
+            if not is_for_cudnn(args[:5], args[5], args[7]):
+                continue
+
+            # The node becomes a call of `batch_norm`, which gives what cuDNN reserves, too.
+            val = tuple(node.meta["val"])
+            saved = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
+            node.target, node.args = batch_norm, args
+            with val[0].fake_mode:
+                reserved = torch.empty(reserve_bytes(args[0].meta["val"]), dtype=torch.uint8, device=val[0].device)
+            node.meta["val"] = (*val, reserved)
+
+            # The backward that reads what it saved becomes one of `batch_norm_backward`.
+            backward = aten.native_batch_norm_backward.default
+            readers = [n for n in (saved.users if saved else ()) if n.target is backward and n.args[5] is saved]
+            if readers:
+                with graph.inserting_after(node):
+                    reserve = call(node, operator.getitem, (node, len(val)), val=reserved)
+            for reader in readers:
+                grad, x, weight, _, _, mean, rstd, _, eps, _ = reader.args
+                reader.target = batch_norm_backward
+                reader.args = (grad, x, weight, mean, rstd, eps, reserve)
+                with val[0].fake_mode:  # cuDNN makes all three gradients, asked for or not
+                    likes = fx.node.map_arg((x, weight, weight), lambda n: n.meta["val"])
+                    made = zip(reader.meta["val"], likes, strict=True)
+                    reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in made)
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         args = node.args
         if is_for_cudnn(args[:5], False, args[6]):
@@ -37,11 +60,8 @@ def expose_cudnn(graph: fx.Graph) -> None:
 
 
 def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) -> bool:
-    """Tell whether eager PyTorch would have cuDNN do this batch norm; PyTorch itself is asked.
-
-    ``tensors``: input, weight, bias, running mean and running variance.
-    """
-    fakes: list[Any] = [None if n is None else _fake(n) for n in tensors]
+    """Ask PyTorch whether cuDNN does a batch norm in eager mode, of input, weight, bias, running mean and variance."""
+    fakes: list[Any] = [None if n is None else n.meta["val"] for n in tensors]
     x, weight, bias, mean, var = fakes
     if x.device.type != "cuda" or weight is None or bias is None:
         return False
@@ -63,33 +83,6 @@ def reserve_bytes(x: Tensor) -> int:
     if not torch.cuda.is_available():
         return -(-x.numel() // 8)
     return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
-
-
-def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
-    """Turn a node into a call of `batch_norm`, and the backward that reads what it saved into `batch_norm_backward`."""
-    val = tuple(node.meta["val"])
-    saved = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
-    node.target, node.args = batch_norm, args
-    with val[0].fake_mode:
-        reserved = torch.empty(reserve_bytes(_fake(args[0])), dtype=torch.uint8, device=val[0].device)
-    node.meta["val"] = (*val, reserved)
-    backward = aten.native_batch_norm_backward.default
-    readers = [n for n in (saved.users if saved else ()) if n.target is backward and n.args[5] is saved]
-    if not readers:
-        return
-    with graph.inserting_after(node):
-        reserve = call(node, operator.getitem, (node, len(val)), val=reserved)
-    for reader in readers:
-        grad, x, weight, _, _, mean, rstd, _, eps, _ = reader.args
-        reader.target = batch_norm_backward
-        reader.args = (grad, x, weight, mean, rstd, eps, reserve)
-        with val[0].fake_mode:  # cuDNN makes all three gradients, asked for or not
-            made = zip(reader.meta["val"], map(_fake, (x, weight, weight)), strict=True)
-            reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in made)
-
-
-def _fake(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def batch_norm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.fx as fx
@@ -21,10 +21,10 @@ def up_to(node: fx.Node) -> Iterable[fx.Node]:
             return
 
 
-def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
+def needed_by(node: fx.Node, reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
     """The node, the nodes it is computed from, and earlier writes to any of them."""
     needed, memory = set[fx.Node](), set[int]()
-    writers = [n for n in earlier if is_write(n)]
+    writers = [n for n in up_to(node) if is_write(n)]
     todo = [node]
     while todo:
         while todo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -134,19 +134,14 @@ def same_random_state(*devices: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_states(states, *devices)
+        torch.set_rng_state(states[0])
+        for device, state in zip(_with_generators(devices), states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def random_states(*devices: torch.device) -> list[torch.Tensor]:
     """The global random states of the CPU and of those of these devices that are others, and have one."""
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _with_generators(devices))]
-
-
-def set_random_states(states: Sequence[torch.Tensor], *devices: torch.device) -> None:
-    """Set what `random_states` found."""
-    torch.set_rng_state(states[0])
-    for device, state in zip(_with_generators(devices), states[1:], strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
@@ -160,10 +155,7 @@ def may_waver(device: torch.device) -> bool:
 
 
 def is_unordered(node: fx.Node) -> bool:
-    """Adds in an order that may be another in the next run, which then leaves other bits.
-
-    Also where it was tried and did, or a part of several that it runs does.
-    """
+    """Tell whether an op, or a part of it, adds in an order that may change from run to run, or wavered when tried."""
     if node.meta.get(WAVERS):
         return True
     within = getattr(node.target, "part", None)

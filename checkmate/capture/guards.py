@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -81,11 +81,10 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
     Raises:
         CannotTellError: if it depends on what is no op.
     """
-    earlier = [*up_to(ends[-1])]
-    needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
+    needed = set[fx.Node]().union(*map(needed_by, ends))
     overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
-    for n in earlier:
+    for n in up_to(ends[-1]):
         if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
         elif n.target is guard_on and n in needed:
@@ -116,15 +115,25 @@ def evaluate(
     Raises:
         CannotTellError: if it cannot be told before the step runs.
     """
-    if (certain := _whatever_is_drawn(node)) is not None:
-        return torch.tensor(certain)
+    # LayerDrop with p = 0: whatever `torch.rand(())` draws, from 0 to below 1, ``< p`` has one answer.
+    draw, p = node.args if node.target is operator.lt else (None, None)
+    drawn = draw.meta["example_value"] if isinstance(draw, fx.Node) and draw.target is torch.rand else None
+    if drawn is not None and isinstance(p, (int, float)) and drawn.numel() == 1 and not 0 < p < 1:
+        return torch.tensor(p > 0)
+
     module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
     if any(is_fake(given[n]) for n in inputs):
         raise CannotTellError(_NO_DATA)
     if not torch.cuda.is_available():
         _on_cpu(module.graph)
-    statistics = {*_statistics(node, copies)}
+    # Batch norms before the node write to what they keep, without a trace.
+    norms = [
+        n
+        for n in up_to(node)
+        if n not in copies and re.search("batch_norm|instance_norm", getattr(n.target, "__name__", str(n.target)))
+    ]
+    statistics = {place for n in norms for a in n.all_input_nodes if a not in n.args[:1] for place in memory_of(a)}
     replayed = [n for n in inputs if copies[n].op != "placeholder"]
     is_lost = any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs)
     shares = any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n)
@@ -148,14 +157,6 @@ def evaluate(
     return found
 
 
-def _whatever_is_drawn(node: fx.Node) -> bool | None:
-    """The answer to ``torch.rand(()) < p`` where all draws, from 0 to below 1, have the same: LayerDrop with p = 0."""
-    draw, p = node.args if node.target is operator.lt else (None, None)
-    if not isinstance(draw, fx.Node) or draw.target is not torch.rand or not isinstance(p, (int, float)):
-        return None
-    return p > 0 if draw.meta["example_value"].numel() == 1 and not 0 < p < 1 else None
-
-
 def _on_cpu(graph: fx.Graph) -> None:
     """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data.
 
@@ -171,15 +172,6 @@ def _on_cpu(graph: fx.Graph) -> None:
             n.args, n.kwargs = fx.node.map_aggregate(n.args, moved), fx.node.map_aggregate(n.kwargs, moved)
 
 
-def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
-    """The memory of what batch norms before a node keep: they write to it without a trace."""
-    for n in up_to(node):
-        if n not in needed and re.search("batch_norm|instance_norm", getattr(n.target, "__name__", str(n.target))):
-            for argument in n.all_input_nodes:
-                if argument not in n.args[:1]:
-                    yield from memory_of(argument)
-
-
 class _Watch(TorchDispatchMode):
     """Stop before an op that writes to these tensors, that draws, or that costs more than a pass over its tensors."""
 
@@ -189,7 +181,6 @@ class _Watch(TorchDispatchMode):
         self.memory = {t.untyped_storage().data_ptr() for t in strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op, or refuse to."""
         name = func._schema.name
         if draws(func, args, kwargs or {}):
             raise CannotTellError("it depends on random numbers that the step draws")
@@ -222,55 +213,43 @@ class DataGuards:
 
 def take_guards(module: fx.GraphModule) -> DataGuards:
     """Take the guards out of a captured graph; the same ones where they were taken before."""
-    found: DataGuards | None = module.meta.get("guards")
-    if found is None:
-        found = module.meta["guards"] = _take(module)
-    return found
-
-
-def _take(module: fx.GraphModule) -> DataGuards:
+    taken: DataGuards | None = module.meta.get("guards")
+    if taken is not None:
+        return taken
     markers = module.graph.find_nodes(op="call_function", target=guard_on)
-    guards = _guards(module, [marker for marker in markers if depends_on_inputs(marker)])
+    asked = [marker for marker in markers if depends_on_inputs(marker)]
+    guards = DataGuards(fx.GraphModule({}, fx.Graph()))
+    if asked:
+        position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
+        held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
+        given: Any = [marker.args for marker in asked]
+        run, copies = program(asked, {target: operator.attrgetter(target)(module) for target in held})
+        guards = DataGuards(
+            module=run,
+            inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
+            answers=tuple(known for _, known in given),
+            places=tuple(map(where, asked)),
+        )
     for marker in markers:
         module.graph.erase_node(marker)
+
+    # Nobody may want any more a Python number made from a tensor, or from such numbers, nor a check of what Dynamo
+    # itself knows of it, such as that a truth is 0 or 1.
+    numbers = (torch.SymBool, torch.SymInt, torch.SymFloat)
     for node in reversed(module.graph.nodes):
-        if not node.users and (_is_number(node) or _is_certain(node)):
+        is_made = node.op != "placeholder" and isinstance(node.meta.get("example_value"), numbers)
+        is_check = node.target is torch.ops.aten._assert_scalar.default
+        is_certain = is_check and str(node.args[1]).startswith("Runtime assertion")
+        if not node.users and (is_made or is_certain or node.target in WITHOUT_TENSORS):
             module.graph.erase_node(node)
     module.recompile()
+    module.meta["guards"] = guards
     return guards
 
 
 def depends_on_inputs(node: fx.Node) -> bool:
     """Tell whether a node of a graph is computed from its inputs."""
-    return any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)]))
-
-
-def _guards(module: fx.GraphModule, markers: Sequence[fx.Node]) -> DataGuards:
-    if not markers:
-        return DataGuards(fx.GraphModule({}, fx.Graph()))
-    position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
-    held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
-    attributes = {target: operator.attrgetter(target)(module) for target in held}
-    given: Any = [marker.args for marker in markers]
-    run, copies = program(markers, attributes)
-    return DataGuards(
-        module=run,
-        inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
-        answers=tuple(known for _, known in given),
-        places=tuple(map(where, markers)),
-    )
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Tell whether a node makes a Python number from a tensor, or from such numbers: nobody may want it any more."""
-    kind = node.meta.get("example_value")
-    numbers = (torch.SymBool, torch.SymInt, torch.SymFloat)
-    return node.target in WITHOUT_TENSORS or (node.op != "placeholder" and isinstance(kind, numbers))
-
-
-def _is_certain(node: fx.Node) -> bool:
-    """Tell whether a node checks what Dynamo itself knows of a number from a tensor, such as that a truth is 0 or 1."""
-    return node.target is torch.ops.aten._assert_scalar.default and str(node.args[1]).startswith("Runtime assertion")
+    return any(n.op == "placeholder" for n in needed_by(node))
 
 
 def checking_guards(run: Callable[..., Any], guards: DataGuards) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from checkmate.capture.nodes import (
     tensors,
     updated,
 )
-from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
+from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number
 from checkmate.capture.op_order import TracedStep, let_overwrite, split_forward_backward
 from checkmate.capture.patches.results.strides import obeys_layout
 from checkmate.capture.provenance import where
@@ -100,28 +100,41 @@ def read_joint(
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    let_go_of_unread(module)
+    # Delete constants that no node reads any more: their bytes would be in no plan.
+    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
+    for name, _ in [*module.named_buffers(recurse=False)]:
+        if name not in read:
+            delattr(module, name)
+
     step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
     let_overwrite(step)
     forward, backward = split_forward_backward(step)
-    refuse_read(step.draws)
+
+    # Dynamo makes tensors of Python's draws, which take part in other kernels, and other types. What a program asks of
+    # them, ``if random.uniform(0, 1) < 0.1:``, has been evaluated before: see `checkmate.capture.guards`.
+    for user in (user for draw in step.draws for user in draw.users):
+        raise Unsupported(
+            f"{where(user)}: a number of Python's random generator is computed with. "
+            "Draw with torch, or draw outside and pass the number in as a tensor."
+        )
+
     found = _Contents(step, block_bytes)
     found.add_inputs()
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
     for node in forward:
         found.add_op(node, "forward")
-    let_go = found.made_for(read_at_return(step.forward_outputs, step.forward_descs))
+    let_go = found.read_at_return()
     if held := (*handed_in, *let_go):  # by the caller of the forward until it has returned, but not for the backward
         found.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
     tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
     for node in backward:
         found.add_op(node, "backward")
-    results = found.results(tangents, let_go)
+    kept = found.results(tangents, let_go)
     found.add_tags(noted)
     return Joint(
         module=module,
-        graph=Graph(tuple(found.ops), tuple(found.values), results),
+        graph=Graph(tuple(found.ops), tuple(found.values), kept),
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
         nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
@@ -152,7 +165,7 @@ class _Contents:
         return tuple(self.by_storage[key] for key in keys if key in self.by_storage)
 
     def add_inputs(self) -> None:
-        """Parameters, buffers and inputs, once for each storage."""
+        """Add parameters, buffers and inputs, once for each storage."""
         step, position = self.step, 0
         trained = {i for i, gradient in enumerate(step.backward_outputs) if isinstance(gradient, fx.Node)}
         for n in step.nodes:
@@ -168,15 +181,27 @@ class _Contents:
                 self._add_values(n, None, "buffer")
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
-        """A value for each storage that the node makes; its faces are the node itself or its getitems."""
+        """Add a value for each storage that the node makes; its faces are the node itself or its getitems."""
         made: list[int] = []
         is_one = isinstance(node.meta.get("val"), torch.Tensor)
         for i, tensor in enumerate(tensors(node.meta.get("val"))):
-            if storage(tensor) not in self.by_storage:
-                name = self.step.name(node) if is_one else f"{node.name}[{i}]"
-                size = as_allocated(self._storage_bytes(node, tensor), self.block_bytes)
-                made.append(self._add_value(Value(name, size, producer, role)))
-                self.by_storage[storage(tensor)] = made[-1]
+            if storage(tensor) in self.by_storage:
+                continue
+            # Some fake tensors do not have the bytes of what is allocated.
+            size = tensor.untyped_storage().nbytes()
+            if node in self.step.draws:
+                size = DRAW_BYTES
+            elif node.target in COPIES_OF_STORAGES:
+                (part, *_) = leaf_nodes(node.args)
+                (v,) = self.values_of(part)
+                if tensor.stride() == part.meta["val"].stride():
+                    size = self.values[v].size_bytes
+            elif node.target in LOSSES:
+                terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
+                size = terms.numel() * tensor.element_size()
+            name = self.step.name(node) if is_one else f"{node.name}[{i}]"
+            made.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
+            self.by_storage[storage(tensor)] = made[-1]
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
                 if producer is None or v in made:
@@ -188,30 +213,12 @@ class _Contents:
         self.nodes_of_value.append([])
         return len(self.values) - 1
 
-    def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:
-        if node in self.step.draws:
-            return DRAW_BYTES
-        if node.target in COPIES_OF_STORAGES:
-            (part, *_) = leaf_nodes(node.args)
-            (v,) = self.values_of(part)
-            if tensor.stride() == part.meta["val"].stride():
-                return self.values[v].size_bytes
-        if node.target in LOSSES:
-            terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
-            return terms.numel() * tensor.element_size()
-        return tensor.untyped_storage().nbytes()
-
     def add(self, op: Op, node: fx.Node | None = None) -> None:
-        """An op, and its node."""
         self.ops.append(op)
         self.nodes.append(node)
 
     def add_op(self, node: fx.Node, phase: Phase) -> None:
-        """Add the op of a node, and the values that it makes.
-
-        Raises:
-            Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
-        """
+        """Add the op of a node, and the values that it makes."""
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
         writes = is_mutating(node) or bool(updated(node))
         made = () if writes else self._add_values(node, len(self.ops), "intermediate")
@@ -241,32 +248,30 @@ class _Contents:
                 self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
-        """Add values that others make within the step: numbers, by Dynamo, before the forward.
-
-        And gradients, by autograd, between forward and backward, which holds them to the end.
-        """
+        """Add values that others make: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""
         made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:
             self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
         return made
 
-    def made_for(self, results: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Values that these results of the forward show and no others do, and that the step makes."""
-        shown = dict.fromkeys(v for n in results for v in self.values_of(n))
-        others = {v for n in leaf_nodes(self.step.forward_outputs) if n not in results for v in self.values_of(n)}
+    def read_at_return(self) -> tuple[int, ...]:
+        """Values that the step makes and the caller of the forward reads as soon as it has them, and holds no longer.
+
+        AOTAutograd copies some results into inputs that it cannot overwrite within the graph, such as a parameter whose
+        ``.data`` is clamped. Dynamo reads numbers from others.
+        """
+        pairs = zip(self.step.forward_outputs, self.step.forward_descs, strict=True)
+        results = [(n, desc) for n, desc in pairs if isinstance(n, fx.Node)]
+        let_go = [n for n, desc in results if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
+        shown = dict.fromkeys(v for n in let_go for v in self.values_of(n))
+        others = {v for n, _ in results if n not in let_go for v in self.values_of(n)}
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
-        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them."""
-        outputs = (v for n in leaf_nodes(self.step.forward_outputs) for v in self.values_of(n))
-        held = dict.fromkeys((*(v for v in outputs if v not in let_go), *tangents, *self._add_gradients()))
-        return tuple(v for v in held if self.values[v].producer is not None)
+        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
 
-    def _add_gradients(self) -> list[int]:
-        """Gradients as autograd stores them.
-
-        One whose layout it does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an op here, and
-        the gradient is free after it.
+        A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
+        op here, and the gradient is free after it.
         """
         primals = [n for n in self.step.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         pairs = [(g, p) for p, g in zip(primals, self.step.backward_outputs, strict=False) if isinstance(g, fx.Node)]
@@ -279,25 +284,6 @@ class _Contents:
                 name, read = f"{grad.name}_accumulate", self.values_of(grad)
                 self.add(Op(name, "autograd", read, (v,), "backward", "is done by autograd"))
                 stored.append(v)
-        return stored
-
-
-def read_at_return(outputs: Sequence[Any], descs: Sequence[Any]) -> list[fx.Node]:
-    """Results of the forward that its caller reads as soon as it has them, and holds no longer.
-
-    AOTAutograd copies some of them into inputs that it cannot overwrite within the graph, such as a parameter whose
-    ``.data`` is clamped. Dynamo reads numbers from others.
-
-    Args:
-        outputs: nodes, or constants; descs: AOTAutograd's description of each.
-    """
-    pairs = [(n, desc) for n, desc in zip(outputs, descs, strict=True) if isinstance(n, fx.Node)]
-    return [n for n, desc in pairs if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
-
-
-def let_go_of_unread(module: fx.GraphModule) -> None:
-    """Delete constants of the module that no node reads any more: their bytes would be in no plan."""
-    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
-    for name, _ in [*module.named_buffers(recurse=False)]:
-        if name not in read:
-            delattr(module, name)
+        outputs = (v for n in leaf_nodes(self.step.forward_outputs) for v in self.values_of(n))
+        held = dict.fromkeys((*(v for v in outputs if v not in let_go), *tangents, *stored))
+        return tuple(v for v in held if self.values[v].producer is not None)

@@ -140,10 +140,7 @@ def updated(node: fx.Node) -> list[fx.Node]:
 
 
 def done_with_gradients(node: fx.Node) -> str | None:
-    """The effect of an op of `checkmate.updates`, in words with a place for the parameter's name.
-
-    None of any other op.
-    """
+    """Say what an op of `checkmate.updates` does, with a place for the parameter's name; None of any other op."""
     return getattr(node.target, "does", None)
 
 
@@ -153,15 +150,13 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws from a generator."""
-    if node.target in DRAWS:
-        return True
+    """True if it draws from a generator."""
     op = called(node)
-    return isinstance(op, OpOverload) and draws(op, node.args, node.kwargs)
+    return node.target in DRAWS or (isinstance(op, OpOverload) and draws(op, node.args, node.kwargs))
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """A convolution, or a gradient of one."""
+    """True for a convolution, or a gradient of one."""
     return node.op == "call_function" and "convolution" in target_name(node)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,15 +56,12 @@ class NotFree(Exception):
 def as_inputs(sources: Collection[str]) -> Iterator[None]:
     """Make Dynamo capture numbers, by its names, as inputs that stay numbers: as tensors they would round."""
 
-    def is_dynamic(name: str, *where: Any) -> bool:
-        return name in sources
-
     def frame_state(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         return replace(entry, scalar=auto_dynamic) if name in sources else entry
 
     with ExitStack() as stack:
         if sources:
-            stack.enter_context(patch.object(builder, "is_dynamic_source", is_dynamic))
+            stack.enter_context(patch.object(builder, "is_dynamic_source", lambda name, *_: name in sources))
             stack.enter_context(patch.object(builder, "process_automatic_dynamic", frame_state))
             stack.enter_context(patch.object(graph_compile, "tensorify_python_scalars", lambda *args: None))
         yield
@@ -83,38 +80,22 @@ def draws_of_python(module: fx.GraphModule) -> list[int]:
     return [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
 
 
-def refuse_read(draws: Iterable[fx.Node]) -> None:
-    """Refuse ops on such draws: Dynamo makes tensors of them, which take part in other kernels, and other types.
-
-    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been evaluated before: see `guards`.
-    """
-    for user in (user for draw in draws for user in draw.users):
-        raise Unsupported(
-            f"{where(user)}: a number of Python's random generator is computed with. "
-            "Draw with torch, or draw outside and pass the number in as a tensor."
-        )
-
-
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
     """The placeholders of a joint graph that are numbers."""
-    found = {}
-    for node in graph.find_nodes(op="placeholder") if numbers else ():
-        position: Any = getattr(node.meta.get("desc"), "idx", None)
-        if _is_primal(node) and position in numbers:
-            found[node] = numbers[position]
-    return found
+    primals = [node for node in graph.find_nodes(op="placeholder") if numbers and _is_primal(node)]
+    positions: dict[fx.Node, Any] = {node: getattr(node.meta.get("desc"), "idx", None) for node in primals}
+    return {node: numbers[i] for node, i in positions.items() if i in numbers}
 
 
 def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
-    """Refuse sizes that are not fixed, and tensors whose bytes depend on data.
+    """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
-        graph: a joint graph.
         numbers: Dynamo's names of the inputs that may be any number, by position.
         name: of a value, as the user knows it.
 
     Raises:
-        NotFree: if a shape depends on one of the numbers.
+        NotFree: if a shape or a type depends on one of the numbers.
         Unsupported: if it depends on something else.
     """
     free: set[fx.Node] = {*number_placeholders(graph, numbers)}
@@ -145,8 +126,18 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                 raise Unsupported(_size_of_data(node))
             if numbers and open_sizes:
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
-    if numbers:
-        _check_types(graph)
+
+    # Refuse `min(1, x)` of a float x, an integer in one call and a float in another, if it meets other than floats.
+    either: set[fx.Node] = set()
+    for node in graph.nodes if numbers else ():
+        if is_sym_node(node):
+            kinds = {type(value_of(a.meta["val"] if isinstance(a, fx.Node) else a)) for a in node.args}
+            if either.intersection(node.all_input_nodes) or (node.target in _ONE_OF and len(kinds) > 1):
+                either.add(node)
+        elif node.op != "output" and either.intersection(node.all_input_nodes):
+            beside = [t for a in node.all_input_nodes for t in tensors(a.meta.get("val"))]
+            if not beside or not all(t.is_floating_point() for t in beside):
+                raise NotFree(f"{where(node)}: the type of {node.name} depends on a number")
 
 
 def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
@@ -171,9 +162,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
     output = module.graph.output_node()
     if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in described[n]):
         return
-    needed = needed_by(
-        output, [*described], lambda n: leaf_nodes(n.args[:1]) if n.target in _READ_ONE else n.all_input_nodes
-    )
+    needed = needed_by(output, lambda n: leaf_nodes(n.args[:1]) if n.target in _READ_ONE else n.all_input_nodes)
     if any(node.target == "item" for node in needed):  # `check_sizes` says more of these
         return
     for node in sized:
@@ -191,20 +180,6 @@ def _size_of_data(node: fx.Node) -> str:
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
         f"{EXPERTS if _EXPERT.search(place) else f'{CHOSEN} {OUTSIDE}'}"
     )
-
-
-def _check_types(graph: fx.Graph) -> None:
-    """Refuse `min(1, x)` of a float x, an integer in one call and a float in another, if it meets other than floats."""
-    either: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_sym_node(node):
-            kinds = {type(value_of(a.meta["val"] if isinstance(a, fx.Node) else a)) for a in node.args}
-            if either.intersection(node.all_input_nodes) or (node.target in _ONE_OF and len(kinds) > 1):
-                either.add(node)
-        elif node.op != "output" and either.intersection(node.all_input_nodes):
-            beside = [t for a in node.all_input_nodes for t in tensors(a.meta.get("val"))]
-            if not beside or not all(t.is_floating_point() for t in beside):
-                raise NotFree(f"{where(node)}: the type of {node.name} depends on a number")
 
 
 def value_of(leaf: Any) -> Any:
@@ -243,7 +218,13 @@ def written_out(
             value[node] = put_in(node.args[0]) if node.target is _ITEM else node.target(*put_in(node.args))
         else:
             made = [(*t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))]
-            lines.append((_target(node), bits(node.args), bits(dict(node.kwargs)), made))
+            target: Any = node.target if node.op == "call_function" else node.op
+            if node.op == "get_attr":
+                held = getattr(graph.owning_module, str(node.target), None)
+                if not isinstance(held, torch.Tensor):
+                    raise NotFree(f"{node.target}, a part of the step, cannot be compared")
+                target = _bits(repr(held.dtype)), held.detach().flatten().tolist()
+            lines.append((target, bits(node.args), bits(dict(node.kwargs)), made))
             value[node] = _Position(len(lines))
     return [*lines, bits([result for result in results if result not in left_out])]
 
@@ -262,15 +243,6 @@ def hands_out_number(node: fx.Node) -> bool:
 
 def _bits(arg: Any) -> Any:
     return type(arg).__name__, struct.pack("d", arg) if isinstance(arg, float) else arg
-
-
-def _target(node: fx.Node) -> Any:
-    if node.op != "get_attr":
-        return node.target if node.op == "call_function" else node.op
-    held = getattr(node.graph.owning_module, str(node.target), None)
-    if not isinstance(held, torch.Tensor):
-        raise NotFree(f"{node.target}, a part of the step, cannot be compared")
-    return _bits(repr(held.dtype)), held.detach().flatten().tolist()
 
 
 def number_read(place: str, source: str) -> str:

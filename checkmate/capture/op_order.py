@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class TracedStep:
         return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
 
     def pinned(self, node: fx.Node) -> str | None:
-        """Why an op must run exactly once, in words."""
+        """Say why an op must run exactly once."""
         if is_mutating(node):
             return "overwrites " + ", ".join(map(self.name, written(node)))
         if does := done_with_gradients(node):
@@ -148,50 +148,28 @@ def let_overwrite(step: TracedStep) -> None:
             n.meta["saved_tensor_with_no_vc_check"] = True
 
 
-def _is_op(node: fx.Node) -> bool:
-    is_value = node.target is not operator.getitem and not is_sym_node(node) and not is_view(node)
-    return node.op == "call_function" and is_value
-
-
 def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The op nodes of the forward and of the backward, each in the order of first execution."""
-    ops = {n for n in step.nodes if _is_op(n)}
-    forward = _needed_in_forward(step, ops)
-    in_backward = _updates_placed([n for n in _by_demand(step, forward) if n in ops])
-    for n in in_backward:
-        if name := step.reads_overwritten(n):
-            raise Unsupported(
-                f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
-                "Write to a copy of it instead."
-            )
-    return [n for n in step.nodes if n in forward and n in ops], in_backward
+    """The op nodes of the forward and of the backward, each in the order of first execution.
 
+    Raises:
+        Unsupported: if the forward depends on a gradient, or the backward reads what the forward overwrites.
+    """
+    calls = [n for n in step.nodes if n.op == "call_function"]
+    ops = {n for n in calls if n.target is not operator.getitem and not is_sym_node(n) and not is_view(n)}
 
-def _needed_in_forward(step: TracedStep, ops: Collection[fx.Node]) -> set[fx.Node]:
-    """Collect the ops of the forward: its results depend on them, or they must run once before any gradient."""
-
-    def must_run(n: fx.Node) -> bool:
-        return n in ops and n not in step.after_tangent and bool(step.pinned(n)) and not _has_tag_is_backward(n)
-
-    forward = ancestors([*leaf_nodes(step.forward_outputs), *filter(must_run, step.nodes)])
+    # The forward's results depend on its ops, or these must run once before any gradient.
+    early = [n for n in step.nodes if n in ops and n not in step.after_tangent]
+    must_run = (n for n in early if step.pinned(n) and not _has_tag_is_backward(n))
+    forward = ancestors([*leaf_nodes(step.forward_outputs), *must_run])
     if clash := next((n for n in step.nodes if n in forward and n in step.after_tangent), None):
         raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
-    return forward
 
-
-def _by_demand(step: TracedStep, forward: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes of the backward.
-
-    What neither depends on a tangent nor is needed for the forward's results runs next to its first user in the
-    backward: in the order of the joint graph it would force everything it reads to be there at once.
-    """
-
-    def has_effect(n: fx.Node) -> bool:
-        stays = is_mutating(n) or is_with_effects(n) or bool(done_with_gradients(n))
-        return n.op == "call_function" and n in step.after_tangent and stays
-
+    # An op that neither depends on a tangent nor is needed for the forward's results runs next to its first user in the
+    # backward: in the order of the joint graph it would force everything it reads to be there at once.
     gradients = leaf_nodes(step.backward_outputs)
-    needed = ancestors([*gradients, *filter(has_effect, step.nodes)])
+    late = [n for n in calls if n in step.after_tangent]
+    has_effect = (n for n in late if is_mutating(n) or is_with_effects(n) or done_with_gradients(n))
+    needed = ancestors([*gradients, *has_effect])
     backward: dict[fx.Node, None] = {}
     for root in (*(n for n in step.nodes if n in needed and n in step.after_tangent), *gradients):
         stack = [root]
@@ -202,7 +180,15 @@ def _by_demand(step: TracedStep, forward: Collection[fx.Node]) -> list[fx.Node]:
                 stack += reversed(missing)
             else:
                 backward.setdefault(stack.pop())
-    return [n for n in backward if n not in forward]
+
+    in_backward = _updates_placed([n for n in backward if n not in forward and n in ops])
+    for n in in_backward:
+        if name := step.reads_overwritten(n):
+            raise Unsupported(
+                f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
+                "Write to a copy of it instead."
+            )
+    return [n for n in step.nodes if n in forward and n in ops], in_backward
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
@@ -214,22 +200,17 @@ def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
         if not done_with_gradients(n):
             last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
     made: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
-    for n in updates:
-        _note_when_made(n, place, made)
-        read = (last.get(storage(t), -1) for p in updated(n) for t in tensors(p.meta["val"]))
-        place[n] = made[n] = max((*(made[a] for a in n.all_input_nodes), *read))
+    for update in updates:
+        stack = list(update.all_input_nodes)
+        while stack:
+            n = stack[-1]
+            if n in made:
+                stack.pop()
+            elif missing := [a for a in n.all_input_nodes if a not in made]:
+                stack += missing
+            else:
+                made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
+                stack.pop()
+        read = (last.get(storage(t), -1) for p in updated(update) for t in tensors(p.meta["val"]))
+        place[update] = made[update] = max((*(made[a] for a in update.all_input_nodes), *read))
     return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))
-
-
-def _note_when_made(root: fx.Node, place: Mapping[fx.Node, int], made: dict[fx.Node, int]) -> None:
-    """Note of all that a node is computed from the latest place of it and of what that is computed from, each once."""
-    stack = list(root.all_input_nodes)
-    while stack:
-        n = stack[-1]
-        if n in made:
-            stack.pop()
-        elif missing := [a for a in n.all_input_nodes if a not in made]:
-            stack += missing
-        else:
-            made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
-            stack.pop()

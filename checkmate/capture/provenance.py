@@ -73,11 +73,8 @@ def module_path(path: str) -> str:
 
 def input_names(module: fx.GraphModule) -> list[str]:
     """Names of tensors that Dynamo found outside a step, as a person calls them: ``layer1.0.weight``, ``args.0``."""
-    names = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        names.append(readable(node.name if source is None else source.name))
-    return names
+    sources = {node: getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")}
+    return [readable(node.name if source is None else source.name) for node, source in sources.items()]
 
 
 def readable(traced: str) -> str:

@@ -57,11 +57,7 @@ def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def save_state(x: torch.Tensor) -> torch.Tensor:
-    """Save what a mask for ``x`` is drawn from, now or later, without x: the CPU generator's state and x's strides.
-
-    Returns:
-        Bytes, (STATE_BYTES + 8 * x.dim(),).
-    """
+    """Save the CPU generator's state and the strides of a mask for ``x``: (STATE_BYTES + 8 * x.dim(),) bytes."""
     order = torch.tensor(torch.empty_like(x, dtype=torch.bool, device="meta").stride(), dtype=torch.int64)
     return torch.cat([torch.get_rng_state(), order.view(torch.uint8)])
 

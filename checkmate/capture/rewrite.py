@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -95,9 +93,10 @@ def expose_dropout(graph: fx.Graph) -> None:
         if train is False or x.meta["val"].device.type != "cpu" or not 0.0 < p < 1.0:
             continue
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        mask = _call(node, draw_mask, (x, 1.0 - p), f"{node.name}_mask", _val(outputs.get(1)))
+        vals = {place: output.meta["val"] for place, output in outputs.items()}
+        mask = _call(node, draw_mask, (x, 1.0 - p), f"{node.name}_mask", vals.get(1))
         noise = _call(node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), f"{node.name}_noise")
-        product = _call(node, aten.mul.Tensor, (x, noise), f"{node.name}_product", _val(outputs.get(0)))
+        product = _call(node, aten.mul.Tensor, (x, noise), f"{node.name}_product", vals.get(0))
         for backward in list(outputs[1].users) if 1 in outputs else []:
             if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
                 _replace(backward, aten.mul.Tensor, (backward.args[0], noise), f"{node.name}_grad")
@@ -128,23 +127,21 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
     with dropout, noise. ``again`` as for `prepare`.
     """
     for node in list(graph.nodes):
-        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not _draws_elsewhere(node):
+        # An op of PyTorch's whose large result is drawn by the generator of an accelerator, and is read.
+        op, made = node.target, tensors(node.meta.get("val"))
+        if not node.users or "backward" in node.meta.get("partitioner_tag", ""):
             continue
-        if not (again is None or again(node)):
+        if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
             continue
-        val: Any = tensors(node.meta["val"])[0]
+        if not made or made[0].device.type == "cpu" or made[0].nbytes < WORTH_BYTES:
+            continue
+        if again is not None and not again(node):
+            continue
+        val: Any = made[0]
         with val.fake_mode:
             like = torch.empty(DEVICE_STATE_BYTES, dtype=torch.uint8)
         saved = _call(node, save_device_state, (val.device,), f"{node.name}_state", like)
-        node.target, node.kwargs = Drawn(node.target), {**node.kwargs, "on": val.device, "saved": saved}
-
-
-def _draws_elsewhere(node: fx.Node) -> bool:
-    """Tell whether it is an op of PyTorch's whose large result is drawn by the generator of an accelerator."""
-    op, made = node.target, tensors(node.meta.get("val"))
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
-        return False
-    return bool(made) and made[0].device.type != "cpu" and made[0].nbytes >= WORTH_BYTES
+        node.target, node.kwargs = Drawn(op), {**node.kwargs, "on": val.device, "saved": saved}
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
@@ -249,9 +246,8 @@ def sum_what_masks_select(graph: fx.Graph) -> None:
         if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool or len(node.users) != 1:
             continue
         (total,) = node.users
-        if total.target not in (aten.sum.default, aten.sum.dim_IntList) or total.kwargs:
-            continue
-        if free_unbacked_symbols(total.meta["val"]):
+        is_sum = total.target in (aten.sum.default, aten.sum.dim_IntList) and not total.kwargs
+        if not is_sum or free_unbacked_symbols(total.meta["val"]):
             continue
         _replace(total, sum_of_selected, (x, masks[0], len(indices) - 1, *total.args[1:]), f"{total.name}_selected")
         graph.erase_node(node)
@@ -272,32 +268,19 @@ def gather_copies(graph: fx.Graph) -> None:
 
     A network with fifty batch norms has 150 of them, each an op to plan and a call to make.
     """
-    copies = [n for n in graph.find_nodes(op="call_function", target=aten.copy_.default) if _is_plain_copy(n)]
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    plain = [n for n in copies if not n.users and n.args[0].op == "placeholder"]
+    alike = [n for n in plain if n.args[0].meta["val"].dtype == n.args[1].meta["val"].dtype]
     for in_backward in (False, True):
-        group = [n for n in copies if ("backward" in n.meta.get("partitioner_tag", "")) == in_backward]
+        group = [n for n in alike if ("backward" in n.meta.get("partitioner_tag", "")) == in_backward]
         if len(group) < 2:
             continue
+        copy, args = aten._foreach_copy_.default, ([n.args[0] for n in group], [n.args[1] for n in group])
         with graph.inserting_after(group[-1]):
-            together = graph.create_node(
-                "call_function",
-                aten._foreach_copy_.default,
-                ([n.args[0] for n in group], [n.args[1] for n in group]),
-                name=f"{group[0].name}_all",
-            )
+            together = graph.create_node("call_function", copy, args, name=f"{group[0].name}_all")
         together.meta = {**group[-1].meta, "val": None}
         for n in group:
             graph.erase_node(n)
-
-
-def _is_plain_copy(node: fx.Node) -> bool:
-    """True for a copy of a tensor into an input of the same type whose result nobody reads."""
-    target: Any = node.args[0]
-    source: Any = node.args[1]
-    return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype
-
-
-def _val(node: fx.Node | None) -> Any:
-    return None if node is None else node.meta["val"]
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str, val: Any = None) -> fx.Node:
@@ -321,18 +304,11 @@ def without_dead_code(
     return kind(module, graph)
 
 
-def copy_of(module: fx.GraphModule) -> fx.Graph:
-    """A copy of a graph's nodes; their fake tensors are the same."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
-        return deepcopy(module.graph)
-
-
 class Unwritten(fx.GraphModule):
     """A module whose code is not written: few of the splits that are looked at become a plan, and that is written."""
 
     def recompile(self) -> Any:
-        """Nothing."""
+        """Write no code."""
 
     def forward(self, *args: Any) -> Any:
         """Run it node by node."""

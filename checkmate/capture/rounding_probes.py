@@ -26,7 +26,7 @@ the place of another one shows too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -127,33 +127,29 @@ class _Pairs:
             return False
         if len({(storage(t), t.storage_offset()) for t, _ in given}) < len(given):
             return False
-        for one, other in self._places(size, opposite[0].device):
+
+        # Pair places at random, but the middle one of an odd number. Of many places some at either end are paired at a
+        # time, in an order that is drawn once. Repeated from one end only, it could pair each place of the first half
+        # with one as far into the other: a sum by halves would be exact.
+        half, most = size // 2, DRAWN // 2
+        drawn = torch.randperm(2 * min(half, most), generator=self.draw)
+        for begin in range(0, half, most):
+            count = min(most, half - begin)
+            order = drawn[drawn < 2 * count].to(opposite[0].device)
+            order += torch.where(order < count, begin, size - begin - 2 * count)
+            one, other = order[:count], order[count:]
             for t, dim in given:
                 t.index_copy_(dim, other, t.index_select(dim, one).mul_(-1 if t is opposite[0] else 1))
         if size % 2:
             opposite[0].select(opposite[1], size // 2).zero_()
         return True
 
-    def _places(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """The places in random pairs, without the middle one of an odd number.
-
-        Of many places some at either end are paired at a time, in an order that is drawn once. Repeated from one end
-        only, it could pair each place of the first half with one as far into the other: a sum by halves would be exact.
-        """
-        half, most = size // 2, DRAWN // 2
-        drawn = torch.randperm(2 * min(half, most), generator=self.draw)
-        for begin in range(0, half, most):
-            count = min(most, half - begin)
-            order = drawn[drawn < 2 * count].to(device)
-            order += torch.where(order < count, begin, size - begin - 2 * count)
-            yield order[:count], order[count:]
-
 
 _SIZES = torch.tensor([2.0**power for power in range(-SPREAD, SPREAD + 1)])
 
 
 def _is_plain(t: Tensor) -> bool:
-    """No element is at two places."""
+    """Tell whether no element is at two places."""
     return all(stride or size == 1 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
@@ -165,16 +161,12 @@ def _product(pairs: _Pairs, *args: Any) -> None:
             t.zero_()
 
 
-def _convolution(pairs: _Pairs, x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> None:
-    *_, transposed, _, groups = geometry
-    pairs.scale(w)
-    done = _across(pairs, x, w, groups) if transposed else _within(pairs, x, w, groups)
-    if done and bias is not None:
-        bias.zero_()
-
-
-def _within(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
+def _channels(pairs: _Pairs, x: Tensor, w: Tensor, transposed: bool, groups: int) -> bool:
     """Pairs of the channels that a convolution reads; if that is one for each, of the places that it reads."""
+    pairs.scale(w)
+    if transposed:  # its weight has these channels first
+        by_group = zip(x.tensor_split(groups, 1), w.tensor_split(groups, 0), strict=True)
+        return all(pairs.pair([(of_x, 1)], (of_w, 0)) for of_x, of_w in by_group)  # which are alike
     if w.shape[1] < 2:
         first = x
         for dim in range(2, x.dim()):
@@ -184,21 +176,16 @@ def _within(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
     return pairs.pair([(group, 1) for group in x.tensor_split(groups, 1)], (w, 1))
 
 
-def _across(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
-    """Pairs of the channels that a convolution reads where its weight has these first."""
-    by_group = zip(x.tensor_split(groups, 1), w.tensor_split(groups, 0), strict=True)
-    return all(pairs.pair([(of_x, 1)], (of_w, 0)) for of_x, of_w in by_group)  # which are alike
-
-
-def _of_input(pairs: _Pairs, grad: Tensor, w: Tensor, transposed: bool, groups: int) -> None:
-    pairs.scale(w)
-    (_within if transposed else _across)(pairs, grad, w, groups)
+def _convolution(pairs: _Pairs, x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> None:
+    *_, transposed, _, groups = geometry
+    if _channels(pairs, x, w, transposed, groups) and bias is not None:
+        bias.zero_()
 
 
 def _convolution_backward(pairs: _Pairs, grad: Tensor, x: Tensor, w: Tensor, *others: Any) -> None:
     *_, transposed, _, groups, wanted = others
     if wanted[0]:
-        _of_input(pairs, grad, w, transposed, groups)
+        _channels(pairs, grad, w, not transposed, groups)
     else:
         _over_images(pairs, grad, x)
 
@@ -219,12 +206,12 @@ def _attention(pairs: _Pairs, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
     pairs.pair([(k, 2)], (v, 2))
 
 
-_RULES: dict[Any, Callable[..., None]] = {
+_RULES: dict[Any, Callable[..., bool | None]] = {
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     **dict.fromkeys((aten.sum, aten.mean), _sum),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
-    convolution_backward_input: lambda pairs, grad, w, *others: _of_input(pairs, grad, w, others[-3], others[-1]),
+    convolution_backward_input: lambda pairs, grad, w, *others: _channels(pairs, grad, w, not others[-3], others[-1]),
     aten._native_batch_norm_legit_functional: lambda pairs, x, *_: pairs.pair([], (x, 0)),
     aten.native_batch_norm_backward: lambda pairs, grad, x, *_: _over_images(pairs, grad, x),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -1,4 +1,4 @@
-"""The graphs that higher-order ops are given: as modules, as text, and their bytes."""
+"""The graphs that higher-order ops are given: as modules, as text, their bytes, and their ops in place of a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import nn
 
@@ -27,11 +28,7 @@ def body_of(node: fx.Node) -> nn.Module | None:
 
 
 def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
-    """Describe a graph by text that is the same in every process.
-
-    Args:
-        body: the graph; describe: how to write what is no node in the arguments of an op.
-    """
+    """Write a graph as text that is the same in every process; ``describe`` writes arguments that are no nodes."""
     if not isinstance(body, fx.GraphModule):
         return str(body)
     numbers = {node: i for i, node in enumerate(body.graph.nodes)}
@@ -84,3 +81,37 @@ def bytes_of_graph(body: fx.GraphModule) -> int:
         change[last[key] + 1] -= size
     there = [*accumulate(change)]
     return max(there) - there[-2]
+
+
+def put_regions_in_place(module: fx.GraphModule) -> None:
+    """Inline each `torch.compiler.nested_compile_region` of a graph of Dynamo's, so that each of its ops is planned."""
+    while calls := module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        for node in calls:
+            # Copy the ops of the region before its call, whose readers then read their results.
+            held, _, *operands = node.args
+            assert isinstance(held, fx.Node)
+            body: Any = body_of(held)
+            made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+            for n in body.graph.nodes:
+                if n.op in ("placeholder", "output"):
+                    continue
+                with module.graph.inserting_before(node):
+                    made[n] = copy = module.graph.node_copy(n, made.__getitem__)
+                if "nn_module_stack" in node.meta:  # the region was traced for the first of its calls
+                    copy.meta["nn_module_stack"] = node.meta["nn_module_stack"]
+                if n.op == "get_attr":
+                    copy.target = f"{held.target}_{n.target}".replace(".", "_")
+                    what = operator.attrgetter(str(n.target))(body)
+                    if isinstance(what, torch.Tensor) and not isinstance(what, nn.Parameter):
+                        module.register_buffer(copy.target, what)
+                    else:
+                        setattr(module, copy.target, what)
+            results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
+            for user in list(node.users):
+                if (result := results[user.args[1]]) is not None:
+                    user.replace_all_uses_with(result)
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+            if not held.users:
+                module.graph.erase_node(held)
+        module.recompile()

@@ -45,8 +45,18 @@ def warn_of_gradients(graph: fx.Graph) -> None:
 
 def warn_of_second_writes(graph: fx.Graph) -> None:
     """Say which modules write twice in plain PyTorch, of a joint graph as AOTAutograd hands it over; once for each."""
+    # Plain PyTorch runs each checkpoint again up to the last op that saves a tensor. Nodes of an op and of its backward
+    # have one ``seq_nr``, and so do ops without a backward that follow it.
     at = {node: position for position, node in enumerate(graph.nodes)}
-    ends, written = _ends(at), []
+    ops: dict[Any, fx.Node] = {}
+    ends: dict[Any, int] = {}
+    for node in at:
+        op = ops.setdefault(node.meta.get("seq_nr"), node)
+        reads_saved = _has_tag_is_backward(node) and not all(map(_has_tag_is_backward, node.all_input_nodes))
+        if reads_saved and _CHECKPOINT in op.meta:
+            ends[op.meta[_CHECKPOINT]] = max(at[op], ends.get(op.meta[_CHECKPOINT], 0))
+
+    written = []
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target, made = leaf_nodes(copy.args)
         while made.target is operator.getitem:
@@ -67,18 +77,3 @@ def _warn(nodes: Iterable[fx.Node], what: str) -> None:
         _said.update(new)
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
         log.warning("%s%s: %s", ", ".join(new[:_NAMED]), more, what)
-
-
-def _ends(at: dict[fx.Node, int]) -> dict[Any, int]:
-    """The position up to which plain PyTorch runs each checkpoint again: that of the last op that saves a tensor.
-
-    Nodes of an op and of its backward have one ``seq_nr``, and so do ops without a backward that follow it.
-    """
-    ops: dict[Any, fx.Node] = {}
-    ends: dict[Any, int] = {}
-    for node in at:
-        op = ops.setdefault(node.meta.get("seq_nr"), node)
-        reads_saved = _has_tag_is_backward(node) and not all(map(_has_tag_is_backward, node.all_input_nodes))
-        if reads_saved and _CHECKPOINT in op.meta:
-            ends[op.meta[_CHECKPOINT]] = max(at[op], ends.get(op.meta[_CHECKPOINT], 0))
-    return ends

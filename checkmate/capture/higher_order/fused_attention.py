@@ -53,7 +53,7 @@ class Fused:
     __name__ = "fused_attention"
 
     def __call__(self, *args: Any) -> Any:
-        """The results."""
+        """Run the kernel."""
         return _kernels[self.key](*tensors(args))
 
     def __str__(self) -> str:
@@ -72,10 +72,20 @@ def compile_attention(graph: fx.Graph) -> None:
     Raises:
         Unsupported: if there is no compiler for the device, or it cannot compile one of them.
     """
+
+    def describe(arg: Any) -> Any:
+        if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
+            return text_of(body, describe)
+        value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
+        if isinstance(value, Tensor):
+            return f"{value.dtype}{[*value.shape]}{[*value.stride()]}{value.device}"
+        return value
+
     for node in filter(is_compiled, [*graph.nodes]):
         read = {user.args[1] for user in node.users if user.users}
         node.meta["val"] = tuple(val if i in read else None for i, val in enumerate(node.meta["val"]))
-        key = _key(node)
+        results = [describe(val) for val in tree_flatten(node.meta["val"])[0]]
+        key = f"{node.target} {fx.node.map_aggregate(node.args, describe)!r} {results}"
         if key not in _kernels:
             _kernels[key] = _compiled(node)
         node.target = Fused(node.target, key)
@@ -120,19 +130,6 @@ def _on_cpu(body: nn.Module) -> nn.Module:
             (node.args, node.kwargs), lambda arg: CPU if isinstance(arg, torch.device) else arg
         )
     return fx.GraphModule(body, graph)
-
-
-def _key(node: fx.Node) -> str:
-    def describe(arg: Any) -> Any:
-        if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
-            return text_of(body, describe)
-        value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
-        if isinstance(value, Tensor):
-            return f"{value.dtype}{[*value.shape]}{[*value.stride()]}{value.device}"
-        return value
-
-    made = [describe(val) for val in tree_flatten(node.meta["val"])[0]]
-    return f"{node.target} {fx.node.map_aggregate(node.args, describe)!r} {made}"
 
 
 def _compiled(node: fx.Node) -> Callable[..., Any]:

@@ -52,7 +52,10 @@ def runs_once(node: fx.Node) -> str | None:
     if op.name() not in AGAIN:
         return f"runs {op.name()}, which may leave other bits another time"
     if AGAIN[op.name()] is _WRITES:
-        return _of_op(node.args[0])
+        written = node.args[0]
+        if not isinstance(written, OpOverload):
+            return f"runs {written}, which may leave other bits another time"
+        return f"draws random numbers, by {written}" if draws(written, (), {}) else None
     given: list[Any] = bodies(node) or [None]
     return next((f"runs a graph that {reason}" for body in given for reason in _of_body(body)), None)
 
@@ -60,12 +63,6 @@ def runs_once(node: fx.Node) -> str | None:
 def runs_alone(node: fx.Node) -> bool:
     """Tell whether a higher-order op can run on made-up numbers, for its costs."""
     return node.target is not WRAPPER and runs_once(node) is None and node.target.name() not in _MAY_NOT_END  # type: ignore[union-attr]
-
-
-def _of_op(op: Any) -> str | None:
-    if not isinstance(op, OpOverload):
-        return f"runs {op}, which may leave other bits another time"
-    return f"draws random numbers, by {op}" if draws(op, (), {}) else None
 
 
 def _of_body(body: Any) -> Iterator[str]:

@@ -45,10 +45,6 @@ class Memory:
     dtype: torch.dtype
     device: torch.device
 
-    def take(self) -> torch.Tensor:
-        """Allocate it, uninitialized."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
 
 @dataclass(frozen=True, eq=False)
 class Launch:
@@ -65,7 +61,10 @@ class Launch:
 
     def __call__(self, *bases: Any, **given: Any) -> dict[str, torch.Tensor]:
         """Launch the kernel, and return the tensors that it wrote."""
-        made = {name: memory.take() for name, memory in self.makes.items()}
+        made = {
+            name: torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype, device=memory.device)
+            for name, memory in self.makes.items()
+        }
         options = self.options | ({"tensor_bases": dict(zip(self.bases, bases, strict=True))} if bases else {})
         copied: dict[str, torch.Tensor] = WRAPPER(
             kernel_idx=self.kernel, constant_args_idx=self.constants, kwargs=given | made, **options
@@ -103,17 +102,20 @@ def why_once(kernel: int, constants: int) -> str | None:
 def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
     """Let launches allocate their results themselves where these were empty tensors.
 
-    Args:
-        graph: of the step.
-        same_again: whether an op leaves the same bits when it runs again, as tried; None: each does.
+    ``same_again``: whether an op leaves the same bits when it runs again, as tried; None: each does.
     """
     for node in graph.find_nodes(op="call_function", target=WRAPPER):
         options = dict(node.kwargs)
         kernel, constants, given, written = (options.pop(name) for name in _TAKEN)
-        makes = {name: _memory(given[name]) for name in written if _is_unused(given[name], node)}
+        # It can allocate what it writes to empty tensors that nobody else uses.
+        own = [name for name in written if given[name].target in _EMPTY and list(given[name].users) == [node]]
+        vals = {name: val for name in own if isinstance(val := given[name].meta["val"], torch.Tensor)}
+        makes = {name: Memory(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for name, t in vals.items()}
         bases = {name: base for name, base in options.pop("tensor_bases", {}).items() if name not in makes}
         options["tensors_to_clone"] = [name for name in written if name not in makes]
-        if _holds_nodes(options):  # a grid that depends on a number which may be another in the next call
+        numbers: list[fx.Node] = []
+        fx.node.map_arg(options, numbers.append)
+        if numbers:  # of a grid that depends on a number which may be another in the next call
             continue
         given = {name: arg for name, arg in given.items() if name not in makes}
         launch = Launch(kernel, constants, options, makes, tuple(bases), why_once(kernel, constants))
@@ -123,22 +125,6 @@ def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] 
             launched.target = replace(launch, once="left other bits when it ran again here")
         node.replace_all_uses_with(launched)
         graph.erase_node(node)
-
-
-def _holds_nodes(options: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.node.map_arg(options, found.append)
-    return bool(found)
-
-
-def _is_unused(arg: Any, by: fx.Node) -> bool:
-    """Tell whether an argument is an empty tensor that only this op uses."""
-    return arg.target in _EMPTY and list(arg.users) == [by] and isinstance(arg.meta["val"], torch.Tensor)
-
-
-def _memory(arg: fx.Node) -> Memory:
-    val: torch.Tensor = arg.meta["val"]
-    return Memory(tuple(val.shape), tuple(val.stride()), val.dtype, val.device)
 
 
 def _plain(kernel: Any) -> Any:

@@ -46,9 +46,8 @@ class Candidate(NamedTuple):
 def candidates(joint: Joint) -> Iterator[Candidate]:
     """The arguments that ops may write over, by shapes, layouts and aliases; bits are another question."""
     shown = handed_out(joint)
-    for k, node in enumerate(joint.nodes):
-        for i in () if node is None else positions_to_try(node):
-            assert node is not None
+    for k, node in [(k, node) for k, node in enumerate(joint.nodes) if node is not None]:
+        for i in positions_to_try(node):
             argument = node.args[i]
             assert isinstance(argument, fx.Node)
             if reason_against(joint, k, argument, shown) is None:
@@ -62,10 +61,9 @@ def handed_out(joint: Joint) -> set[int]:
 
 
 def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[int]) -> Reason | None:
-    """Why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
+    """Say why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
 
-    Args:
-        shown: the values that are `handed_out`.
+    ``shown``: the values that are `handed_out`.
     """
     node, outputs = joint.nodes[k], joint.graph.ops[k].outputs
     assert node is not None
@@ -84,22 +82,13 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
         return Reason.PART
     if values_of[v].size_bytes != values_of[outputs[0]].size_bytes:
         return Reason.OTHER_SIZE
-    read = [n for n in _arguments(node) if v in joint.value_of.get(n, ())]
+    read: list[fx.Node] = []  # with repetitions
+    fx.node.map_arg((node.args, node.kwargs), read.append)
+    read = [n for n in read if v in joint.value_of.get(n, ())]
     if any(n is not argument for n in read):
         return Reason.OTHER_VIEW
     if len(read) > 1:
         return Reason.TWICE
-    return Reason.ZEROS if _may_be_zeros(argument) else None
-
-
-def _may_be_zeros(node: fx.Node) -> bool:
-    """Tell whether it depends on zeros without memory: ATen makes others, in sums, products, ``dot`` and views."""
+    # ATen makes zeros without memory of others, in sums, products, ``dot`` and views.
     zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
-    return bool(zeros) and not ancestors([node]).isdisjoint(zeros)
-
-
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments, with repetitions."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+    return Reason.ZEROS if zeros and not ancestors([argument]).isdisjoint(zeros) else None

@@ -85,15 +85,21 @@ def batch_norm_backward_over(
     out: torch.Tensor,
 ) -> tuple[Optional, ...]:
     """The gradients of a batch norm's input, weight and bias, by channels."""
+    # Channels are laid out as all of them are together, which decides which kernel runs.
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(grad.dim(), [])
+    alike = [how for how in formats if all(whole.is_contiguous(memory_format=how) for whole in (grad, x))]
     others: list[tuple[Optional, ...]] = []
     for some in _slices(x.shape[1], _channels_of_a_block(x)):
+        parts = [whole[:, some] for whole in (grad, x)]
+        if alike:
+            parts = [part.contiguous(memory_format=alike[0]) for part in parts]
         of_channels = (v if v is None else v[some] for v in (weight, running_mean, running_var, mean, invstd))
-        made = aten.native_batch_norm_backward.default(
-            *_laid_out(grad[:, some], x[:, some], like=(grad, x)), *of_channels, training, eps, wanted
-        )
+        made = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
         out[:, some] = made[0]
         others.append(made[1:])
-    return out, *(_joined(parts) for parts in zip(*others, strict=True))
+    given = ([part for part in parts if part is not None] for parts in zip(*others, strict=True))
+    return out, *(torch.cat(parts) if parts else None for parts in given)
 
 
 def convolution_over(
@@ -122,7 +128,7 @@ def convolution_backward_input_over(
     *geometry: Any,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute that where only the shape of the input is handed in."""
+    """The gradient of a convolution's input, by images, where only the input's shape is handed in."""
     for some in _slices(shape[0], _images_of_a_block(shape[0])):
         count = len(range(shape[0])[some])
         out[some] = convolution_backward_input(grad[some], weight, (count, *shape[1:]), stride, *geometry)
@@ -152,7 +158,7 @@ def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any
 def convolution_backward_input_block(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int | None:
-    """Compute that where only the shape of the input is handed in."""
+    """Bytes of the result for some images; None where images are few."""
     images = _images_of_a_block(shape[0])
     return math.prod(shape[1:]) * grad.itemsize * images if shape[0] >= 2 * images else None
 
@@ -169,18 +175,3 @@ def _images_of_a_block(images: int) -> int:
 
 def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, size)) for begin in range(0, size, step))
-
-
-def _laid_out(*parts: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Channels in the layout that all of them have together: it decides which kernel runs."""
-    formats = [torch.contiguous_format]
-    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(like[0].dim(), [])
-    for layout in formats:
-        if all(whole.is_contiguous(memory_format=layout) for whole in like):
-            return [part.contiguous(memory_format=layout) for part in parts]
-    return parts
-
-
-def _joined(parts: Sequence[Optional]) -> Optional:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None

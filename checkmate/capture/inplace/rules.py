@@ -100,10 +100,7 @@ TABLE: Mapping[Any, Written] = {
         kernels.convolution_backward_over, (0, 1), pointwise=False, block=kernels.convolution_backward_block
     ),
     convolution_backward_input: Written(
-        kernels.convolution_backward_input_over,
-        (0,),
-        pointwise=False,
-        block=kernels.convolution_backward_input_block,
+        kernels.convolution_backward_input_over, (0,), pointwise=False, block=kernels.convolution_backward_input_block
     ),
     aten._safe_softmax.default: Written(kernels.safe_softmax_over, (0,), pointwise=False),
     aten._softmax.default: Written(aten._softmax.out, (0,), pointwise=False),
@@ -129,11 +126,8 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """
-    written = written_of(node.target)
-    made = first_result(node)
-    if written is None or made is None:
-        return ()
-    if not (written.pointwise or made.device.type == "cpu"):
+    written, made = written_of(node.target), first_result(node)
+    if written is None or made is None or not (written.pointwise or made.device.type == "cpu"):
         return ()
     if written.block is not None and block_bytes(node) is None:
         return ()
@@ -155,22 +149,18 @@ def first_result(node: fx.Node) -> torch.Tensor | None:
 
 
 def is_alike(argument: Any, made: torch.Tensor) -> bool:
-    """The argument lies in memory without gaps or overlaps, just as the result will."""
+    """Tell whether an argument lies in memory without gaps or overlaps, just as the result will."""
     a = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or made.layout is not torch.strided:
         return False
-    same = (
-        made.is_floating_point()
-        and a.dtype == made.dtype
-        and a.shape == made.shape
-        and a.stride() == made.stride()
-        and a.device == made.device
-    )
-    return same and not a.is_conj() and not a.is_neg() and bool(aten.is_non_overlapping_and_dense(a))
+    wanted = made.dtype, made.shape, made.stride(), made.device
+    if not made.is_floating_point() or (a.dtype, a.shape, a.stride(), a.device) != wanted:
+        return False
+    return not a.is_conj() and not a.is_neg() and bool(aten.is_non_overlapping_and_dense(a))
 
 
 def is_whole(argument: Any) -> bool:
-    """The argument shows all of its memory, once."""
+    """Tell whether an argument shows all of its memory, once."""
     a = argument.meta["val"]
     return bool(a.untyped_storage().nbytes() == a.numel() * a.element_size())
 

@@ -45,22 +45,16 @@ def stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
 def convolution_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
 ) -> torch.Tensor:
-    """The gradient of a convolution's input, without that.
-
-    Args:
-        grad: of the result; shape, stride: of the input; geometry: as ``convolution_backward`` takes it.
-    """
-    x = stand_in(shape, stride, grad.dtype)
-    gradient: torch.Tensor = aten.convolution_backward.default(grad, x, weight, None, *geometry, [True, False, False])[
-        0
-    ]
+    """The gradient of a convolution's input by its shape and stride; geometry as ``convolution_backward`` takes it."""
+    x, wanted = stand_in(shape, stride, grad.dtype), [True, False, False]
+    gradient: torch.Tensor = aten.convolution_backward.default(grad, x, weight, None, *geometry, wanted)[0]
     return gradient
 
 
 def max_pool2d_backward(
     grad: torch.Tensor, indices: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
 ) -> torch.Tensor:
-    """The gradient of the input of a maximum over windows, without that."""
+    """The gradient of the input of a maximum over windows, by the input's shape and stride."""
     x = stand_in(shape, stride, grad.dtype)
     gradient: torch.Tensor = aten.max_pool2d_with_indices_backward.default(grad, x, *geometry, indices)
     return gradient

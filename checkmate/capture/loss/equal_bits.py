@@ -38,11 +38,11 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
     The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
     """
     module = alone(loss)
-    about = tuple(
-        (str(n.target), str(n.args), str(n.kwargs), *map(_about, tensors(n.meta.get("val"))))
-        for n in module.graph.nodes
-    )
-    key = about, split, torch.get_num_threads()
+    about: list[Any] = []
+    for n in module.graph.nodes:
+        made = [(t.dtype, tuple(t.shape), tuple(t.stride()), t.device.type) for t in tensors(n.meta.get("val"))]
+        about.append((str(n.target), str(n.args), str(n.kwargs), *made))
+    key = tuple(about), split, torch.get_num_threads()
     whole, products = partial(_of_loss, module, in_parts(module, split)), partial(_of_products, loss, split)
 
     def trial() -> bool:
@@ -55,10 +55,6 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
             return False
         _tried[key] = found[0]
     return _tried[key]
-
-
-def _about(tensor: Tensor) -> tuple[Any, ...]:
-    return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type
 
 
 def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
@@ -98,45 +94,35 @@ def alone(loss: Loss) -> fx.GraphModule:
 
 
 def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterator[Compared]:
-    """A loss and its gradients."""
+    """Compute a loss and its gradients on normal numbers, positive class weights and targets, some of them ignored."""
     (loss,) = losses(whole.graph)
-    inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
+    draw, scale = torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)]
+    depth, columns = loss.w.meta["val"].shape
+    weights = {loss.w, *loss.w.all_input_nodes}
+    inputs = []
+    for node in whole.graph.find_nodes(op="placeholder"):
+        one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
+        if node is loss.forward.args[1]:
+            repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))
+            one[:: 2 + len(one) // 8] = loss.ignore_index
+        inputs.append(one.mul_(scale * depth**-0.5) if node in weights else one)
     yield from zip(*(tree_leaves(run(*inputs)) for run in (whole, parts)), strict=True)
 
 
 def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
-    """The layer's product and those of its gradients, by rows and by columns."""
+    """Compute the products of the layer and of its gradients, by rows and by columns; half of the inputs cancel."""
     rows, columns = loss.product.meta["val"].shape
     by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
     by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
     for node, some in (loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns):
         if node is not None:
             target: Any = node.target
-            *bias, a, b = _arguments(node, seed)
-            whole = target(*bias, a, b)
+            draw = torch.Generator().manual_seed(seed)
+            args = [made_up(n.meta["val"], draw, seed // 2) for n in node.args]  # type: ignore[union-attr]
+            if not seed % 2:
+                cancel(target, tuple(args), draw)
+            *_, a, b = args
+            whole = target(*args)
             for at in some:
                 part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
-                yield whole[at], target(*bias, part, b)
-
-
-def _arguments(node: fx.Node, seed: int) -> list[Tensor]:
-    """Made-up tensors for what a product reads; its terms cancel in half of all seeds."""
-    draw = torch.Generator().manual_seed(seed)
-    args = [made_up(n.meta["val"], draw, seed // 2) for n in node.args]  # type: ignore[union-attr]
-    if not seed % 2:
-        cancel(node.target, tuple(args), draw)
-    return args
-
-
-def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:
-    """Make up inputs for a trial: normal numbers, positive class weights, and targets, some of them ignored."""
-    depth, columns = loss.w.meta["val"].shape
-    weights = {loss.w, *loss.w.all_input_nodes}
-    made = []
-    for node in graph.find_nodes(op="placeholder"):
-        one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
-        if node is loss.forward.args[1]:
-            repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))
-            one[:: 2 + len(one) // 8] = loss.ignore_index
-        made.append(one.mul_(scale * depth**-0.5) if node in weights else one)
-    return made
+                yield whole[at], target(*args[:-2], part, b)

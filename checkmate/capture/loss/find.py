@@ -81,9 +81,8 @@ class Loss:
     def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Pointwise ops from the product to the softmax, and those of the gradient on the way back."""
         made = [node for node in self.before if str(node.target) in POINTWISE]
-        return tuple(_step(node, made) for node in made), tuple(
-            _step(node, made) for node in self.through if str(node.target) in POINTWISE
-        )
+        back = [node for node in self.through if str(node.target) in POINTWISE]
+        return tuple(_step(node, made) for node in made), tuple(_step(node, made) for node in back)
 
     @property
     def given_nodes(self) -> set[fx.Node]:
@@ -120,19 +119,28 @@ def _read(forward: fx.Node) -> Loss | None:
     backwards = [n for n in q.users if n.target is aten.nll_loss_backward.default and n.args[1:6] == args]
     if len(backwards) != 1 or product.meta["val"].numel() == 0:
         return None
+    # Follow the gradient of the loss to that of the softmax, with the term of label smoothing where there is one.
     (backward,) = backwards
-    smoothing, given, gradient = _to_softmax(backward)
-    if gradient is None or gradient.args[1] is not softmax or not _along_rows(gradient, 2):
+    (user,) = backward.users if len(backward.users) == 1 else (backward,)
+    is_sum = user.target is aten.add.Tensor and user.args[1] is backward and not user.kwargs
+    smoothing: Any = user.args[0] if is_sum and _is_expanded(user.args[0]) else None
+    path = [backward] if smoothing is None else [backward, user]
+    path += _down(path[-1], ())
+    (gradient,) = path[-1].users if len(path[-1].users) == 1 else (backward,)
+    if gradient.target is not aten._log_softmax_backward_data.default or gradient.args[:2] != (path[-1], softmax):
         return None
+    if any(str(node.target) in POINTWISE for node in path) or not _along_rows(gradient, 2):
+        return None
+    # Follow it on to the gradients of the layer, and find the sum of rows.
     through = tuple(_down(gradient, before))
     sums = [n for n in softmax.users if n.target is aten.sum.dim_IntList and not n.kwargs]
     row_sums = [n for n in sums if n.args[1:] in (([1],), ([-1],))]
     row_sum = row_sums[0] if len(row_sums) == 1 else None
-    ends = _ends((gradient, *through)[-1])
-    if ends is None or (row_sum is not None and (after or row_sum < forward)) or not _agree(product, ends):
+    ends = _ends((gradient, *through)[-1], product)
+    if ends is None or (row_sum is not None and (after or row_sum < forward)):
         return None
     of_forward = (product, before, softmax, after, forward, row_sum)
-    loss = Loss(*of_forward, backward, smoothing, given, gradient, through, *ends)
+    loss = Loss(*of_forward, backward, smoothing, tuple(path[1:]), gradient, through, *ends)
     own = {*after, forward, backward, gradient, row_sum}
     weighted_smoothing = row_sum is not None and args[2] is not None
     return loss if all({*node.users} <= own for node in (softmax, *after)) and not weighted_smoothing else None
@@ -158,22 +166,8 @@ def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
         yield (node := user)
 
 
-def _to_softmax(backward: fx.Node) -> tuple[fx.Node | None, Nodes, fx.Node | None]:
-    """Follow the gradient of a loss to its softmax: the term of label smoothing, the nodes between, the last one."""
-    path, smoothing = [backward], None
-    (user,) = backward.users if len(backward.users) == 1 else (backward,)
-    if user.target is aten.add.Tensor and user.args[1] is backward and not user.kwargs and _is_expanded(user.args[0]):
-        smoothing = user.args[0]
-        path.append(user)
-    path += _down(path[-1], ())
-    (end,) = path[-1].users if len(path[-1].users) == 1 else (backward,)
-    mine = end.target is aten._log_softmax_backward_data.default and end.args[0] is path[-1]
-    plain = not any(str(node.target) in POINTWISE for node in path)
-    return smoothing, tuple(path[1:]), end if mine and plain else None  # type: ignore[return-value]
-
-
 def _is_expanded(node: Any) -> bool:
-    """A number for each row, expanded to all columns."""
+    """Tell whether this is a number for each row, expanded to all columns."""
     if not isinstance(node, fx.Node) or node.target is not aten.expand.default or len(node.users) != 1:
         return False
     source: Any = node.args[0]
@@ -195,7 +189,7 @@ def is_of_rows(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
-    """A function of each number by itself, but for what a backward may read of the forward."""
+    """Tell whether this is a function of each number by itself, but for what a backward may read of the forward."""
     args: Any = node.args
     if (name := str(node.target)) not in POINTWISE:
         return False
@@ -212,8 +206,11 @@ def _along_rows(node: fx.Node, position: int = 1) -> bool:
     return bool(dim % node.meta["val"].dim() == node.meta["val"].dim() - 1)
 
 
-def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:
-    """Gradients of rows, weight and bias, made of the gradient of the product; None if anything else reads that."""
+def _ends(node: fx.Node, product: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:
+    """Gradients of rows, weight and bias, made of the gradient of the product.
+
+    None if anything else reads that, or if they are not made of the rows and the weight of the forward as in parts.
+    """
     found: dict[str, fx.Node] = {}
     for user in node.users:
         turned = user.target is aten.t.default and len(user.users) == 1
@@ -228,20 +225,15 @@ def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None
         if kind in found:
             return None
         found[kind] = reader
-    return found.get("rows"), found.get("weight"), found.get("bias")
-
-
-def _agree(product: fx.Node, ends: tuple[fx.Node | None, ...]) -> bool:
-    """The backward reads the rows and the weight of the forward, and makes what the parts would."""
-    rows, weight, _ = ends
-    *bias, h, w = (node.meta["val"] for node in product.args)  # type: ignore[union-attr]
-    if bias and bias[0].dim() != 1:
-        return False
+    rows, weight, bias = map(found.get, ("rows", "weight", "bias"))
+    *b, h, w = (one.meta["val"] for one in product.args)  # type: ignore[union-attr]
+    if not found or (b and b[0].dim() != 1):
+        return None
     if rows is not None:
         back: Any = rows.args[1]
         back = back.meta["val"]
         if storage(back) != storage(w) or back.stride() != w.stride()[::-1] or not h.is_contiguous():
-            return False
+            return None
     if weight is not None and weight.args[1] is not product.args[-2]:
-        return False
-    return any(end is not None for end in ends)
+        return None
+    return rows, weight, bias

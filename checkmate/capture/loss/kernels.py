@@ -150,10 +150,8 @@ def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums
     rows, columns = layer.shape
     part = length(rows, form.parts, ROWS)
     result = back.new_empty((rows, back.shape[1]))
-    logits = _Logits(layer, form, part, columns, saved=True)
-    gradient = _Gradient(layer, form, g, u, logits)
+    gradient = _Gradient(layer, form, g, u, sums, (part, columns))
     for at in slices(rows, part):
-        _log_probabilities(logits(at), sums, at, form)
         torch.mm(gradient(at), back, out=result[at])
     return result
 
@@ -162,12 +160,23 @@ def gradients_of_weights(
     layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, with_weight: bool, with_bias: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of the weight, (V, D), and of the bias, (1, V), if asked for; arguments as above."""
-    _, columns = layer.shape
-    block = length(columns, form.parts, COLUMNS)
+    rows, columns = layer.shape
+    part, block = length(rows, form.parts, ROWS), length(columns, form.parts, COLUMNS)
     of_weight = layer.h.new_empty((columns, layer.h.shape[1])) if with_weight else None
     of_bias = sums.new_empty((1, columns), dtype=layer.dtype) if with_bias else None
-    run = _by_columns if form.by_columns else _by_whole_rows
-    for at, dx in run(layer, form, g, u, sums, block):
+    if form.by_columns:
+        gradient = _Gradient(layer, form, g, u, sums, (rows, block), APART)
+    else:
+        result = sums.new_empty((rows, block), dtype=layer.dtype)
+        gradient = _Gradient(layer, form, g, u, sums, (part, columns))
+    for at in slices(columns, block, COLUMNS):
+        # The gradient of the product, (N, block): of this block alone, or from whole rows, part by part.
+        if form.by_columns:
+            dx = gradient(slice(0, rows), at)
+        else:
+            dx = result[:, : at.stop - at.start]
+            for some in slices(rows, part):
+                dx[some].copy_(gradient(some)[:, at])
         if of_weight is not None:
             torch.mm(dx.t(), layer.h, out=of_weight[at])
         if of_bias is not None:
@@ -175,54 +184,9 @@ def gradients_of_weights(
     return tuple(result for result in (of_weight, of_bias) if result is not None)
 
 
-_Blocks = Iterator[tuple[slice, Tensor]]
-
-
-def _by_columns(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
-    """Gradients of the product, (N, block), block by block."""
-    rows, columns = layer.shape
-    everything = slice(0, rows)
-    logits = _Logits(layer, form, rows, block, saved=True, apart=APART)
-    gradient = _Gradient(layer, form, g, u, logits)
-    for at in slices(columns, block, COLUMNS):
-        logits(everything, at)
-        logits.last[:, at.stop - at.start :].zero_()
-        _log_probabilities(logits.last, sums, everything, form)
-        yield at, gradient(everything, at)
-
-
-def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
-    """Gradients of the product, block by block, each from whole rows, part by part."""
-    rows, columns = layer.shape
-    part = length(rows, form.parts, ROWS)
-    result = sums.new_empty((rows, block), dtype=layer.dtype)
-    logits = _Logits(layer, form, part, columns, saved=True)
-    gradient = _Gradient(layer, form, g, u, logits)
-    for at in slices(columns, block, COLUMNS):
-        dx = result[:, : at.stop - at.start]
-        for some in slices(rows, part):
-            _log_probabilities(logits(some), sums, some, form)
-            dx[some].copy_(gradient(some)[:, at])
-        yield at, dx
-
-
-def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
-    """Turn logits into log-probabilities, in place."""
-    if form.dtype is EXACT:
-        x.sub_(sums[1, at, None]).add_(sums[2, at, None])
-    else:
-        torch.log_softmax(x, 1, out=x)
-
-
-def _steps(layer: Layer, form: Form) -> tuple[Step, ...]:
-    """Pointwise ops on the product; a kept product is copied first."""
-    return form.forward or (((CAST, form.dtype),) if layer.z is not None else ())
-
-
-def _memory(
-    layer: Layer, form: Form, steps: tuple[Step, ...], *, saved: bool
-) -> tuple[list[torch.dtype | None], list[int]]:
-    """The type of each piece of memory that logits take; for the product and each step, in which it is."""
+def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...], list[torch.dtype | None], list[int]]:
+    """Steps from the product to the logits, types of pieces of memory, and the pieces of the product and each step."""
+    steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())  # a kept product is copied first
     stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
     types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]
     places, dtype = [0], layer.dtype
@@ -231,7 +195,7 @@ def _memory(
         if i in stays or types[-1] is None or dtype != before:
             types.append(dtype)
         places.append(len(types) - 1)
-    return types, places
+    return steps, types, places
 
 
 class _Logits:
@@ -244,19 +208,14 @@ class _Logits:
         self, layer: Layer, form: Form, rows: int, columns: int, *, saved: bool = False, apart: int = 0
     ) -> None:
         self.layer = layer
-        self.steps = _steps(layer, form)
-        types, self.place = _memory(layer, form, self.steps, saved=saved)
+        self.steps, types, self.place = _memory(layer, form, saved=saved)
         new, width = layer.y.new_empty, {len(types) - 1: columns + apart}
         self.memory = [
             None if kind is None else new((rows, width.get(i, columns)), dtype=kind) for i, kind in enumerate(types)
         ]
-        self.values: list[Tensor] = []  # the product and what each step made of it, or what is in its place now
-
-    @property
-    def last(self) -> Tensor:
-        """The memory that logits are in, with the columns apart."""
         assert self.memory[-1] is not None
-        return self.memory[-1]
+        self.last = self.memory[-1]  # what logits are in, with the columns apart
+        self.values: list[Tensor] = []  # the product and what each step made of it, or what is in its place now
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
         layer, (_, wide) = self.layer, self.layer.shape
@@ -274,26 +233,38 @@ class _Logits:
 
 
 class _Gradient:
-    """Computes gradients of the product of some rows from log-probabilities, in their place where types are the same.
+    """Computes gradients of the product of some rows and columns, in place of their logits where types are the same.
 
     ATen's kernel reads a gradient of all log-probabilities, which is zero but for the target's: that is kept, and
     written to at the targets only.
     """
 
-    def __init__(self, layer: Layer, form: Form, g: Tensor, u: Tensor | None, logits: _Logits) -> None:
-        self.g, self.u, self.steps, self.logits = g, u, form.backward, logits
+    def __init__(
+        self, layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, size: tuple[int, int], apart: int = 0
+    ) -> None:
+        self.form, self.g, self.u, self.sums = form, g, u, sums
+        self.logits = _Logits(layer, form, *size, saved=True, apart=apart)
         self.y = layer.y.where(layer.y != form.ignore, 0)[:, None]
-        self.given = torch.zeros_like(logits.last)
+        last = self.logits.last
+        self.given = torch.zeros_like(last)
         types = {what for name, what in form.backward if name == CAST} - {form.dtype}
-        self.memory = {dtype: torch.empty_like(logits.last, dtype=dtype) for dtype in types} | {form.dtype: logits.last}
+        self.memory = {dtype: torch.empty_like(last, dtype=dtype) for dtype in types} | {form.dtype: last}
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
         """Columns behind the block stand for targets outside of it."""
+        self.logits(at, columns)
         q, y, g = self.logits.last, self.y[at], self.g[at]
         if columns is not None:
-            y = y - columns.start
             wide = columns.stop - columns.start
+            q[:, wide:].zero_()
+            y = y - columns.start
             y = y.where((y >= 0) & (y < wide), wide)
+
+        # Turn logits into log-probabilities, and these into gradients.
+        if self.form.dtype is EXACT:
+            q.sub_(self.sums[1, at, None]).add_(self.sums[2, at, None])
+        else:
+            torch.log_softmax(q, 1, out=q)
         if self.u is not None:
             self.given.copy_(self.u[at] + 0.0)
             g = self.u[at] + g
@@ -301,7 +272,7 @@ class _Gradient:
         aten._log_softmax_backward_data.out(self.given, q, 1, q.dtype, out=q)
         self.given.scatter_(1, y, 0.0)
         dx = q if columns is None else q[:, :wide]
-        for name, what in self.steps:
+        for name, what in self.form.backward:
             out = dx if name != CAST else self.memory[what][:, : dx.shape[1]]
             dx = POINTWISE[name](dx, self.logits.values[what] if name in OF_RESULT else what, out)
         return dx
@@ -336,9 +307,8 @@ def estimate(node: fx.Node) -> Estimate | None:
     products = (0 if layer.z is not None else again) + (not forward and (not of_weights or args[5]))
     depth = 0 if not products else layer.h.shape[1] if layer.h is not None else args[5].meta["val"].shape[1]
     passes = _PASSES[node.target] + _STEP * (len(form.forward) + (0 if forward else len(form.backward)))
-    each_logit = sum(
-        dtype.itemsize for dtype in _memory(layer, form, _steps(layer, form), saved=not forward)[0] if dtype
-    )
+    _, types, _ = _memory(layer, form, saved=not forward)
+    each_logit = sum(dtype.itemsize for dtype in types if dtype)
     if not forward:  # the kernel of the gradient has a buffer in float32 for half precision
         more = [form.dtype, *({what for name, what in form.backward if name == CAST} - {form.dtype})]
         each_logit += sum(dtype.itemsize for dtype in more) + (4 if form.dtype.itemsize == 2 else 0)

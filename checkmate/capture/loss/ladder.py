@@ -43,8 +43,7 @@ def with_loss_in_parts(
         pose: makes a problem of a captured step.
         tried: whether bits of a split are compared before it is offered, which takes data.
     """
-    ladder = _Ladder(module, read, pose, tried)
-    return ladder.linked(problem, 0, int(problem.unavoidable_bytes.max()))
+    return _Ladder(module, read, pose, tried).linked(problem, 0, int(problem.unavoidable_bytes.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,21 +58,14 @@ class _Ladder:
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """Losses that can be split."""
         return losses(self.whole.graph)
 
     @cached_property
     def rungs(self) -> tuple[LossSplit, ...]:
-        """Splits of these, from cheap to small."""
         return loss_splits_of(self.losses)
 
     def linked(self, problem: Problem, rung: int, below: int) -> Problem:
-        """The problem with the next one to be had from it.
-
-        Args:
-            rung: how many splits were looked at.
-            below: bytes that no plan without kept logits goes below so far.
-        """
+        """Link a problem to the next, after ``rung`` splits; no plan without kept logits goes below ``below`` bytes."""
         return replace(problem, next_split=cache(partial(self.next, problem, rung, below)))
 
     def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
@@ -92,8 +84,14 @@ class _Ladder:
             least = int(split.unavoidable_bytes.max())
             # kept logits are beside other ops too: no op alone shows what they cost
             if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
-                said = f"{how}: {self.certificate()}"
-                return self.linked(replace(split, splits=(said,)), after, below if how.kept else least)
+                # The certificate says why bits are known to be equal.
+                certificate = "if the device keeps the bits: not tried here"
+                if self.tried:
+                    count = torch.get_num_threads()
+                    threads = f"{count} threads" if count > 1 else "1 thread"
+                    certificate = f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"
+                certified = replace(split, splits=(f"{how}: {certificate}",))
+                return self.linked(certified, after, below if how.kept else least)
             if not self.is_at_loss(split, after):
                 return None
         return None
@@ -116,11 +114,3 @@ class _Ladder:
         module = self.whole if how is None else in_parts(self.whole, how)
         self.names[how] = {node.name for node in module.graph.nodes}
         return module
-
-    def certificate(self) -> str:
-        """The reason why bits are known to be equal, in words."""
-        if not self.tried:
-            return "if the device keeps the bits: not tried here"
-        count = torch.get_num_threads()
-        threads = f"{count} threads" if count > 1 else "1 thread"
-        return f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"

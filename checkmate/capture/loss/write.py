@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from checkmate.capture.loss.find import SLICES, Loss, is_of_rows, losses
+from checkmate.capture.loss.find import SLICES, Loss, Nodes, is_of_rows, losses
 from checkmate.capture.loss.kernels import (
     Form,
     Layer,
@@ -21,7 +23,7 @@ from checkmate.capture.loss.kernels import (
     weighted_loss,
 )
 from checkmate.capture.nodes import call
-from checkmate.capture.rewrite import Unwritten, copy_of, without_dead_code
+from checkmate.capture.rewrite import Unwritten, without_dead_code
 
 aten = torch.ops.aten
 
@@ -50,110 +52,91 @@ def loss_splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
 
 def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
     """Copy a prepared joint graph with each loss in parts."""
-    graph = copy_of(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        graph = deepcopy(module.graph)  # the fake tensors are the same
     for loss in losses(graph):
-        _Writer(graph, loss, split).write()
+        _write(graph, loss, split)
     return without_dead_code(module, graph, Unwritten)
 
 
-class _Writer:
-    """Writes one loss."""
+def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
+    """Write the calls of a loss in parts, and leave the ops that they replace without readers."""
+    softmax, forward, backward = loss.softmax, loss.forward, loss.backward
+    smooth = loss.row_sum is not None or loss.smoothing is not None
+    form = Form(loss.ignore_index, softmax.meta["val"].dtype, *loss.steps, smooth, split.parts)
+    there, back = (*loss.before, *loss.after), (*loss.given, *loss.through)
+    y, weight, how = forward.args[1:4]
+    target, weights, u = y, None, None
 
-    def __init__(self, graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
-        self.graph, self.loss = graph, loss
-        smooth = loss.row_sum is not None or loss.smoothing is not None
-        dtype = loss.softmax.meta["val"].dtype
-        self.form = Form(loss.ignore_index, dtype, *loss.steps, smooth, split.parts)
-        self.kept = split.kept or loss.shown
-        self.rows, _ = loss.product.meta["val"].shape
-
-    def write(self) -> None:
-        """Write the calls, and leave the ops that they replace without readers."""
-        loss = self.loss
-        with self.graph.inserting_before(loss.forward):
-            layer = self._layer()
-            sums = self._forward(layer)
-        with self.graph.inserting_before(min(loss.ends)):
-            self._backward(layer, sums)
-
-    def _layer(self) -> Layer:
-        """The layer with a target for each row: ``ignore_index`` for rows that are sliced away before the loss."""
-        loss, y = self.loss, self.loss.forward.args[1]
-        back = (*loss.given, *loss.through)
-        if any(node.target in SLICES for node in back):
-            over = call(loss.softmax, aten.sub.Tensor, (y, loss.ignore_index))
-            column = self._rows(back, call(loss.softmax, aten.unsqueeze.default, (over, 1)))
-            over = call(loss.softmax, aten.select.int, (column, 1, 0))
-            y = call(loss.softmax, aten.add.Tensor, (over, loss.ignore_index))
-        if self.kept:
-            return Layer(None, None, None, y, loss.product)
-        return Layer(loss.h, loss.w, loss.b, y)
-
-    def _forward(self, layer: Layer) -> fx.Node:
-        loss, form = self.loss, self.form
-        y, weight, how = loss.forward.args[1:4]
-        made = loss.softmax.meta["val"].new_empty((3 + form.smooth, self.rows))
-        sums = call(loss.softmax, row_sums, (layer, form), val=made)
-        self.column = self._chosen(sums, 0)
-        self.targets = call(loss.forward, one_class, (y, form.ignore))
-        loss.forward.args = (self.column, self.targets, None, how, form.ignore)
-        self.weights = None
-        if weight is not None:
-            self.weights = call(loss.forward, class_weights, (weight, y, form.ignore))
-            loss.forward.target = weighted_loss
-            loss.forward.args = (self.column, self.targets, self.weights, how, form.ignore)
-        if loss.row_sum is not None:
-            column = self._chosen(sums, 3)
-            loss.row_sum.replace_all_uses_with(call(loss.row_sum, aten.select.int, (column, 1, 0)))
-        return sums
-
-    def _backward(self, layer: Layer, sums: fx.Node) -> None:
-        loss, form = self.loss, self.form
-        given, _, _, _, *rest = loss.backward.args
-        back = (*loss.given, *loss.through)
-        args = (given, self.column, self.targets, None, *rest)
-        column = torch.empty_like(self.column.meta["val"])
-        g = call(loss.backward, aten.nll_loss_backward.default, args, val=column)
-        if self.weights is not None:
-            g = call(loss.backward, aten.mul.Tensor, (g, self.weights))
-        g, u = self._rows(back, g), None
-        if loss.smoothing is not None:
-            u = self._rows(back, loss.smoothing.args[0])  # type: ignore[arg-type]
-        if loss.of_rows is not None:  # in its own place: there its weight has been transposed
-            with self.graph.inserting_before(loss.of_rows):
-                read = layer, form, g, u, sums, loss.of_rows.args[1]
-                of_rows = call(loss.of_rows, gradient_of_rows, read, val=loss.of_rows.meta["val"])
-            loss.of_rows.replace_all_uses_with(of_rows)
-        wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
-        if wanted:
-            with self.graph.inserting_before(min(wanted)):
-                flags = loss.of_weight is not None, loss.of_bias is not None
-                read = layer._replace(h=loss.h), form, g, u, sums, *flags  # type: ignore[assignment]
-                vals = tuple(end.meta["val"] for end in wanted)
-                both = call(wanted[0], gradients_of_weights, read, val=vals)
-                made = [call(end, operator.getitem, (both, i), val=vals[i]) for i, end in enumerate(wanted)]
-            for end, gradient in zip(wanted, made, strict=True):
-                end.replace_all_uses_with(gradient)
-
-    def _chosen(self, sums: fx.Node, i: int) -> fx.Node:
+    def chosen(sums: fx.Node, i: int) -> fx.Node:
         """A column of one of the numbers that `row_sums` gives, of the rows that reach the loss."""
-        origin = self.loss.softmax
-        one = call(origin, aten.unsqueeze.default, (call(origin, aten.select.int, (sums, 0, i)), 1))
-        return self._rows((*self.loss.before, *self.loss.after), one)
+        return _rows(there, call(softmax, aten.unsqueeze.default, (call(softmax, aten.select.int, (sums, 0, i)), 1)))
 
-    @staticmethod
-    def _rows(path: tuple[fx.Node, ...], x: fx.Node) -> fx.Node:
-        """Slice and zero-pad a column as the rows are on a path."""
-        if not any(node.target in SLICES for node in path):
-            return x
-        for node in filter(is_of_rows, path):
-            if node.target in SLICES:
-                args: list[Any] = [x, *node.args[1:]]
-                if node.target is aten.slice_backward.default:
-                    args[1] = [*args[1][:-1], 1]
-                x = call(node, node.target, tuple(args))
-            elif node.target is aten.clone.default:
-                x = call(node, node.target, (x,), kwargs=node.kwargs)
-            else:
-                x = call(node, aten.view.default, (x, [*node.meta["val"].shape[:-1], 1]))
+    with graph.inserting_before(forward):
+        # Rows that are sliced away before the loss get the target ``ignore_index``.
+        if any(node.target in SLICES for node in back):
+            over = call(softmax, aten.sub.Tensor, (y, loss.ignore_index))
+            column = _rows(back, call(softmax, aten.unsqueeze.default, (over, 1)))
+            over = call(softmax, aten.select.int, (column, 1, 0))
+            target = call(softmax, aten.add.Tensor, (over, loss.ignore_index))
+        layer = Layer(loss.h, loss.w, loss.b, target)
+        if split.kept or loss.shown:
+            layer = Layer(None, None, None, target, loss.product)
+
+        # The loss is that of one column of log-probabilities, the chosen ones.
+        made = softmax.meta["val"].new_empty((3 + form.smooth, loss.product.meta["val"].shape[0]))
+        sums = call(softmax, row_sums, (layer, form), val=made)
+        column = chosen(sums, 0)
+        targets = call(forward, one_class, (y, form.ignore))
+        if weight is not None:
+            weights = call(forward, class_weights, (weight, y, form.ignore))
+            forward.target = weighted_loss
+        forward.args = (column, targets, weights, how, form.ignore)
+        if loss.row_sum is not None:
+            total = chosen(sums, 3)
+            loss.row_sum.replace_all_uses_with(call(loss.row_sum, aten.select.int, (total, 1, 0)))
+
+    with graph.inserting_before(min(loss.ends)):
+        # Gradients of the chosen log-probabilities, and of all of a row with label smoothing, back at the layer's rows.
+        given, _, _, _, *rest = backward.args
+        val = torch.empty_like(column.meta["val"])
+        g = call(backward, aten.nll_loss_backward.default, (given, column, targets, None, *rest), val=val)
+        if weights is not None:
+            g = call(backward, aten.mul.Tensor, (g, weights))
+        g = _rows(back, g)
+        if loss.smoothing is not None:
+            u = _rows(back, loss.smoothing.args[0])  # type: ignore[arg-type]
+
+    if loss.of_rows is not None:  # in its own place: there its weight has been transposed
+        with graph.inserting_before(loss.of_rows):
+            read = layer, form, g, u, sums, loss.of_rows.args[1]
+            of_rows = call(loss.of_rows, gradient_of_rows, read, val=loss.of_rows.meta["val"])
+        loss.of_rows.replace_all_uses_with(of_rows)
+    wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
+    if wanted:
+        with graph.inserting_before(min(wanted)):
+            flags = loss.of_weight is not None, loss.of_bias is not None
+            vals = tuple(end.meta["val"] for end in wanted)
+            args = (layer._replace(h=loss.h), form, g, u, sums, *flags)
+            both = call(wanted[0], gradients_of_weights, args, val=vals)
+            gradients = [call(end, operator.getitem, (both, i), val=vals[i]) for i, end in enumerate(wanted)]
+        for end, gradient in zip(wanted, gradients, strict=True):
+            end.replace_all_uses_with(gradient)
+
+
+def _rows(path: Nodes, x: fx.Node) -> fx.Node:
+    """Slice and zero-pad a column as the rows are on a path."""
+    if not any(node.target in SLICES for node in path):
         return x
+    for node in filter(is_of_rows, path):
+        if node.target in SLICES:
+            args: list[Any] = [x, *node.args[1:]]
+            if node.target is aten.slice_backward.default:
+                args[1] = [*args[1][:-1], 1]
+            x = call(node, node.target, tuple(args))
+        elif node.target is aten.clone.default:
+            x = call(node, node.target, (x,), kwargs=node.kwargs)
+        else:
+            x = call(node, aten.view.default, (x, [*node.meta["val"].shape[:-1], 1]))
+    return x

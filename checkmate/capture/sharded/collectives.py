@@ -48,19 +48,9 @@ def times_held(tensor: torch.Tensor) -> int:
     return count
 
 
-def until_let_go(tensor: torch.Tensor, held: int) -> None:
-    """Wait until the memory of a tensor has this many holders only.
-
-    On the CPU a thread of the backend may hold it a moment longer, and free it: no plan would know when.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while times_held(tensor) > held and time.monotonic() < deadline:
-        time.sleep(0)
-
-
 def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
-    _reducing(tensor, how, group, lambda: tensor).end()
+    end(_reducing(tensor, how, group, lambda: tensor))
 
 
 def as_number(said: object) -> int:
@@ -84,18 +74,17 @@ class Pending:
     held: tuple[tuple[torch.Tensor, int], ...]  # tensors of it, and by how many each was held before
     result: Callable[[], torch.Tensor]
 
-    def end(self) -> torch.Tensor:
-        """Wait for it."""
-        self.work.wait()
-        self.work = None  # it holds the tensors, too
-        for tensor, held in self.held:
-            until_let_go(tensor, held)
-        return self.result()
-
 
 def end(pending: Pending) -> torch.Tensor:
-    """Wait for a collective and give its result; for the code of plans."""
-    return pending.end()
+    """Wait for a collective and give its result; also for the code of plans."""
+    pending.work.wait()
+    pending.work = None  # it holds the tensors, too
+    # On the CPU a thread of the backend may hold a tensor a moment longer, and free it: no plan would know when.
+    for tensor, held in pending.held:
+        deadline = time.monotonic() + PATIENCE
+        while times_held(tensor) > held and time.monotonic() < deadline:
+            time.sleep(0)
+    return pending.result()
 
 
 def _gather(x: torch.Tensor, size: int, group: Any) -> Pending:
@@ -121,10 +110,6 @@ def _reducing(total: torch.Tensor, how: Any, ranks: Any, result: Callable[[], to
     """A launched reduction over ranks, in place; ``result`` makes its result."""
     held = times_held(total)
     return Pending(dist.all_reduce(total.detach(), how, ranks, async_op=True), ((total, held),), result)
-
-
-def _rehearse_reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
-    return _averaged(_copy(x), how, 2)
 
 
 def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> Pending:
@@ -163,7 +148,7 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
 _EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # what launches, and what costs the same and says nothing
     "all_gather_into_tensor": (_gather, _rehearse_gather),
     "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
-    "all_reduce": (_reduce, _rehearse_reduce),
+    "all_reduce": (_reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
 }
 
 
@@ -173,7 +158,7 @@ def exchange(launch: str, name: str = "") -> Op:
     begin, rehearse = _EXCHANGES[launch]
 
     def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
-        return begin(x, *about).end()
+        return end(begin(x, *about))
 
     op.__name__ = op.__qualname__ = name or launch
     op.__module__ = _NAMESPACE  # whose op it is
@@ -185,10 +170,9 @@ GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op 
 
 
 def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool, overlap: bool = False) -> None:
-    """Make one op of each collective and its wait, in a joint graph.
+    """Make one op of each collective and its wait, in a joint graph, in place.
 
     Args:
-        graph: is changed in place.
         parameters: placeholders of these.
         again: what is gathered of parameters may be gathered again.
         overlap: their nodes say which link carries them, that of their ranks.
@@ -199,7 +183,11 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
         name = launch.target._opname if isinstance(launch.target, OpOverload) else ""
         if name not in _EXCHANGES or launch.target.namespace != _NAMESPACE or len(launch.users) != 1:
             continue
-        may_again = again and name == "all_gather_into_tensor" and _is_made_of(launch.args[0], parameters)
+        # A parameter may be gathered again, and what is computed from one alone, by ops without effects.
+        source = launch.args[0]
+        while source.op == "call_function" and len(source.all_input_nodes) == 1 and not has_effect(source):
+            (source,) = source.all_input_nodes
+        may_again = again and name == "all_gather_into_tensor" and source in parameters
         with graph.inserting_before(node):
             op = GATHER_AGAIN if may_again else exchange(name)
             joined = call(node, op, launch.args, None, node.meta["val"], launch.kwargs)
@@ -208,10 +196,3 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
         graph.erase_node(launch)
-
-
-def _is_made_of(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Tell whether a node is a parameter, or is computed from one alone, by ops without effects."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and not has_effect(node):
-        (node,) = node.all_input_nodes
-    return node in parameters

@@ -95,7 +95,12 @@ class Shards:
         Raises:
             Unsupported: if the step gives a `DTensor`.
         """
-        _refuse_results(module)
+        results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
+        if any(map(is_shard, results)):
+            raise Unsupported(
+                "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
+                "result.to_local(), or result.full_tensor(); a loss is computed within the step."
+            )
         placeholders, given = module.graph.find_nodes(op="placeholder"), [*inputs]
         for i in self.layouts:
             node, described = placeholders[i], local(placeholders[i].meta["example_value"])
@@ -119,13 +124,7 @@ class Shards:
     def refuse_converted(self, graph: fx.Graph, kept: Sequence[bool], names: Sequence[str]) -> None:
         """Refuse weights of which autocast keeps converted copies: the shards of these are no leaves in the step.
 
-        Args:
-            graph: the joint graph.
-            kept: of each input, whether autocast would keep what it converts it to.
-            names: of the inputs.
-
-        Raises:
-            Unsupported: naming one.
+        ``kept``: of each input, whether autocast would keep what it converts it to; ``names``: of the inputs.
         """
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
             (source,) = node.all_input_nodes or (None,)  # a number that is made a tensor is no input
@@ -191,12 +190,3 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         return None if gradient is None else ctx.shards.of_gradients[ctx.i].whole(gradient), None, None
-
-
-def _refuse_results(module: fx.GraphModule) -> None:
-    results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
-    if any(map(is_shard, results)):
-        raise Unsupported(
-            "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
-            "result.to_local(), or result.full_tensor(); a loss is computed within the step."
-        )

@@ -9,7 +9,6 @@ GPUs, an order that the user sets (``sdpa_kernel(..., set_priority=True)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,41 +48,33 @@ class Attention(NamedTuple):
 
 
 def choose(asked: Attention, capability: tuple[int, int], cudnn: int) -> int:
-    """The kernel's number.
-
-    Args:
-        asked: what is to be computed.
-        capability: of the device, for example (9, 0).
-        cudnn: its version as a number, 91900 for 9.19.0.
+    """Choose a kernel, by number, for a device of this compute capability; ``cudnn``: 91900 for version 9.19.0.
 
     >>> half = Attention(5, 1, 4, 12, 12, 12, 1024, 1024, 64, 64, 64, 0, 0, 1, 0, 1, 1)
     >>> [choose(half, of, 91900) == kernel for of, kernel in (((9, 0), CUDNN), ((8, 0), FLASH), ((7, 5), EFFICIENT))]
     [True, True, True]
     """
     major, minor = capability
-    kernels: list[tuple[int, Callable[[Attention, tuple[int, int], int], bool]]] = [
-        (FLASH, _flash),
-        (EFFICIENT, _efficient),
+    kernels = [
+        (FLASH, torch.backends.cuda.flash_sdp_enabled, _FLASH_FROM, _flash),
+        (EFFICIENT, torch.backends.cuda.mem_efficient_sdp_enabled, _EFFICIENT_FROM, _efficient),
     ]
     if cudnn > 91500 and major in (9, 10) and minor in (0, 3):
-        kernels.insert(0, (CUDNN, _cudnn))
+        kernels.insert(0, (CUDNN, torch.backends.cuda.cudnn_sdp_enabled, _FLASH_FROM, _cudnn))
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
     fits = (
-        (asked.dims == 4 or (asked.dims == 3 and _version() >= UNBATCHED))
+        (asked.dims == 4 or (asked.dims == 3 and version >= UNBATCHED))
         and asked.one_type
         and asked.in_line
         and min(asked.queries, asked.keys) > 0
     )
-    return next((kernel for kernel, takes in kernels if fits and takes(asked, capability, cudnn)), MATH)
+    for kernel, is_enabled, since, takes in kernels if fits else ():
+        if is_enabled() and since <= capability <= _LAST and takes(asked, capability):
+            return kernel
+    return MATH
 
 
-def _version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _flash(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
-    if not torch.backends.cuda.flash_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
-        return False
+def _flash(asked: Attention, capability: tuple[int, int]) -> bool:
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     too_wide = 192 < asked.head_dim <= 224 or (asked.head_dim > 224 and asked.dropout)
     return (
@@ -96,9 +87,7 @@ def _flash(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
     )
 
 
-def _efficient(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
-    if not torch.backends.cuda.mem_efficient_sdp_enabled() or not _EFFICIENT_FROM <= capability <= _LAST:
-        return False
+def _efficient(asked: Attention, capability: tuple[int, int]) -> bool:
     half = asked.dtype in _HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     aligned = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
@@ -112,10 +101,8 @@ def _efficient(asked: Attention, capability: tuple[int, int], cudnn: int) -> boo
     )
 
 
-def _cudnn(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+def _cudnn(asked: Attention, capability: tuple[int, int]) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if not torch.backends.cuda.cudnn_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
-        return False
     most = 256 if capability == (9, 0) else 128
     if capability[0] == 10 and (asked.head_dim, asked.value_dim) == (192, 128):
         most = 192
