@@ -42,11 +42,8 @@ _PRIVATE = (
 _PUBLIC: tuple[tuple[Any, str], ...] = (
     (torch, "add.Tensor div.Tensor mul.Tensor sub.Tensor where.self mean.dim squeeze.dim sum.dim_IntList"),
     (torch, "addmm.default bmm.default cat.default clone.default convolution.default embedding.default mm.default"),
-    (
-        torch,
-        "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default tanh.default",
-    ),
-    (torch, "unsqueeze.default select.int transpose.int"),
+    (torch, "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default"),
+    (torch, "tanh.default unsqueeze.default select.int transpose.int"),
     (torch.Tensor, "expand.default view.default"),
     (_nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
 )
