@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +40,7 @@ from checkmate.torch_internals.aot import (
     _is_tangent,
     is_sym_node,
 )
+from checkmate.torch_internals.descriptions import FakeTensor
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
 _CALLED = {Send: transfers.send, Wait: transfers.arrive, Fetch: transfers.fetch, Drop: transfers.drop}
@@ -198,7 +200,12 @@ class _Writer:
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
         """Begin the module with a call that sends values."""
         call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
-        call.meta["val"] = transfers.as_fake_call(self.joint.module.graph.nodes)
+        # It stands among the fake tensors of the graph.
+        modes = [
+            val.fake_mode for n in self.joint.module.graph.nodes if isinstance(val := n.meta.get("val"), FakeTensor)
+        ]
+        with modes[0] if modes else nullcontext():
+            call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
         return call
 
@@ -209,7 +216,9 @@ class _Writer:
             elif isinstance(step, Free):
                 self._forget(step.value)
             elif isinstance(step, Start):
-                self._start(step.op)
+                node: Any = self.joint.nodes[step.op]
+                self.started[step.op] = launched = self._copy(node, f"{node.name}_started")
+                launched.target = node.target.begin
             else:
                 self._transfer(step)
         if self.call is not None and self.call.op == "placeholder":
@@ -261,12 +270,6 @@ class _Writer:
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
-
-    def _start(self, op: int) -> None:
-        node: Any = self.joint.nodes[op]
-        launched = self._copy(node, f"{node.name}_started")
-        launched.target = node.target.begin
-        self.started[op] = launched
 
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, call = step.value, self.call

@@ -9,8 +9,7 @@ these, as from a value that was made again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import rounded
-from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
@@ -161,13 +159,6 @@ def most_there(plan: Plan, graph: Graph) -> int:
             there += size if isinstance(step, Send) else -size
             most = max(most, there)
     return most
-
-
-def as_fake_call(nodes: Iterable[fx.Node]) -> torch.Tensor:
-    """The stand-in for a call among the fake tensors of a graph."""
-    modes = [val.fake_mode for n in nodes if isinstance(val := n.meta.get("val"), FakeTensor)]
-    with modes[0] if modes else nullcontext():
-        return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
