@@ -59,9 +59,7 @@ def _tokens_of(output: fx.Node, count: int) -> int:
     return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
-def refuse_watching(
-    users: Mapping[int, tuple[int, ...]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
-) -> None:
+def refuse_watching(users: Mapping[int, tuple[int, ...]], results: Sequence[Any], functions: Sequence[Any]) -> None:
     """Refuse, in the backward of a call, hooks and kept gradients of results from which others are computed.
 
     ``users``: what `computed_from` found of the compiled function.
@@ -98,23 +96,20 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
     found: dict[int, list[set[int]]] = {}
     for tangent, result in results.items():
         total, terms = tangent, []
-        while len(total.users) == 1 and _adds_to(total, user := next(iter(total.users))):
-            total = user
+        while len(total.users) == 1:
+            (user,) = total.users
+            if user.target is not aten.add.Tensor or user.kwargs:
+                break
+            if user.args[0] is not total or not isinstance(user.args[1], fx.Node):
+                break
             terms.append({i for n in ancestors([user.args[1]]) if (i := results.get(n)) is not None})
+            total = user
         if terms and result is not None:
             found[result] = terms
     return found
 
 
-def _adds_to(total: fx.Node, user: fx.Node) -> bool:
-    if user.target is not aten.add.Tensor or user.kwargs:
-        return False
-    return user.args[0] is total and isinstance(user.args[1], fx.Node)
-
-
-def refuse_views(
-    within: Mapping[int, Sequence[set[int]]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
-) -> None:
+def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any], functions: Sequence[Any]) -> None:
     """Refuse, in the backward of a call, gradients of results that are views if the order of sums is unknown.
 
     ``within``: what `added_within` found of the compiled function.
