@@ -36,7 +36,16 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
 
     @wraps(run)
     def sharing(*args: Any) -> Any:
-        _refuse_others(copies, args)
+        if copies.kept != [*map(is_kept, args)]:
+            raise Unsupported(
+                "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
+                f"captured and is none now, or the other way round. {_ANEW}"
+            )
+        if copies.within not in (None, within_region()):
+            raise Unsupported(
+                "The step enters autocast, and was captured within another region of it, which keeps the converted "
+                f"weights, and is called outside of one now, or the other way round. {_ANEW}"
+            )
         if not (within_region() and torch.is_grad_enabled()):
             return run(*args)
         weights = [(args[i], dtype, copies.names[i]) for i, dtype in copies.converted.items()]
@@ -49,20 +58,6 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
         return results
 
     return sharing
-
-
-def _refuse_others(copies: Copies, args: Sequence[Any]) -> None:
-    """Refuse a call for which autocast keeps copies otherwise than for the captured one."""
-    if copies.kept != [*map(is_kept, args)]:
-        raise Unsupported(
-            "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
-            f"captured and is none now, or the other way round. {_ANEW}"
-        )
-    if copies.within not in (None, within_region()):
-        raise Unsupported(
-            "The step enters autocast, and was captured within another region of it, which keeps the converted "
-            f"weights, and is called outside of one now, or the other way round. {_ANEW}"
-        )
 
 
 def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
@@ -145,13 +140,12 @@ def _nodes_of_copies(weights: Sequence[tuple[torch.Tensor, torch.dtype, str]]) -
                 lookup.name = name
                 torch.mm(weight, weight)  # which autocast gives copies
             copy = lookup.copy
-            if not (copy.version == weight._version if isinstance(copy, _Copy) else _is_of(copy, weight)):
+            if isinstance(copy, _Copy):
+                is_present = copy.version == weight._version
+            else:  # it has the bits of the present weight, then
+                now = weight.detach().to(copy.dtype)
+                is_present = bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())
+            if not is_present:
                 raise _changed(name)
             nodes[name] = copy.grad_fn
     return nodes
-
-
-def _is_of(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether a copy has the bits of the present weight."""
-    now = weight.detach().to(copy.dtype)
-    return bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())

@@ -115,7 +115,12 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     """The marked ops that can write over their argument, each with its position; ``spare``: the module's inputs."""
     storages = _storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
-    locked = {number for n in graph.nodes if _is_locked(n, spare=spare) for number in storages[n].values()}
+    # A result that belongs to another, or whose base is not known, must not be written over.
+    locked = set[int]()
+    for n in graph.nodes:
+        of_unknown = any(a.op == "call_function" and a.meta.get("val") is None for a in n.all_input_nodes)
+        if of_unknown if n.op == "call_function" else spare or OWN not in n.meta:
+            locked.update(storages[n].values())
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         position = node.meta.get(OVER)
@@ -128,13 +133,6 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
         if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
             found[node] = position
     return found
-
-
-def _is_locked(node: fx.Node, *, spare: bool) -> bool:
-    """True if a node's result must not be written over: it belongs to another, or its base is not known."""
-    if node.op != "call_function":
-        return spare or OWN not in node.meta
-    return any(n.op == "call_function" and n.meta.get("val") is None for n in node.all_input_nodes)
 
 
 def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
