@@ -41,7 +41,7 @@ from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.updates.per_parameter import is_named, known, refuse_unknown, refuse_wrappers, step_one
+from checkmate.updates.per_parameter import is_named, known, name_of, refuse_wrappers, step_one
 
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
@@ -88,10 +88,19 @@ class Update:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter; of a `DTensor` the shard that this rank has, by that of its gradient."""
-        if is_shard(self.parameter):
-            self._update_shard(local(gradient))
-        else:
-            self._update(self.parameter, gradient, self.optimizer.state)
+        state = self.optimizer.state
+        if not is_shard(self.parameter):
+            self._update(self.parameter, gradient, state)
+            return
+        # States that lie as the parameter does become each a `DTensor`, as plainly.
+        shard, layout = local(self.parameter).detach(), Layout.of(self.parameter)
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        if held := state.get(self.parameter):
+            states[shard] = {name: local(what) for name, what in held.items()}
+        self._update(shard, local(gradient), states)
+        for name, what in states[shard].items():
+            if held is None or what is not local(held.get(name)):
+                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
     def rehearsal(self) -> Call:
         """Make a function that updates another parameter as a late update does this one, with a state of its own.
@@ -187,33 +196,19 @@ class Update:
         else:
             step(parameter, gradient, states)
 
-    def _update_shard(self, gradient: torch.Tensor) -> None:
-        """Update this rank's shard. States that lie as the parameter does become each a `DTensor`, as plainly."""
-        shard, layout, state = local(self.parameter).detach(), Layout.of(self.parameter), self.optimizer.state
-        states: dict[torch.Tensor, Any] = defaultdict(dict)
-        if held := state.get(self.parameter):
-            states[shard] = {name: local(what) for name, what in held.items()}
-        self._update(shard, gradient, states)
-        for name, what in states[shard].items():
-            if held is None or what is not local(held.get(name)):
-                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
-
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
         """Update a parameter, as the optimizer does; its state is found among these, or made.
 
         Settings that are given are as the optimizer's step leaves them, then; those of the group stay as they are.
         """
         group = {**(self.settings if settings is None else settings), "params": [parameter]}
-        gradient = gradient.clone() if self._writes_over_gradients(group) else gradient  # others may read it
+        kind = known(self.optimizer)
+        by_nesterov = kind is optim.SGD and group["nesterov"] and group["foreach"] is not False
+        if by_nesterov or (kind is None and not is_named(self.optimizer)):  # it writes, or may write, over the gradient
+            gradient = gradient.clone()  # others may read it
         step_one(self.optimizer, group, parameter, gradient, states)
         if settings is not None:
             settings.update({name: what for name, what in group.items() if name != "params"})
-
-    def _writes_over_gradients(self, settings: dict[str, Any]) -> bool:
-        kind = known(self.optimizer)
-        if kind is None:
-            return not is_named(self.optimizer)  # it may
-        return kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
         """Tell whether to update a parameter in slices: it is large, this saves memory, and all slices lie alike."""
@@ -370,9 +365,11 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"This {name} is differentiable: gradients would flow through its updates, and a step has none then. "
             "Make it with differentiable=False."
         )
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if kind is optim.Adafactor else ():
         types = {p.dtype for p in group["params"] if p.requires_grad}
-        if kind is optim.Adafactor and group["eps"][0] is None and _at_once(group) and len(types) > 1:
+        on_cpu = all(p.device.type == "cpu" for p in group["params"])
+        at_once = group["foreach"] is True or (group["foreach"] is None and not on_cpu)
+        if group["eps"][0] is None and at_once and len(types) > 1:
             raise Unsupported(
                 "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
                 "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
@@ -391,9 +388,14 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
     # What nobody has looked at.
-    if kind is None:
-        refuse_unknown(optimizer, _INSTEAD, promised=alone)
-        if keep and not is_named(optimizer):
+    if kind is None and not is_named(optimizer):
+        if not alone:
+            raise Unsupported(
+                f"{name_of(optimizer)} is not known to update each parameter alone. If its step computes of a "
+                "parameter nothing but from its own gradient, its own state and the settings of its group, and draws "
+                f"no random numbers, say so: training_step(..., alone=True). {_INSTEAD}"
+            )
+        if keep:
             raise Unsupported(
                 f"{name} may write over gradients, and gradients=True would leave the ones that it got. Leave it out."
             )
@@ -419,12 +421,6 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
                     f"average with ema=, and do what else it does before or after the training step. {_INSTEAD}"
                 )
             layer = getattr(layer, "__wrapped__", None)
-
-
-def _at_once(group: dict[str, Any]) -> bool:
-    """True if a group is updated by ops of many tensors."""
-    on_cpu = all(p.device.type == "cpu" for p in group["params"])
-    return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
 
 
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
