@@ -35,8 +35,6 @@ _HELD = Path("/proc/self/statm")  # pages; the second number says how many the m
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Run = Callable[[list[Any]], Any]
-
-
 Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each allocation lies
 
 
@@ -170,11 +168,20 @@ class Arena:
     def _enter(self, phase: int) -> bool:
         if self._handle is None and not self._open():
             return False
-        if phase == 0:
-            if self._library.checkmate_wants_layout(self._handle):
-                self._lay_out()
-            elif self._lower is not None and self._lower.is_over:
-                self._lay_lower(self._lower.result)
+        if phase == 0 and self._library.checkmate_wants_layout(self._handle):
+            # Plan addresses for what the last step allocated.
+            self._noted = noted = self._record()
+            height = self._lay(noted, self._place_soon(noted.lives))
+            self.live_peak = noted.lives.peak
+            self.took(noted.taken, self.capacity)
+            could_be_lower = height - self.live_peak >= WORTH * self.live_peak
+            self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
+        elif phase == 0 and self._lower is not None and self._lower.is_over:
+            # Take lower addresses for the same allocations, if they are worth it.
+            offsets, self._lower = self._lower.result, None
+            assert self._noted is not None
+            if offsets is not None and (1 + WORTH) * self._noted.height(offsets) <= self.counts.arena:
+                self._lay(self._noted, offsets)
         return bool(self._library.checkmate_enter(self._handle, phase))
 
     def _open(self) -> bool:
@@ -188,22 +195,6 @@ class Arena:
                 self._handle = library.checkmate_open(int(ROOM * self.capacity))
                 weakref.finalize(self, library.checkmate_close, self._handle).atexit = False  # a thread may be in it
         return self._handle is not None
-
-    def _lay_out(self) -> None:
-        """Plan addresses for what the last step allocated."""
-        self._noted = noted = self._record()
-        height = self._lay(noted, self._place_soon(noted.lives))
-        self.live_peak = noted.lives.peak
-        self.took(noted.taken, self.capacity)
-        could_be_lower = height - self.live_peak >= WORTH * self.live_peak
-        self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
-
-    def _lay_lower(self, offsets: Offsets | None) -> None:
-        """Take other addresses for the same allocations, if they are worth it."""
-        self._lower, noted = None, self._noted
-        assert noted is not None
-        if offsets is not None and (1 + WORTH) * noted.height(offsets) <= self.counts.arena:
-            self._lay(noted, offsets)
 
     def _lay(self, noted: _Noted, offsets: Offsets) -> int:
         """Use these addresses from now on; in bytes of the arena."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,12 @@ def available(device: torch.device, held: int, *, in_arena: bool = True, sharing
     True
     """
     if device.type != "cpu":
-        return _of_accelerator(device)
+        try:
+            free, total = kind_of(device).free_bytes(device)
+            held = torch.accelerator.memory_reserved(device)
+        except (RuntimeError, AttributeError) as error:
+            raise _does_not_say(str(device)) from error
+        return Available(Limit(str(device), total, free), held, max(LEAST_MARGIN, int(SHARE * total)))
     parts = [one if not one.shared else Limit(one.of, one.total, one.free // sharing) for one in limits()]
     if not parts:
         raise _does_not_say("This machine")
@@ -109,20 +115,19 @@ def limits(root: Path = Path("/")) -> Iterator[Limit]:
     meminfo = _table(root / "proc/meminfo", 1024)
     if "MemAvailable" in meminfo:
         yield Limit("this machine", meminfo["MemTotal"], meminfo["MemAvailable"])
-    elif (total := _installed()) is not None:
-        yield Limit("this machine, of which half is taken to be free,", total, total // 2)
+    else:
+        with suppress(AttributeError, ValueError, OSError):  # the system may not even say how much is installed
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            yield Limit("this machine, of which half is taken to be free,", total, total // 2)
     yield from _cgroups(root)
-    yield from _own(_table(root / "proc/self/status", 1024))
+    # The limits of this process alone, on its mappings.
+    if status := _table(root / "proc/self/status", 1024):
+        import resource  # which there is where there is /proc
 
-
-def _of_accelerator(device: torch.device) -> Available:
-    try:
-        free, total = kind_of(device).free_bytes(device)
-        held = torch.accelerator.memory_reserved(device)
-    except (RuntimeError, AttributeError) as error:
-        raise _does_not_say(str(device)) from error
-    margin = max(LEAST_MARGIN, int(SHARE * total))
-    return Available(Limit(str(device), total, free), held, margin)
+        for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+            limit, _ = resource.getrlimit(getattr(resource, name))
+            if limit != resource.RLIM_INFINITY:
+                yield Limit(f"this process ({name})", limit, max(0, limit - status[used]), shared=False)
 
 
 def _cgroups(root: Path) -> Iterator[Limit]:
@@ -149,26 +154,6 @@ def _cgroups(root: Path) -> Iterator[Limit]:
                     yield Limit(group, int(limit), max(0, int(limit) - max(0, int(used) - cached)))
             if folder == top:
                 break
-
-
-def _own(status: dict[str, int]) -> Iterator[Limit]:
-    """Limits of this process alone, on its mappings."""
-    if not status:
-        return
-    import resource  # which there is where there is /proc
-
-    for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
-        limit, _ = resource.getrlimit(getattr(resource, name))
-        if limit != resource.RLIM_INFINITY:
-            yield Limit(f"this process ({name})", limit, max(0, limit - status[used]), shared=False)
-
-
-def _installed() -> int | None:
-    """Bytes of this machine's memory, where the system says no more than that."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _table(file: Path, unit: int = 1) -> dict[str, int]:

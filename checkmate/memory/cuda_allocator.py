@@ -61,11 +61,6 @@ class Block:
         return (self.size, self.begin) < (other.size, other.begin)
 
     @property
-    def is_free(self) -> bool:
-        """True if it can be merged with a neighbour."""
-        return not self.in_use
-
-    @property
     def can_grow_to(self) -> int:
         """Bytes, with the addresses above it that have no memory yet."""
         beyond = self.next
@@ -90,13 +85,11 @@ class _Pool:
         i = bisect_left(self.free, size, key=lambda block: block.size)
         if i == len(self.free):
             return None
-        if self.free[i].expandable:  # the one that can grow least
-            while (
-                i + 1 < len(self.free)
-                and self.free[i].expandable
-                and self.free[i + 1].can_grow_to < self.free[i].can_grow_to
-            ):
-                i += 1
+        # Of expandable ones the first that can grow less than the one behind it.
+        while self.free[i].expandable and i + 1 < len(self.free):
+            if self.free[i + 1].can_grow_to >= self.free[i].can_grow_to:
+                break
+            i += 1
         return self.free.pop(i)
 
     def cut(self, block: Block, size: int, *, expandable: bool) -> None:
@@ -150,16 +143,11 @@ class CudaAllocator:
         self.allocated = self.reserved = 0  # bytes
         self._pools: dict[tuple[PoolKey, bool], _Pool] = {}
         self._above = 0  # addresses from here on are nobody's
-        self._peaks = Used(0, 0)
-
-    @property
-    def peaks(self) -> Used:
-        """The most bytes since `reset_peaks`."""
-        return self._peaks
+        self.peaks = Used(0, 0)  # the most bytes since `reset_peaks`
 
     def reset_peaks(self) -> None:
         """Count peaks from now on."""
-        self._peaks = Used(self.allocated, self.reserved)
+        self.peaks = Used(self.allocated, self.reserved)
 
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
         """Allocate a block for this many bytes.
@@ -172,7 +160,8 @@ class CudaAllocator:
             torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
         """
         size = rounded(size, BLOCK)
-        pool = self._pool(key, small=size <= SMALL)
+        is_small = size <= SMALL
+        pool = self._pools.setdefault((key, is_small), _Pool(is_small))
         block = pool.fitting(size) or self._new(pool, size)
         if block is None and key[0] == (0, 0):  # while a pool is in use nothing is given back
             self.empty_cache()
@@ -212,7 +201,8 @@ class CudaAllocator:
     def add_segment(self, segment: dict[str, Any]) -> None:
         """Add a segment that `torch.cuda.memory_snapshot` lists, above all segments added before."""
         key = tuple(segment["segment_pool_id"]), segment["stream"]
-        pool = self._pool(key, small=segment["segment_type"] == "small")
+        is_small = segment["segment_type"] == "small"
+        pool = self._pools.setdefault((key, is_small), _Pool(is_small))
         below, expandable = None, segment["is_expandable"]
         if expandable and pool.unmapped and pool.unmapped[-1].size == ENDLESS:
             below = pool.unmapped.pop()  # the same range of addresses goes on, with a part that has no memory
@@ -237,28 +227,22 @@ class CudaAllocator:
         if expandable and below is not None:
             self._endless(pool, below.begin + below.size, base, below)
 
-    def _pool(self, key: PoolKey, *, small: bool) -> _Pool:
-        return self._pools.setdefault((key, small), _Pool(small))
-
     def _count(self, allocated: int, reserved: int) -> None:
         self.allocated += allocated
         self.reserved += reserved
-        self._peaks = Used(max(self._peaks.allocated, self.allocated), max(self._peaks.reserved, self.reserved))
+        self.peaks = Used(max(self.peaks.allocated, self.allocated), max(self.peaks.reserved, self.reserved))
 
     def _new(self, pool: _Pool, size: int) -> Block | None:
         """A block from the device (alloc_block); None where that has no room."""
-        if self.expandable:
-            return self._grown(pool, size)
-        segment = segment_for(size)
-        if self.reserved + segment > self.capacity:
-            return None
-        block = Block(self._above, segment, pool)
-        self._above += segment
-        self._count(0, segment)
-        return block
-
-    def _grown(self, pool: _Pool, size: int) -> Block | None:
-        """A block of an expandable segment that grows for it (try_allocate_expandable_block)."""
+        if not self.expandable:  # a segment of its own (get_allocation_size)
+            segment = SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
+            if self.reserved + segment > self.capacity:
+                return None
+            block = Block(self._above, segment, pool)
+            self._above += segment
+            self._count(0, segment)
+            return block
+        # Addresses of an expandable segment, which grows until they have memory (try_allocate_expandable_block).
         block = self._growing(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -275,9 +259,9 @@ class CudaAllocator:
         """Find addresses for this many bytes (find_expandable_block)."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
-            first = before if before is not None and before.is_free else unmapped
+            first = before if before is not None and not before.in_use else unmapped
             room, block = 0, first
-            while block is not None and block.is_free and room < size:
+            while block is not None and not block.in_use and room < size:
                 room += block.size
                 block = block.next  # type: ignore[assignment]
             if room >= size:
@@ -339,11 +323,6 @@ def _parted(block: Block, size: int) -> Block:
 def _remove(blocks: list[Block], block: Block) -> None:
     """Take a block out of a sorted list."""
     del blocks[bisect_left(blocks, block)]
-
-
-def segment_for(size: int) -> int:
-    """Bytes that the device is asked for where a block is needed (get_allocation_size)."""
-    return SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
 
 
 def rounded(size: int, to: int) -> int:
