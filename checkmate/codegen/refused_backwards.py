@@ -13,6 +13,7 @@ refused.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,17 +41,11 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
     output: Any = graph.output_node()
     first = _tokens_of(output, count)
     position = {node: i for i, node in enumerate(output.args[0][first:count]) if isinstance(node, fx.Node)}
-    users: dict[int, dict[int, None]] = {}
+    detached = {n for n in graph.nodes if n.target in _NO_GRADIENT}
+    users: dict[int, set[int]] = defaultdict(set)
     for node, user in position.items():
-        stack, seen = list(node.all_input_nodes), set[fx.Node]()
-        while stack:
-            n = stack.pop()
-            if n in seen or n.target in _NO_GRADIENT:
-                continue
-            seen.add(n)
-            if n in position:
-                users.setdefault(position[n], {})[user] = None
-            stack += n.all_input_nodes
+        for n in ancestors(node.all_input_nodes, detached) & position.keys():
+            users[position[n]].add(user)
     return {i: tuple(sorted(found)) for i, found in users.items()}
 
 
