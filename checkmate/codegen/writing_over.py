@@ -33,7 +33,6 @@ from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.codegen.boxed import boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
-from checkmate.torch_internals import engine
 from checkmate.torch_internals.dispatcher import (
     DeviceContext,
     OpOverload,
@@ -43,7 +42,7 @@ from checkmate.torch_internals.dispatcher import (
     _len_torch_function_stack,
     functorch,
 )
-from checkmate.torch_internals.engine import _storage_Use_Count
+from checkmate.torch_internals.engine import NAMES, _storage_Use_Count
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
@@ -51,7 +50,7 @@ Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the v
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
-_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and engine.NAMES.has("_storage_Use_Count")
+_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Count")
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
