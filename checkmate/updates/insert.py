@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch import optim
 
-from checkmate.capture.nodes import is_collective, storage
+from checkmate.capture.nodes import call, is_collective, storage
 from checkmate.capture.op_order import after_tangent
 from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.provenance import where
@@ -82,7 +82,14 @@ class Insert:
             tensor = given[position] if position is not None and position < len(given) else None
             if position is not None and tensor is not None and id(tensor) in updates:
                 found[i] = primals[position], updates[id(tensor)]
-                _refuse_shared(position, by_storage.setdefault(storage(local(tensor)), position), names)
+                first = by_storage.setdefault(storage(local(tensor)), position)
+                if first != position:  # one is updated while the other's part of the backward may still read it
+                    raise Unsupported(
+                        f"{names[first]} and {names[position]} are two parameters in the memory of one tensor. A "
+                        "training step updates each as soon as its gradient is there, and so needs memory of their own "
+                        "for them: tie them by one parameter (b.weight = a.weight), or have one of them hold a copy "
+                        "(.clone())."
+                    )
             elif tensor is None or not tensor.is_leaf:
                 flows_on = True
         if not flows_on:
@@ -219,7 +226,7 @@ class _Writer:
         args = (read, parameter, about, self.inputs.get(id(followed)), skip)
         with self.output.graph.inserting_before(self.output):
             node = self.output.graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
-        node.meta = _meta(read, None)
+        node.meta = {key: what for key, what in read.meta.items() if key != "tensor_meta"} | {"val": None}
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """A node behind its first argument."""
@@ -249,16 +256,6 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
             )
 
 
-def _refuse_shared(position: int, first: int, names: Sequence[str]) -> None:
-    """Refuse parameters of one memory: one is updated while the other's part of the backward may still read it."""
-    if position != first:
-        raise Unsupported(
-            f"{names[first]} and {names[position]} are two parameters in the memory of one tensor. A training step "
-            "updates each as soon as its gradient is there, and so needs memory of their own for them: tie them by one "
-            "parameter (b.weight = a.weight), or have one of them hold a copy (.clone())."
-        )
-
-
 def _refuse_other_exchanges(graph: fx.Graph) -> None:
     """Refuse a backward that exchanges data itself: a rank with another plan could do so in another order."""
     later = after_tangent(graph.nodes)
@@ -280,13 +277,8 @@ def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
-    """A node with the provenance of another, and its fake result."""
-    node = origin.graph.create_node("call_function", target, args, name=name)
+    """A call where the graph inserts, whose fake result an op's rehearsal computes, if it has one."""
     run = target.rehearsal() if hasattr(target, "rehearsal") else target
     with origin.meta["val"].fake_mode, torch.no_grad():
-        node.meta = _meta(origin, run(*fx.node.map_arg(args, lambda n: n.meta["val"])))
-    return node
-
-
-def _meta(origin: fx.Node, val: Any) -> dict[str, Any]:
-    return {**{key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}, "val": val}
+        val = run(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return call(origin, target, args, name, val)
