@@ -110,8 +110,11 @@ class Store:
         with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
-            # The first gap that holds it, or else the lowest gaps together.
-            need, gaps, extents = rounded(nbytes), [*self._gaps()], list[range]()
+            # The first gap between values that holds it, or else the lowest gaps together.
+            taken = sorted((e for value in self._values.values() for e in value.extents), key=attrgetter("start"))
+            around = pairwise((range(0), *taken, range(self.capacity, self.capacity)))
+            gaps = [range(one.stop, other.start) for one, other in around if one.stop < other.start]
+            need, extents = rounded(nbytes), list[range]()
             for gap in [gap for gap in gaps if len(gap) >= need][:1] or gaps:
                 extents.append(gap[:need])
                 need -= len(extents[-1])
@@ -189,12 +192,6 @@ class Store:
             return
         with self._books:
             self._close()
-
-    def _gaps(self) -> Iterator[range]:
-        """The bytes between values, in order."""
-        taken = [extent for value in self._values.values() for extent in value.extents]
-        taken = [range(0), *sorted(taken, key=attrgetter("start")), range(self.capacity, self.capacity)]
-        return (range(one.stop, other.start) for one, other in pairwise(taken) if one.stop < other.start)
 
     def _settled(self, key: int, what: str) -> Value:
         """A value that is there, whole, with no copy under way."""

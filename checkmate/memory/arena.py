@@ -125,17 +125,16 @@ class Arena:
         number = PHASES.index(phase)
 
         def inside(inputs: list[Any]) -> Any:
-            entered = whole = False
-            before = None
+            if not self._enter(number):
+                return run(inputs)
+            whole, before = False, None
             try:
-                entered = self._enter(number)
-                before = self._beside() if entered and self._watched else None
+                before = self._beside() if self._watched else None
                 result = run(inputs)
                 whole = True
                 return result
             finally:
-                if entered:
-                    self._library.checkmate_leave(self._handle, whole)
+                self._library.checkmate_leave(self._handle, whole)
                 if before is not None:
                     self.outside += self._beside() - before
                     self._watched -= 1
