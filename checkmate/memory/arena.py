@@ -112,10 +112,7 @@ class Arena:
         self._opening = threading.Lock()
 
     def expect(self, capacity: int) -> None:
-        """Prepare for another step, which is to have this many bytes alive at once, and forget the last one.
-
-        Not to be called while a step runs.
-        """
+        """Prepare for another step, with this many bytes alive at once; not to be called while a step runs."""
         self.capacity, self.live_peak, self._lower = capacity, 0, None
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
@@ -196,23 +193,20 @@ class Arena:
         return self._handle is not None
 
     def _lay(self, noted: _Noted, offsets: Offsets) -> int:
-        """Use these addresses from now on; in bytes of the arena."""
+        """Use these addresses from now on; gives the bytes of the arena."""
         where, height = np.array(offsets, dtype=np.int64), noted.height(offsets)
         arrays = (array.ctypes.data for array in (noted.sizes, where, noted.stays))
         self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)
         return height
 
     def _record(self) -> _Noted:
-        """The last step's allocations.
-
-        What is alive when the next step begins has its address for the whole of it. What died after the last
-        allocation has it to the end.
-        """
+        """The last step's allocations."""
         boundary = ctypes.c_int64()
         count = self._library.checkmate_record(self._handle, 0, None, None, ctypes.addressof(boundary))
         sizes, died = np.zeros((2, count), dtype=np.int64)
         where = (sizes.ctypes.data, died.ctypes.data, ctypes.addressof(boundary))
         self._library.checkmate_record(self._handle, count, *where)
+        # What is alive when the next step begins has its address for the whole of it.
         stays = died < 0
         born = np.where(stays, 0, np.arange(count))
         rounded = -(-sizes // ALIGNMENT) * ALIGNMENT

@@ -119,19 +119,7 @@ def limits(root: Path = Path("/")) -> Iterator[Limit]:
         with suppress(AttributeError, ValueError, OSError):  # the system may not even say how much is installed
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             yield Limit("this machine, of which half is taken to be free,", total, total // 2)
-    yield from _cgroups(root)
-    # The limits of this process alone, on its mappings.
-    if status := _table(root / "proc/self/status", 1024):
-        import resource  # which there is where there is /proc
-
-        for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
-            limit, _ = resource.getrlimit(getattr(resource, name))
-            if limit != resource.RLIM_INFINITY:
-                yield Limit(f"this process ({name})", limit, max(0, limit - status[used]), shared=False)
-
-
-def _cgroups(root: Path) -> Iterator[Limit]:
-    """The limits of this process's control groups and those above them, of version 1 or 2."""
+    # The limits of its control groups and those above them, of version 1 or 2.
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -154,6 +142,14 @@ def _cgroups(root: Path) -> Iterator[Limit]:
                     yield Limit(group, int(limit), max(0, int(limit) - max(0, int(used) - cached)))
             if folder == top:
                 break
+    # The limits of this process alone, on its mappings.
+    if status := _table(root / "proc/self/status", 1024):
+        import resource  # which there is where there is /proc
+
+        for name, mapped_as in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+            least, _ = resource.getrlimit(getattr(resource, name))
+            if least != resource.RLIM_INFINITY:
+                yield Limit(f"this process ({name})", least, max(0, least - status[mapped_as]), shared=False)
 
 
 def _table(file: Path, unit: int = 1) -> dict[str, int]:

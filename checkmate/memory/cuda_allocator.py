@@ -184,11 +184,27 @@ class CudaAllocator:
         """Give the device back all segments in which nothing is in use, of expandable ones all whole units."""
         for ((pool_id, _), _), pool in self._pools.items():
             for block in list(pool.free) if pool_id == (0, 0) else ():
-                if block.expandable:
-                    self._unmap(block)
-                elif block.previous is block.next is None:
-                    pool.free.remove(block)
-                    self._count(0, -block.size)
+                if not block.expandable:
+                    if block.previous is block.next is None:
+                        pool.free.remove(block)
+                        self._count(0, -block.size)
+                    continue
+                # Take the memory of whole units from it (unmap_block).
+                begin = block.base + rounded(block.begin - block.base, pool.unit)
+                end = block.base + (block.begin + block.size - block.base) // pool.unit * pool.unit
+                if end <= begin:
+                    continue
+                _remove(pool.free, block)
+                within = block
+                if begin > block.begin:
+                    within = _parted(block, begin - block.begin)
+                    insort(pool.free, block)
+                if end < within.begin + within.size:
+                    insort(pool.free, _parted(within, end - within.begin))
+                within.mapped = False
+                self._count(0, -within.size)
+                pool.merge(within)
+                insort(pool.unmapped, within)
 
     @property
     def state(self) -> Any:
@@ -291,24 +307,6 @@ class CudaAllocator:
         pool.give_back(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
-        """Take the memory of whole units from a free block (unmap_block)."""
-        pool = block.pool
-        begin = block.base + rounded(block.begin - block.base, pool.unit)
-        end = block.base + (block.begin + block.size - block.base) // pool.unit * pool.unit
-        if end <= begin:
-            return
-        _remove(pool.free, block)
-        if begin > block.begin:
-            below, block = block, _parted(block, begin - block.begin)
-            insort(pool.free, below)
-        if end < block.begin + block.size:
-            insort(pool.free, _parted(block, end - block.begin))
-        block.mapped = False
-        self._count(0, -block.size)
-        pool.merge(block)
-        insort(pool.unmapped, block)
-
 
 def _parted(block: Block, size: int) -> Block:
     """Cut a block that is in no list after its first bytes, and give the rest, which is in none."""
@@ -321,7 +319,7 @@ def _parted(block: Block, size: int) -> Block:
 
 
 def _remove(blocks: list[Block], block: Block) -> None:
-    """Take a block out of a sorted list."""
+
     del blocks[bisect_left(blocks, block)]
 
 
