@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -135,22 +135,19 @@ class Update:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state on its device, from the first update on."""
-        if self.optimizer.state.get(self.parameter):
-            return self._state_bytes
+        if state := self.optimizer.state.get(self.parameter):
+            return self._bytes_here(state)
         shard, found = local(self.parameter), _bytes_of_first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
         if alike not in found:
-            found[alike] = self._state_bytes
+            found[alike] = self._bytes_here(self._first_state())
         return found[alike]
 
-    @property
-    def _state_bytes(self) -> int:
+    def _bytes_here(self, state: dict[str, Any]) -> int:
         here = self.parameter.device
-        state = self.optimizer.state.get(self.parameter) or self._first_state
         tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
 
-    @cached_property
     def _first_state(self) -> dict[str, Any]:
         """A state as the first update makes it: without data, where that can be had."""
         states: dict[torch.Tensor, Any] = defaultdict(dict)
@@ -197,10 +194,7 @@ class Update:
             step(parameter, gradient, states)
 
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
-        """Update a parameter, as the optimizer does; its state is found among these, or made.
-
-        Settings that are given are as the optimizer's step leaves them, then; those of the group stay as they are.
-        """
+        """Update a parameter, and settings that are given, as the optimizer does; its state is found, or made."""
         group = {**(self.settings if settings is None else settings), "params": [parameter]}
         kind = known(self.optimizer)
         by_nesterov = kind is optim.SGD and group["nesterov"] and group["foreach"] is not False
@@ -273,11 +267,9 @@ def _copied(what: Any) -> Any:
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
-    """Update a parameter slice by slice.
-
-    A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
-    it makes take less than later updates do; the whole state is put together of them.
-    """
+    """Update a parameter slice by slice."""
+    # A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
+    # it makes take less than later updates do; the whole state is put together of them.
     before = dict(states.get(parameter, {}))
     by_element = {name: _flat(t) for name, t in before.items() if _is_by_element(t, parameter)}
     flat = _flat(parameter.detach()), _flat(gradient)
@@ -402,12 +394,10 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
 
 
 def _refuse_replaced(optimizer: optim.Optimizer) -> None:
-    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise.
-
-    Around its own there may be what PyTorch puts there, as schedulers of learning rates do to count calls.
-    """
+    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise."""
     for name in ("step", "zero_grad"):
         layer, own = getattr(optimizer, name), getattr(type(optimizer), name)
+        # Around its own there may be layers of PyTorch's, such as schedulers of learning rates put there to count.
         while layer is not None:
             layer = getattr(layer, "__func__", layer)
             if layer is own and known(optimizer) is None:

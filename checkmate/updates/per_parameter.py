@@ -77,14 +77,10 @@ def is_named(optimizer: optim.Optimizer) -> bool:
 def step_one(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Any, gradient: torch.Tensor | None, states: Any
 ) -> None:
-    """Run an optimizer's own step for one parameter, by a view of it that has this group only.
+    """Run an optimizer's own step for one parameter, by a view of it that has the parameter's group only.
 
-    Args:
-        optimizer: stays as it is, but for what its attributes hold.
-        group: of this one parameter; its settings are as the step leaves them, then.
-        parameter: is updated.
-        gradient: of it.
-        states: where its state is found, or made.
+    The optimizer stays as it is, but for what its attributes hold; the group's settings are as the step leaves them.
+    The parameter's state is found among ``states``, or made.
     """
     kind = type(optimizer)
     one: Any = object.__new__(kind)
