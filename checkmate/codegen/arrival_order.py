@@ -27,11 +27,9 @@ FIRST = float("inf")  # sequence number of the beginning of a backward
 
 
 def verdicts(fan: Any) -> tuple[int, ...]:
-    """The slots of a `Fan` to which something else contributes before it; all where that cannot be found out.
-
-    One walk through what is differentiated decides for all of them in it, and is kept for this backward.
-    """
+    """The slots of a `Fan` to which something else contributes before it; all where that cannot be found out."""
     task = _current_graph_task_id()
+    # One walk through what is differentiated decides for all of them in it, and is kept for this backward.
     if getattr(fan, "verdict", (None,))[0] != task:
         fan.verdict = task, tuple(range(len(fan.counts)))
         numbers, nodes = arrivals(fan) or ({}, ())

@@ -130,11 +130,7 @@ def is_unchecked(node: fx.Node) -> bool:
 
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """The saved tensors: values that the backward reads without making or fetching them.
-
-    And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
-    may take over. It takes no memory, as they stay with the caller.
-    """
+    """The saved tensors: values that the backward reads without making or fetching them, and unchecked inputs."""
     made = {*tangents}
     saved: dict[fx.Node, None] = {}
 
@@ -150,6 +146,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
         elif isinstance(step, Land):
             made.update(joint.nodes_of_value[step.value])
     read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
     saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
@@ -164,10 +161,7 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here.
-
-    ``call``: what says which call of the step it is, as the forward has it; None where nothing is sent, or not yet.
-    """
+    """Writes one module."""
 
     def __init__(
         self,
@@ -182,7 +176,7 @@ class _Writer:
         self.times = times  # how often each op was written, in both modules together
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}  # for each node of the joint graph at hand, its copy here
         self.handed_over: dict[fx.Node, fx.Node] = {}  # what the caller copies: free in the plan, yet returned
         self.ops = {node for node in joint.nodes if node is not None}
         self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
@@ -191,7 +185,7 @@ class _Writer:
             self.env[node].meta = dict(node.meta)
             if node.op == "call_function" and not is_sym_node(node):
                 self.env[node].meta[OWN] = True
-        self.call = None if call is None else self.env[call]
+        self.call = None if call is None else self.env[call]  # which call of the step it is; None: nothing is sent yet
         self.sent: dict[int, fx.Node] = {}  # of what this module sends, what does so
         self.started: dict[int, fx.Node] = {}  # of ops that links carry now, what has launched them
         if self.call is not None:

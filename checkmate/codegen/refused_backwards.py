@@ -55,10 +55,7 @@ def _tokens_of(output: fx.Node, count: int) -> int:
 
 
 def refuse_watching(users: Mapping[int, tuple[int, ...]], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Refuse, in the backward of a call, hooks and kept gradients of results from which others are computed.
-
-    ``users``: what `computed_from` found of the compiled function.
-    """
+    """Refuse, in the backward of a call, hooks and kept gradients of results that `computed_from` found."""
     for tensor in tree_leaves(results) if users else ():
         function: Any = getattr(tensor, "grad_fn", None)
         later = users.get(tensor.output_nr) if function in functions else None
@@ -105,10 +102,7 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
 
 
 def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Refuse, in the backward of a call, gradients of results that are views if the order of sums is unknown.
-
-    ``within``: what `added_within` found of the compiled function.
-    """
+    """Refuse, in the backward of a call, gradients of views that plain PyTorch adds `added_within` the step."""
     views: dict[Any, dict[int, set[int]]] = {}
     for tensor in results if within else ():
         node = getattr(tensor, "grad_fn", None)

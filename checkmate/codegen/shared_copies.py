@@ -11,7 +11,7 @@ So a captured step leaves in the region, for each weight that it converts, what 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -48,8 +48,25 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
             )
         if not (within_region() and torch.is_grad_enabled()):
             return run(*args)
-        weights = [(args[i], dtype, copies.names[i]) for i, dtype in copies.converted.items()]
-        nodes = _nodes_of_copies(weights)
+        # The nodes of autograd in which gradients of weights meet in this region, by the name of the weight.
+        nodes = {}
+        with autocast_as_found():
+            torch.set_autocast_cache_enabled(True)
+            for i, dtype in copies.converted.items():
+                weight, name = args[i], copies.names[i]
+                torch.set_autocast_enabled(weight.device.type, True)
+                torch.set_autocast_dtype(weight.device.type, dtype)
+                with _Lookup(name) as lookup:
+                    torch.mm(weight, weight)  # which autocast gives copies
+                copy = lookup.copy
+                if isinstance(copy, _Copy):
+                    is_present = copy.version == weight._version
+                else:  # it has the bits of the present weight, then
+                    now = weight.detach().to(copy.dtype)
+                    is_present = bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())
+                if not is_present:
+                    raise _changed(name)
+                nodes[name] = copy.grad_fn
         results = run(*args)
         for function in compiled_functions(results, args):
             for node in nodes.values():
@@ -112,9 +129,9 @@ def _changed(name: str) -> Unsupported:
 class _Lookup(TorchDispatchMode):
     """Sees what autocast has as the copy of a weight, and gives it a `_Copy` where it has none. Nothing is computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = ""
+        self.name = name
         self.copy: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,30 +139,3 @@ class _Lookup(TorchDispatchMode):
             return _Copy.of(args[0], kwargs["dtype"], self.name)
         self.copy = args[0]
         return torch.empty(0)
-
-
-def _nodes_of_copies(weights: Sequence[tuple[torch.Tensor, torch.dtype, str]]) -> dict[str, Any]:
-    """The nodes of autograd in which gradients of weights meet in the present region, by the name of the weight.
-
-    Raises:
-        Unsupported: for a weight that is another one than its copy was made of.
-    """
-    nodes = {}
-    with autocast_as_found():
-        torch.set_autocast_cache_enabled(True)
-        for weight, dtype, name in weights:
-            torch.set_autocast_enabled(weight.device.type, True)
-            torch.set_autocast_dtype(weight.device.type, dtype)
-            with _Lookup() as lookup:
-                lookup.name = name
-                torch.mm(weight, weight)  # which autocast gives copies
-            copy = lookup.copy
-            if isinstance(copy, _Copy):
-                is_present = copy.version == weight._version
-            else:  # it has the bits of the present weight, then
-                now = weight.detach().to(copy.dtype)
-                is_present = bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())
-            if not is_present:
-                raise _changed(name)
-            nodes[name] = copy.grad_fn
-    return nodes

@@ -39,12 +39,9 @@ DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient.
-
-    ``own``: types of such nodes of autograd that were seen: each compiled function has one of its own.
-    """
+    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient."""
     for function in functions:
-        if type(function) not in own:
+        if type(function) not in own:  # each compiled function has a type of its own
             own.add(type(function))
             _need_nothing_for_nothing(function._forward_cls)
         function.set_materialize_grads(False)

@@ -92,10 +92,7 @@ def refuse_unwritable(graph: fx.Graph) -> None:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
-    """The storages of each node's tensors: numbers, by those of the fake tensors.
-
-    An op that runs twice makes two storages, though its fake result is one.
-    """
+    """Number the storages of each node's tensors: an op that runs twice makes two, though its fake result is one."""
     found: dict[fx.Node, dict[int, int]] = {}
     given: dict[int, int] = {}
     numbers = itertools.count()
@@ -177,10 +174,8 @@ def writing_over(module: fx.GraphModule) -> Run:
 
 
 def _is_watched() -> bool:
-    """True if a mode of the user's sees each op, and may keep results; the one of the default device does not.
-
-    Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
-    """
+    """True if a mode of the user's sees each op, and may keep results."""
+    # The mode of the default device does not, nor that by which AOTAutograd looks at custom ops in a first run.
     dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
     function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
     return (
