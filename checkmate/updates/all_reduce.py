@@ -163,9 +163,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
     """Find the exchange of a step with other ranks; None: there is none.
 
     Args:
-        modules: of the step.
         group: of ranks that average the gradients of all parameters; False: those do that wrap a module.
-        optimizers: of the step.
 
     Raises:
         TypeError: if the group is none.

@@ -23,7 +23,6 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -234,19 +233,18 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
 
 def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     """A number for the code of an optimizer and the numbers that it has."""
-    sources = [_source(one) for one in type(optimizer).__mro__ if not one.__module__.startswith(("torch.", "builtins"))]
+    sources = []
+    for kind in type(optimizer).__mro__:
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            try:
+                sources.append(inspect.getsource(sys.modules[kind.__module__]))
+            except (OSError, TypeError, KeyError):  # it is of no file: what its functions do
+                codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
+                sources.append(repr([(code.co_name, code.co_code, code.co_names) for code in codes]))
     has = {**vars(optimizer), **{f"group {n}": x for n, x in settings.items() if n in optimizer.defaults}}
     changes = {"group step", *(f"group {name}" for name in _CHANGES)}
     numbers = [(name, x) for name, x in has.items() if isinstance(x, (bool, int, str)) and name not in changes]
     return f"{zlib.crc32(repr((sources, sorted(numbers))).encode()):08x}"
-
-
-def _source(kind: type) -> str:
-    """The text of the file that a class is from; of one that has none, what its functions do."""
-    with suppress(OSError, TypeError, KeyError):
-        return inspect.getsource(sys.modules[kind.__module__])
-    codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
-    return repr([(code.co_name, code.co_code, code.co_names) for code in codes])
 
 
 def _make_late(counted: Any) -> None:
@@ -321,7 +319,12 @@ def checked(
     given: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
-            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {_what_it_is(optimizer)}.")
+            what = type(optimizer).__name__
+            if isinstance(optimizer, type):
+                what = f"the class {optimizer.__name__}: make one of it, {optimizer.__name__}(model.parameters())"
+            elif isinstance(optimizer, optim.lr_scheduler.LRScheduler):
+                what = f"a {what}: give its optimizer, and call scheduler.step() after the training step"
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {what}.")
         _refuse(optimizer, keep, alone)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
@@ -334,15 +337,6 @@ def checked(
             )
         seen.add(parameter)
     return given
-
-
-def _what_it_is(given: object) -> str:
-    """Say what was given in an optimizer's place, and what to give."""
-    if isinstance(given, type):
-        return f"the class {given.__name__}: make one of it, {given.__name__}(model.parameters())"
-    if isinstance(given, optim.lr_scheduler.LRScheduler):
-        return f"a {type(given).__name__}: give its optimizer, and call scheduler.step() after the training step"
-    return type(given).__name__
 
 
 def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
