@@ -149,11 +149,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
-    """The links to a second memory, as `open_store` names it.
-
-    Args:
-        where, device: as there.
-        cache: take what is on disk, and keep there what is measured.
+    """The links to a second memory, as `open_store` names it; with ``cache`` kept on disk, and taken from there.
 
     Raises:
         HostError: if it cannot be had, or a copy fails.

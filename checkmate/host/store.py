@@ -79,12 +79,7 @@ class Store:
     caller must not do meanwhile is write to a source, or read a landing. Several threads may use a store, each with
     values of its own.
 
-    Args:
-        mover: copies.
-        capacity: bytes of the second memory.
-
-    Attributes:
-        capacity: as given, `rounded`.
+    Its ``capacity``, in bytes, is as given, `rounded`.
     """
 
     def __init__(self, mover: Mover, capacity: int) -> None:

@@ -150,11 +150,7 @@ class CudaAllocator:
         self.peaks = Used(self.allocated, self.reserved)
 
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
-        """Allocate a block for this many bytes.
-
-        Args:
-            size: bytes asked for, more than 0.
-            key: in which pool, on which stream.
+        """Allocate a block for this many bytes, more than 0, of the pools of a stream.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.

@@ -81,11 +81,7 @@ class DeviceState:
 def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
     """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
 
-    All are let go of in the end.
-
-    Args:
-        lives: of the blocks; those that die at a moment are gone before others are born at it.
-        key: the pool that they are of, and the stream.
+    Blocks that die at a moment are gone before others are born at it; all are let go of in the end.
 
     Raises:
         torch.OutOfMemoryError: if the device has no room.

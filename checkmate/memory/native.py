@@ -63,10 +63,7 @@ class Source:
             return f"cannot be had: {error}"
 
     def load(self, *, keep: bool = True) -> ctypes.PyDLL:
-        """The library, built where it is not yet.
-
-        Args:
-            keep: in the cache folder what was built.
+        """The library, built where it is not yet, and then kept in the cache folder with ``keep``.
 
         Raises:
             Unbuildable: if there is no compiler, or it fails.
