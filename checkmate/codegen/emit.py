@@ -26,7 +26,6 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
-from checkmate.codegen.transfers import Land, told_apart
 from checkmate.codegen.writing_over import OVER, OWN, Positions, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
@@ -45,6 +44,13 @@ from checkmate.torch_internals.descriptions import FakeTensor
 AGAIN = "_again"  # in a node's name: an op that runs another time
 _CALLED = {Send: transfers.send, Wait: transfers.arrive, Fetch: transfers.fetch, Drop: transfers.drop}
 Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes in a second memory, at most
+
+
+@dataclass(frozen=True)
+class Land:
+    """The `Wait` of a value that comes back, in a plan that is being written."""
+
+    value: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,16 @@ def emit(
     Raises:
         SolverError: if the plan reads what is not at hand, or writes over what it must not.
     """
-    steps = told_apart(plan.steps)
+    # Tell waits for fetches apart from waits for sends.
+    steps: list[Step | Land] = []
+    going: dict[int, Step] = {}
+    for step in plan.steps:
+        if isinstance(step, Wait) and isinstance(going.get(step.value), Fetch):
+            steps.append(Land(step.value))
+            continue
+        steps.append(step)
+        if isinstance(step, (Send, Fetch)):
+            going[step.value] = step
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     needed = _saved(joint, after, tangents)

@@ -9,8 +9,7 @@ these, as from a value that was made again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.fx.node import has_side_effect
 
 from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
+from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import rounded
 from checkmate.torch_internals.dispatcher import functorch
@@ -48,11 +47,9 @@ def _at_work(token: torch.Tensor) -> Call:
 
 @has_side_effect
 def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a value into the second memory; its tensors stay until it has arrived.
-
-    What stands for several tensors, or for none with data, stays here.
-    """
+    """Begin to copy a value into the second memory; its tensors stay until it has arrived."""
     call = _at_work(token)
+    # What stands for several tensors, or for none with data, stays here.
     if not all(map(_is_plain, tensors)):
         call.kept[v] = tensors
         return token
@@ -120,34 +117,11 @@ def finish(token: torch.Tensor) -> None:
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
-    """Stand in for the second memory in code of a plan that was made for no step.
-
-    Raises:
-        HostError: always.
-    """
+    """Raise a `HostError`: there is no second memory in code of a plan that was made for no step."""
     raise HostError(
         f"This plan has {capacity} bytes of values wait in a second memory, and there is none: it was made for a "
         "problem, and not by checkmate.compile(..., host_budget=...), which opens one."
     )
-
-
-@dataclass(frozen=True)
-class Land:
-    """The `Wait` of a value that comes back, in a plan that is being written."""
-
-    value: int
-
-
-def told_apart(steps: Sequence[Step]) -> list[Step | Land]:
-    """The steps of a plan, with waits for fetches told apart from waits for sends."""
-    told: list[Step | Land] = []
-    going: dict[int, Step] = {}
-    for step in steps:
-        if isinstance(step, (Send, Fetch)):
-            going[step.value] = step
-        is_back = isinstance(step, Wait) and isinstance(going.get(step.value), Fetch)
-        told.append(Land(step.value) if is_back else step)  # type: ignore[union-attr]  # it is a Wait
-    return told
 
 
 def most_there(plan: Plan, graph: Graph) -> int:
