@@ -48,12 +48,10 @@ def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[A
 
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
-    """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors.
-
-    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
-    Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
-    saved nothing.
-    """
+    """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors."""
+    # Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    # Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
+    # saved nothing.
     backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
@@ -106,16 +104,14 @@ def _is_detached(node: fx.Node) -> bool:
 
 
 def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them.
-
-    Unless no input gets one: results still need a gradient then, of which nothing comes.
-    """
+    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them."""
     if not positions:
         return run
     left = {*positions}
 
     @wraps(run)
     def leaving(*args: Any) -> Any:
+        # Where no input gets one, results still need a gradient, of which nothing comes.
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad and i not in left for i, arg in enumerate(args)):
             return run(*args)
         given = [*args]

@@ -79,11 +79,7 @@ def _keeps_nothing(node: fx.Node) -> bool:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Raise an error if a mark of a module cannot be followed.
-
-    Raises:
-        SolverError: naming an op that would write over what is read afterwards, or belongs to another.
-    """
+    """Raise a `SolverError` that names an op marked to write over what is read afterwards, or belongs to another."""
     allowed = _writes(graph)
     for node in graph.nodes:
         if OVER in node.meta and node not in allowed:

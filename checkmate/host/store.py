@@ -172,10 +172,7 @@ class Store:
             del self._values[key]
 
     def reset(self) -> None:
-        """Begin anew after a step that did not end: wait for copies under way, then free everything.
-
-        No storage is let go while something is copied to or from it.
-        """
+        """Begin anew after a step that did not end: wait for copies under way, then free everything."""
         with self._opened():
             self._mover.finish()
             _let_go(self._values)

@@ -108,10 +108,7 @@ def rounded_down(count: int) -> int:
 
 
 def limits(root: Path = Path("/")) -> Iterator[Limit]:
-    """The limits of this process on the CPU; none where the system does not say.
-
-    ``root``: the folder with ``proc`` and ``sys``.
-    """
+    """The limits of this process on the CPU, by ``proc`` and ``sys`` in a folder; none where these do not say."""
     meminfo = _table(root / "proc/meminfo", 1024)
     if "MemAvailable" in meminfo:
         yield Limit("this machine", meminfo["MemTotal"], meminfo["MemAvailable"])

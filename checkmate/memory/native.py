@@ -124,11 +124,7 @@ def _compiler() -> str:
 
 
 def _opened(path: Path) -> int | None:
-    """Open a library that nobody else can have written, as its code is run. None: there is no such file.
-
-    Raises:
-        Unbuildable: if others may put files into its folder.
-    """
+    """Open a library that nobody else can have written, as its code is run. None: there is no such file."""
     if sys.platform != "linux":
         raise Unbuildable(f"it is for Linux, not for {sys.platform}")
     try:

@@ -132,20 +132,13 @@ def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Non
 
 
 def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Make wrapped modules leave the next backward alone.
-
-    After a forward without a backward, as to evaluate, they wait for gradients, and would send those of a step as well.
-    """
+    """Make wrapped modules, which wait for gradients after a forward to evaluate, leave the next backward alone."""
     for module in wrapped:
         module.reducer._reset_state()
 
 
 def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Refuse what does more or less than to average all gradients.
-
-    Raises:
-        Unsupported: naming it.
-    """
+    """Refuse, as `Unsupported`, what does more or less than to average all gradients."""
     for module in wrapped:
         if type(module) not in (DistributedDataParallel, AsItsModule):
             raise Unsupported(f"A {type(module).__name__} may do more than DistributedDataParallel. {INSTEAD}")

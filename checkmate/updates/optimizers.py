@@ -78,11 +78,9 @@ class Update:
 
     @property
     def about(self) -> str:
-        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches.
-
-        Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
-        """
+        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches."""
         late = f"late {about(self.optimizer, self.settings)}"
+        # Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
@@ -166,11 +164,8 @@ class Update:
         return states[like]
 
     def workspace_bytes(self) -> int:
-        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion.
-
-        Of an optimizer of `torch.optim` these are in slices, and are not counted.
-        """
-        if known(self.optimizer) is not None:
+        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion."""
+        if known(self.optimizer) is not None:  # these are in slices, and are not counted
             return 0
         whole = local(self.parameter)
         with outside_tracing(), torch.no_grad():
@@ -228,7 +223,12 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     names = [name for name in settings if name not in _CHANGES]
     if kind is None:  # its step may set more
         names = [name for name in names if name in optimizer.defaults and name != "step"]
-    return " ".join(((kind or type(optimizer)).__name__, *(name for name in names if _is_on(settings[name]))))
+    on = []
+    for name in names:
+        value = settings[name]
+        if bool(value) if isinstance(value, (bool, int, float, str)) else value is not None:
+            on.append(name)
+    return " ".join(((kind or type(optimizer)).__name__, *on))
 
 
 def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
@@ -254,10 +254,6 @@ def _make_late(counted: Any) -> None:
         step.fill_(LATE)
     elif step is not None:
         counted["step"] = LATE
-
-
-def _is_on(value: Any) -> bool:
-    return bool(value) if isinstance(value, (bool, int, float, str)) else value is not None
 
 
 def _copied(what: Any) -> Any:
@@ -408,13 +404,10 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there, and steps that were replaced.
-
-    Raises:
-        Unsupported: if a parameter has one, or an optimizer's step is not its own any more.
-    """
+    """Refuse, as `Unsupported`, steps that were replaced, and hooks on parameters."""
     for optimizer in optimizers:
         _refuse_replaced(optimizer)
+    # Plain PyTorch calls hooks when a gradient is there.
     for parameter in parameters_of(optimizers):
         of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
         if parameter._backward_hooks:

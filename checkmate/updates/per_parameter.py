@@ -112,11 +112,7 @@ def update_once(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
-    """Refuse what steps by another optimizer.
-
-    Raises:
-        Unsupported: naming it, and what to do ``instead``.
-    """
+    """Refuse, as `Unsupported`, what steps by another optimizer, and say what to do ``instead``."""
     held = tree_leaves([what for name, what in vars(optimizer).items() if name not in ("param_groups", "state")])
     inner = [type(one).__name__ for one in held if isinstance(one, optim.Optimizer)]
     if inner or _is_wrapper(type(optimizer)):
