@@ -1,5 +1,7 @@
 """The rules of PyTorch's caching allocator on CUDA, in Python: the blocks it would give, request by request.
 
+`replay` runs a plan by them from the present state of a device: the bytes that its allocator gives and holds.
+
 After `c10/cuda/CUDACachingAllocator.cpp`, whose names are in parentheses. Sizes are rounded up to blocks of 512 bytes.
 Up to 1 MiB a block is in the small pool, above it in the large one. A pool serves from the smallest free block that is
 large enough, the lowest of equal ones, and splits off what is left: always in the small pool, above 1 MiB in the large
@@ -12,7 +14,7 @@ The bytes given and held are those of the allocator, to the byte of a simulated 
 Not known: where a segment is beside those before (the next one is taken to be above them); how many addresses without
 memory an expandable segment has below its first block (a snapshot does not list them: taken to be none, which can make
 ``reserved`` wrong by a unit of 20 MiB); other settings than ``expandable_segments``
-(`checkmate.memory.cuda_replay.DeviceState.now` knows them).
+(`DeviceState.now` knows them).
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from checkmate.memory.lives import Lives
+from checkmate.torch_internals.kernels import _snapshot
 
 BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)
 SMALL = 1 << 20  # up to this size blocks are in the small pool (kSmallSize)
@@ -32,6 +39,7 @@ LARGE = 10 << 20  # from this size on a block has a segment of its own (kMinLarg
 ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of the whole device and an eighth
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
 IN_USE = "active_allocated"  # what a snapshot says of a block
+STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
 
 PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0) without; the stream
 
@@ -322,3 +330,102 @@ def _remove(blocks: list[Block], block: Block) -> None:
 def rounded(size: int, to: int) -> int:
     """The least multiple of ``to`` that is not less."""
     return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A snapshot of PyTorch's allocator on a device, and its settings."""
+
+    segments: tuple[dict[str, Any], ...] = ()  # as `torch.cuda.memory_snapshot` lists them, by address
+    expandable: bool = False  # it runs with ``expandable_segments:True``
+    capacity: float = math.inf  # bytes that it can have of the device in all
+    stream: int = 0  # on which the step runs
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceState | None:
+        """The state of a CUDA device; None where settings have its allocator go by other rules than those here.
+
+        Nothing may be under way that uses memory on another stream than its own.
+        """
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        found = _snapshot()
+        settings = found["allocator_settings"]
+        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
+        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
+            return None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = [segment for segment in found["segments"] if segment["device"] == index]
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(
+            tuple(sorted(segments, key=lambda segment: segment["address"])),
+            bool(settings.get("expandable_segments")),
+            free + sum(segment["total_size"] for segment in segments),
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+    @property
+    def asked(self) -> list[int]:
+        """Bytes of each block in use, as they were asked for."""
+        blocks = (block for segment in self.segments for block in segment["blocks"])
+        return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
+
+    @property
+    def allocator(self) -> CudaAllocator:
+        """An allocator in this state."""
+        allocator = CudaAllocator(expandable=self.expandable, capacity=self.capacity)
+        for segment in self.segments:
+            allocator.add_segment(segment)
+        return allocator
+
+    @property
+    def expanding(self) -> CudaAllocator:
+        """An allocator with expandable segments and the blocks in use here."""
+        allocator = CudaAllocator(expandable=True, capacity=self.capacity)
+        for size in self.asked:
+            allocator.take(size, self.key)
+        return allocator
+
+    @property
+    def key(self) -> PoolKey:
+        """The pools of the step's stream."""
+        return (0, 0), self.stream
+
+
+def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
+
+    Blocks that die at a moment are gone before others are born at it; all are let go of in the end.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has no room.
+
+    >>> mib = 1 << 20
+    >>> lives = Lives(np.array([4, 3, 3]) * mib, born=np.array([0, 1, 2]), died=np.array([2, 3, 4]))
+    >>> used = replay(lives, CudaAllocator())
+    >>> used.allocated // mib, used.reserved // mib  # the last gets the 4 MiB of the first
+    (7, 20)
+    """
+    allocator.reset_peaks()
+    held: list[tuple[int, Block]] = []  # when it dies; sorted
+    sizes, born, died = (array.tolist() for array in (lives.sizes, lives.born, lives.died))
+    for i in np.argsort(lives.born, kind="stable").tolist():
+        while held and held[0][0] <= born[i]:
+            allocator.free(held.pop(0)[1])
+        if sizes[i]:
+            insort(held, (died[i], allocator.take(sizes[i], key)), key=itemgetter(0))
+    for _, block in held:
+        allocator.free(block)
+    return allocator.peaks
+
+
+def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """Replay several steps, each of which frees its leftovers before the next one begins."""
+    allocated = reserved = 0
+    for _ in range(STEPS):
+        before = allocator.state
+        used = replay(lives, allocator, key)
+        allocated, reserved = max(allocated, used.allocated), max(reserved, used.reserved)
+        if allocator.state == before:
+            break
+    return Used(allocated, reserved)

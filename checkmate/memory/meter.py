@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from checkmate.devices import REQUESTED, is_known, requested
 from checkmate.errors import Unsupported
-from checkmate.memory.cuda_replay import DeviceState
+from checkmate.memory.cuda_allocator import DeviceState
 from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
