@@ -273,12 +273,6 @@ bool kept_unplanned(const Arena& a) {
   return false;
 }
 
-bool wants_layout(const Arena& a) {
-  if (!a.record || a.state != kDone || !a.record->regular || a.record->entries.empty()) return false;
-  if (a.counts.steps < a.next_layout) return false;
-  return a.plan.empty() || a.changed || kept_unplanned(a);
-}
-
 }  // namespace
 
 extern "C" {
@@ -299,11 +293,7 @@ int checkmate_install() {
 }
 
 // An arena whose first steps find their addresses within so many bytes.
-Arena* checkmate_open(size_t capacity) {
-  auto* a = new Arena;
-  a->capacity = capacity;
-  return a;
-}
+Arena* checkmate_open(size_t capacity) { return new Arena{.capacity = capacity}; }
 
 // Another step from now on: its addresses are found within so many bytes until they are planned.
 void checkmate_renew(Arena* a, size_t capacity) {
@@ -326,7 +316,9 @@ void checkmate_close(Arena* a) {
 // 1 if addresses should be planned anew before the next forward, from `checkmate_record`.
 int checkmate_wants_layout(Arena* a) {
   std::lock_guard<std::mutex> hold(world().lock);
-  return !world().off && !a->active && wants_layout(*a);
+  if (world().off || a->active || a->counts.steps < a->next_layout) return 0;
+  if (!a->record || a->state != kDone || !a->record->regular || a->record->entries.empty()) return 0;
+  return a->plan.empty() || a->changed || kept_unplanned(*a);
 }
 
 // Of the last step: sizes, and when each died (-1: it is alive). How many; written are `room` at most.
