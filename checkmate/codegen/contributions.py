@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.codegen.arrival_order import contributed_before, reachable, verdicts
+from checkmate.codegen.arrival_order import arrivals, is_before, reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
@@ -301,7 +301,8 @@ def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
 def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:
     unknown = node.next_functions if UNKNOWN in together else ()
     named = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
-    before = contributed_before(node, [*edges, *unknown])
+    found = arrivals(node)
+    before = [found is None or is_before(found[0], edge, node) for edge in (*edges, *unknown)]
     if shared := next((s for s, yes in zip(named, before, strict=True) if yes), None):
         raise Unsupported(
             f"{shared.name} is used more than once within the compiled step, and once more after it, in this "
