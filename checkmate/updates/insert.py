@@ -46,10 +46,9 @@ class Insert:
     def __call__(
         self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
     ) -> set[int]:
-        """Change a joint graph of AOTAutograd.
+        """Change a joint graph of AOTAutograd in place.
 
         Args:
-            module: is changed in place.
             given: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
             names: of the inputs, as the user knows them.

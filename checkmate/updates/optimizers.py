@@ -46,7 +46,7 @@ _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
     "of the gradients as the reserve."
 )
-Call = Callable[..., None]
+
 META = torch.device("meta")
 SLICE = 2**18  # elements: 1 MB of float32
 _WHOLE = (optim.Adafactor, optim.Muon)  # these read rows, columns or norms of a parameter
@@ -99,7 +99,7 @@ class Update:
             if held is None or what is not local(held.get(name)):
                 state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
-    def rehearsal(self) -> Call:
+    def rehearsal(self) -> Callable[..., None]:
         """Make a function that updates another parameter as a late update does this one, with a state of its own.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
@@ -304,7 +304,6 @@ def checked(
     """Check the optimizers of a step: each updates parameters of its own.
 
     Args:
-        optimizers: one or several.
         keep: gradients are results of the step as well.
         alone: it is promised that those which are not known update each parameter alone.
 
