@@ -137,31 +137,28 @@ class Update:
         shard, found = local(self.parameter), _bytes_of_first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
         if alike not in found:
-            found[alike] = self._bytes_here(self._first_state())
+            # Its state as the first update makes it: without data, where that can be had.
+            states: dict[torch.Tensor, Any] = defaultdict(dict)
+            is_known = known(self.optimizer) is not None
+            plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if is_known and name in self.settings}}
+            fails = RuntimeError if is_known else Exception  # of an optimizer that reads numbers of its state
+            with outside_tracing():
+                for device, settings in ((META, plain), (self.parameter.device, dict(self.settings))):
+                    like = nn.Parameter(torch.zeros_like(shard, device=device))
+                    try:
+                        self._step(like, torch.zeros_like(like), states, settings)
+                    except fails:
+                        if device != META:
+                            raise
+                    else:
+                        break
+            found[alike] = self._bytes_here(states[like])
         return found[alike]
 
     def _bytes_here(self, state: dict[str, Any]) -> int:
         here = self.parameter.device
         tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
-
-    def _first_state(self) -> dict[str, Any]:
-        """A state as the first update makes it: without data, where that can be had."""
-        states: dict[torch.Tensor, Any] = defaultdict(dict)
-        is_known = known(self.optimizer) is not None
-        plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if is_known and name in self.settings}}
-        fails = RuntimeError if is_known else Exception  # of an optimizer that reads numbers of its state
-        with outside_tracing():
-            for device, settings in ((META, plain), (self.parameter.device, dict(self.settings))):
-                like = nn.Parameter(torch.zeros_like(local(self.parameter), device=device))
-                try:
-                    self._step(like, torch.zeros_like(like), states, settings)
-                except fails:
-                    if device != META:
-                        raise
-                else:
-                    break
-        return states[like]
 
     def workspace_bytes(self) -> int:
         """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion."""
