@@ -78,12 +78,10 @@ class Store:
     A value has a number of its own. At most one copy of it is under way: `send` or `fetch`, then `wait`. What the
     caller must not do meanwhile is write to a source, or read a landing. Several threads may use a store, each with
     values of its own.
-
-    Its ``capacity``, in bytes, is as given, `rounded`.
     """
 
     def __init__(self, mover: Mover, capacity: int) -> None:
-        self.capacity = rounded(capacity)
+        self.capacity = rounded(capacity)  # bytes
         self._mover = mover
         self._values: dict[int, Value] = {}
         self._books = threading.Lock()

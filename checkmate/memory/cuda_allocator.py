@@ -100,13 +100,6 @@ class _Pool:
             i += 1
         return self.free.pop(i)
 
-    def cut(self, block: Block, size: int, *, expandable: bool) -> None:
-        """Cut a block to this many bytes, if the allocator splits it (should_split)."""
-        rest = block.size - size
-        if rest < BLOCK if self.is_small or expandable else rest <= SMALL:
-            return
-        insort(self.free, _parted(block, size))
-
     def give_back(self, block: Block) -> None:
         """Free a block, merged with its free neighbours (free_block)."""
         block.in_use = False
@@ -174,7 +167,10 @@ class CudaAllocator:
             raise torch.OutOfMemoryError(
                 f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
             )
-        pool.cut(block, size, expandable=self.expandable)
+        # Split off what is left, if the allocator does (should_split).
+        rest = block.size - size
+        if rest >= BLOCK if is_small or self.expandable else rest > SMALL:
+            insort(pool.free, _parted(block, size))
         block.in_use = True
         self._count(block.size, 0)
         return block
