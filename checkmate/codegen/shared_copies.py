@@ -98,13 +98,6 @@ class _Copy(torch.Tensor):
     made: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, weight: torch.Tensor, dtype: torch.dtype, name: str) -> _Copy:
-        layout: Any = {"dtype": dtype, "device": weight.device}
-        copy: _Copy = _make_wrapper_subclass(cls, weight.shape, weight.stride(), **layout)
-        copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, name
-        return copy
-
-    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(_Copy, _Copy.converted, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -136,6 +129,9 @@ class _Lookup(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:
-            return _Copy.of(args[0], kwargs["dtype"], self.name)
+            weight, layout = args[0], {"dtype": kwargs["dtype"], "device": args[0].device}
+            copy: _Copy = _make_wrapper_subclass(_Copy, weight.shape, weight.stride(), **layout)
+            copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, self.name
+            return copy
         self.copy = args[0]
         return torch.empty(0)
