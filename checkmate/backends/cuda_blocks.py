@@ -18,8 +18,7 @@ from checkmate.backends.static_memory import lives_on
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
-from checkmate.memory.cuda_allocator import EXPANDABLE, Used
-from checkmate.memory.cuda_replay import DeviceState, replay, replay_steps
+from checkmate.memory.cuda_allocator import EXPANDABLE, DeviceState, Used, replay, replay_steps
 from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.units import exact_bytes, format_bytes
 

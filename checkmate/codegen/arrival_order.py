@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from traceback import walk_stack
 from typing import Any
 
@@ -27,29 +27,22 @@ FIRST = float("inf")  # sequence number of the beginning of a backward
 
 
 def verdicts(fan: Any) -> tuple[int, ...]:
-    """The slots of a `Fan` to which something else contributes before it; all where that cannot be found out.
-
-    One walk through what is differentiated decides for all of them in it, and is kept for this backward.
-    """
+    """The slots of a `Fan` to which something else contributes before it; all where that cannot be found out."""
     task = _current_graph_task_id()
+    # One walk through what is differentiated decides for all of them in it, and is kept for this backward.
     if getattr(fan, "verdict", (None,))[0] != task:
         fan.verdict = task, tuple(range(len(fan.counts)))
         numbers, nodes = arrivals(fan) or ({}, ())
         for f in nodes:
             if type(f) is type(fan):
                 edges = [f.next_functions[sum(f.counts[:slot])] for slot in range(len(f.counts))]
-                f.verdict = task, tuple(slot for slot, edge in enumerate(edges) if _is_before(numbers, edge, f))
+                f.verdict = task, tuple(slot for slot, edge in enumerate(edges) if is_before(numbers, edge, f))
     slots: tuple[int, ...] = fan.verdict[1]
     return slots if slots and _will_engine_execute_node(fan) else ()
 
 
-def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
-    """Tell for each of these edges of a node whether another node contributes there first, if that can be known."""
-    found = arrivals(node)
-    return [found is None or _is_before(found[0], edge, node) for edge in edges]
-
-
-def _is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
+def is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
+    """Tell whether another node contributes to an edge before this one."""
     return max(numbers.get(edge, ()), default=-1) > node._sequence_nr()
 
 

@@ -17,38 +17,27 @@ from torch.fx.graph import CodeGen
 
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
-from checkmate.torch_internals.kernels import (
-    _adaptive_avg_pool2d,
-    _foreach_copy_,
-    _log_softmax,
-    _log_softmax_backward_data,
-    _nn,
-    _softmax,
-    _softmax_backward_data,
-)
+from checkmate.torch_internals import kernels
 
 aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
 _PRIVATE = (
-    (aten._adaptive_avg_pool2d.default, _adaptive_avg_pool2d),
-    (aten._foreach_copy_.default, _foreach_copy_),
-    (aten._log_softmax.default, _log_softmax),
-    (aten._log_softmax_backward_data.default, _log_softmax_backward_data),
-    (aten._softmax.default, _softmax),
-    (aten._softmax_backward_data.default, _softmax_backward_data),
+    (aten._adaptive_avg_pool2d.default, kernels._adaptive_avg_pool2d),
+    (aten._foreach_copy_.default, kernels._foreach_copy_),
+    (aten._log_softmax.default, kernels._log_softmax),
+    (aten._log_softmax_backward_data.default, kernels._log_softmax_backward_data),
+    (aten._softmax.default, kernels._softmax),
+    (aten._softmax_backward_data.default, kernels._softmax_backward_data),
 )
 _PUBLIC: tuple[tuple[Any, str], ...] = (
     (torch, "add.Tensor div.Tensor mul.Tensor sub.Tensor where.self mean.dim squeeze.dim sum.dim_IntList"),
     (torch, "addmm.default bmm.default cat.default clone.default convolution.default embedding.default mm.default"),
-    (
-        torch,
-        "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default tanh.default",
-    ),
-    (torch, "unsqueeze.default select.int transpose.int"),
+    (torch, "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default"),
+    (torch, "tanh.default unsqueeze.default select.int transpose.int"),
     (torch.Tensor, "expand.default view.default"),
-    (_nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
+    (kernels._nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
 )
 _BINDINGS: dict[Any, Callable[..., Any]] = dict(_PRIVATE) | {
     getattr(getattr(aten, name), overload): getattr(home, name)

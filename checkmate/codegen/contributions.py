@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.codegen.arrival_order import contributed_before, reachable, verdicts
+from checkmate.codegen.arrival_order import arrivals, is_before, reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
@@ -105,9 +105,23 @@ def counted_contributions() -> Iterator[list[list[int]]]:
             return grad(outputs, inputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         leaves = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        if any(map(_is_of_transform, (*roots, *leaves))):
+        # At a level of `torch.func` autograd's graph is not that of the step.
+        ends = [t for t in (*roots, *leaves) if isinstance(t, torch.Tensor)]
+        if any(functorch.is_gradtrackingtensor(t) or functorch.is_batchedtensor(t) for t in ends):
             return grad(outputs, inputs, *args, **kwargs)
-        found, handles = _watch(roots, leaves)
+        # Count what reaches each leaf from now on.
+        found = [0] * len(leaves)
+        position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
+
+        def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
+            for j, i in reached:
+                found[i] += given[j] is not None
+
+        handles: list[Any] = []
+        for node in reachable(get_gradient_edge(root).node for root in roots):
+            reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
+            if reached:
+                handles.append(node.register_hook(partial(count, reached)))
         try:
             results = grad(outputs, inputs, *args, **kwargs)
         finally:
@@ -121,30 +135,6 @@ def counted_contributions() -> Iterator[list[list[int]]]:
         yield counts
     finally:
         torch.autograd.grad = grad
-
-
-def _is_of_transform(tensor: Any) -> bool:
-    """Tell whether a tensor belongs to a level of `torch.func`, where autograd's graph is not that of the step."""
-    return isinstance(tensor, torch.Tensor) and (
-        functorch.is_gradtrackingtensor(tensor) or functorch.is_batchedtensor(tensor)
-    )
-
-
-def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Count what reaches each leaf from now on; the second result are handles to end that."""
-    counts = [0] * len(leaves)
-    position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
-
-    def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
-        for j, i in reached:
-            counts[i] += given[j] is not None
-
-    handles: list[Any] = []
-    for node in reachable(get_gradient_edge(root).node for root in roots):
-        reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
-        if reached:
-            handles.append(node.register_hook(partial(count, reached)))
-    return counts, handles
 
 
 def sharing_of(
@@ -169,7 +159,18 @@ def sharing_of(
     found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
     if len(counts) != len(found):  # gradients of subclasses of tensors, which are several in the graph
         return Sharing(together=(UNKNOWN,) if any(count > 1 for count in counts) else ())
-    kept = _written_or_shown(forward, results)
+    # The positions of inputs that the step overwrites or returns a view of.
+    made: Any = forward.graph.output_node().args[0]
+    descs: Any = forward.graph.output_node().meta["desc"]
+    kept = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
+    views = [n for n in leaf_nodes(made[:results]) if n.op != "placeholder"]
+    shown = {storage(t) for n in views for t in tensors(n.meta.get("val"))}
+    for node in forward.graph.find_nodes(op="placeholder"):
+        is_written = any(is_mutating(user) and user.args[0] is node for user in node.users)
+        if is_written or any(storage(t) in shown for t in tensors(node.meta.get("val"))):
+            kept.add(getattr(node.meta.get("desc"), "idx", None))
+    kept.discard(None)
+    # Of the others autograd gets the contributions one by one, where the gradient is their sum.
     apart: list[Shared] = []
     together: list[Shared] = []
     for i, count in zip(found, counts, strict=True):
@@ -184,21 +185,6 @@ def sharing_of(
         (apart if fits else together).append(shared)
     output.meta[_APART] = {shared.gradient: shared.count for shared in apart}
     return Sharing(tuple(apart), tuple(together))
-
-
-def _written_or_shown(forward: fx.GraphModule, results: int) -> set[int]:
-    """The positions of inputs that the step overwrites or returns a view of."""
-    outputs: Any = forward.graph.output_node().args[0]
-    descs: Any = forward.graph.output_node().meta["desc"]
-    found = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
-    views = [n for n in leaf_nodes(outputs[:results]) if n.op != "placeholder"]
-    shown = {storage(t) for n in views for t in tensors(n.meta.get("val"))}
-    for node in forward.graph.find_nodes(op="placeholder"):
-        if any(storage(t) in shown for t in tensors(node.meta.get("val"))) or any(
-            is_mutating(user) and user.args[0] is node for user in node.users
-        ):
-            found.add(getattr(node.meta.get("desc"), "idx", None))
-    return {position for position in found if position is not None}
 
 
 def _adds_through_views(total: fx.Node) -> bool:
@@ -247,7 +233,9 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
     def run(inputs: list[Any]) -> Any:
         if any(isinstance(inputs[i], torch.Tensor) and functorch.is_legacy_batchedtensor(inputs[i]) for i in tangents):
             raise Unsupported(_BATCH)
-        fan: Any = fan_of_this_call() if counts else None
+        # The node that hands on what this backward returns; None outside of autograd.
+        following = getattr(_current_autograd_node(), "next_functions", ()) if counts else ()
+        fan: Any = next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None)
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
         missing = tuple(i for i in tangents if inputs[i] is None)
         results = (variant(wanted, missing) if wanted or missing else whole)(inputs)
@@ -279,13 +267,6 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
     handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *rest))
     graph.output(handed).meta = output.meta
     return without_dead_code(module, graph)
-
-
-def fan_of_this_call() -> Any:
-    """The node that hands on what the backward now running returns; None outside of autograd."""
-    node: Any = _current_autograd_node()
-    following = node.next_functions if node is not None else ()
-    return next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None)
 
 
 def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
@@ -320,7 +301,8 @@ def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
 def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:
     unknown = node.next_functions if UNKNOWN in together else ()
     named = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
-    before = contributed_before(node, [*edges, *unknown])
+    found = arrivals(node)
+    before = [found is None or is_before(found[0], edge, node) for edge in (*edges, *unknown)]
     if shared := next((s for s, yes in zip(named, before, strict=True) if yes), None):
         raise Unsupported(
             f"{shared.name} is used more than once within the compiled step, and once more after it, in this "

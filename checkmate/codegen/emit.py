@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,6 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
-from checkmate.codegen.transfers import Land, told_apart
 from checkmate.codegen.writing_over import OVER, OWN, Positions, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
@@ -39,10 +39,18 @@ from checkmate.torch_internals.aot import (
     _is_tangent,
     is_sym_node,
 )
+from checkmate.torch_internals.descriptions import FakeTensor
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
 _CALLED = {Send: transfers.send, Wait: transfers.arrive, Fetch: transfers.fetch, Drop: transfers.drop}
 Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes in a second memory, at most
+
+
+@dataclass(frozen=True)
+class Land:
+    """The `Wait` of a value that comes back, in a plan that is being written."""
+
+    value: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,16 @@ def emit(
     Raises:
         SolverError: if the plan reads what is not at hand, or writes over what it must not.
     """
-    steps = told_apart(plan.steps)
+    # Tell waits for fetches apart from waits for sends.
+    steps: list[Step | Land] = []
+    going: dict[int, Step] = {}
+    for step in plan.steps:
+        if isinstance(step, Wait) and isinstance(going.get(step.value), Fetch):
+            steps.append(Land(step.value))
+            continue
+        steps.append(step)
+        if isinstance(step, (Send, Fetch)):
+            going[step.value] = step
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     needed = _saved(joint, after, tangents)
@@ -128,11 +145,7 @@ def is_unchecked(node: fx.Node) -> bool:
 
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """The saved tensors: values that the backward reads without making or fetching them.
-
-    And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
-    may take over. It takes no memory, as they stay with the caller.
-    """
+    """The saved tensors: values that the backward reads without making or fetching them, and unchecked inputs."""
     made = {*tangents}
     saved: dict[fx.Node, None] = {}
 
@@ -148,6 +161,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
         elif isinstance(step, Land):
             made.update(joint.nodes_of_value[step.value])
     read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
     saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
@@ -162,10 +176,7 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here.
-
-    ``call``: what says which call of the step it is, as the forward has it; None where nothing is sent, or not yet.
-    """
+    """Writes one module."""
 
     def __init__(
         self,
@@ -180,7 +191,7 @@ class _Writer:
         self.times = times  # how often each op was written, in both modules together
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}  # for each node of the joint graph at hand, its copy here
         self.handed_over: dict[fx.Node, fx.Node] = {}  # what the caller copies: free in the plan, yet returned
         self.ops = {node for node in joint.nodes if node is not None}
         self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
@@ -189,7 +200,7 @@ class _Writer:
             self.env[node].meta = dict(node.meta)
             if node.op == "call_function" and not is_sym_node(node):
                 self.env[node].meta[OWN] = True
-        self.call = None if call is None else self.env[call]
+        self.call = None if call is None else self.env[call]  # which call of the step it is; None: nothing is sent yet
         self.sent: dict[int, fx.Node] = {}  # of what this module sends, what does so
         self.started: dict[int, fx.Node] = {}  # of ops that links carry now, what has launched them
         if self.call is not None:
@@ -198,7 +209,12 @@ class _Writer:
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
         """Begin the module with a call that sends values."""
         call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
-        call.meta["val"] = transfers.as_fake_call(self.joint.module.graph.nodes)
+        # It stands among the fake tensors of the graph.
+        modes = [
+            val.fake_mode for n in self.joint.module.graph.nodes if isinstance(val := n.meta.get("val"), FakeTensor)
+        ]
+        with modes[0] if modes else nullcontext():
+            call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
         return call
 
@@ -209,7 +225,9 @@ class _Writer:
             elif isinstance(step, Free):
                 self._forget(step.value)
             elif isinstance(step, Start):
-                self._start(step.op)
+                node: Any = self.joint.nodes[step.op]
+                self.started[step.op] = launched = self._copy(node, f"{node.name}_started")
+                launched.target = node.target.begin
             else:
                 self._transfer(step)
         if self.call is not None and self.call.op == "placeholder":
@@ -261,12 +279,6 @@ class _Writer:
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
-
-    def _start(self, op: int) -> None:
-        node: Any = self.joint.nodes[op]
-        launched = self._copy(node, f"{node.name}_started")
-        launched.target = node.target.begin
-        self.started[op] = launched
 
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, call = step.value, self.call

@@ -13,6 +13,7 @@ refused.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,17 +41,11 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
     output: Any = graph.output_node()
     first = _tokens_of(output, count)
     position = {node: i for i, node in enumerate(output.args[0][first:count]) if isinstance(node, fx.Node)}
-    users: dict[int, dict[int, None]] = {}
+    detached = {n for n in graph.nodes if n.target in _NO_GRADIENT}
+    users: dict[int, set[int]] = defaultdict(set)
     for node, user in position.items():
-        stack, seen = list(node.all_input_nodes), set[fx.Node]()
-        while stack:
-            n = stack.pop()
-            if n in seen or n.target in _NO_GRADIENT:
-                continue
-            seen.add(n)
-            if n in position:
-                users.setdefault(position[n], {})[user] = None
-            stack += n.all_input_nodes
+        for n in ancestors(node.all_input_nodes, detached) & position.keys():
+            users[position[n]].add(user)
     return {i: tuple(sorted(found)) for i, found in users.items()}
 
 
@@ -59,13 +54,8 @@ def _tokens_of(output: fx.Node, count: int) -> int:
     return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
-def refuse_watching(
-    users: Mapping[int, tuple[int, ...]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
-) -> None:
-    """Refuse, in the backward of a call, hooks and kept gradients of results from which others are computed.
-
-    ``users``: what `computed_from` found of the compiled function.
-    """
+def refuse_watching(users: Mapping[int, tuple[int, ...]], results: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Refuse, in the backward of a call, hooks and kept gradients of results that `computed_from` found."""
     for tensor in tree_leaves(results) if users else ():
         function: Any = getattr(tensor, "grad_fn", None)
         later = users.get(tensor.output_nr) if function in functions else None
@@ -98,27 +88,21 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
     found: dict[int, list[set[int]]] = {}
     for tangent, result in results.items():
         total, terms = tangent, []
-        while len(total.users) == 1 and _adds_to(total, user := next(iter(total.users))):
-            total = user
+        while len(total.users) == 1:
+            (user,) = total.users
+            if user.target is not aten.add.Tensor or user.kwargs:
+                break
+            if user.args[0] is not total or not isinstance(user.args[1], fx.Node):
+                break
             terms.append({i for n in ancestors([user.args[1]]) if (i := results.get(n)) is not None})
+            total = user
         if terms and result is not None:
             found[result] = terms
     return found
 
 
-def _adds_to(total: fx.Node, user: fx.Node) -> bool:
-    if user.target is not aten.add.Tensor or user.kwargs:
-        return False
-    return user.args[0] is total and isinstance(user.args[1], fx.Node)
-
-
-def refuse_views(
-    within: Mapping[int, Sequence[set[int]]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
-) -> None:
-    """Refuse, in the backward of a call, gradients of results that are views if the order of sums is unknown.
-
-    ``within``: what `added_within` found of the compiled function.
-    """
+def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Refuse, in the backward of a call, gradients of views that plain PyTorch adds `added_within` the step."""
     views: dict[Any, dict[int, set[int]]] = {}
     for tensor in results if within else ():
         node = getattr(tensor, "grad_fn", None)

@@ -160,15 +160,27 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call with at most this many bytes here, and give the tensor that identifies it.
-
-        Raises:
-            HostError: if there is no room for them.
-        """
-        self._end_what_was_left()
+        """Begin a call with at most so many bytes here, or raise a `HostError`; gives the tensor that identifies it."""
+        while self.left:
+            try:
+                left = self.left.popleft()
+            except IndexError:  # another thread ends it
+                break
+            self.finish(left, _LEFT)
+        # Take the smallest free store with room for it, or open one.
+        with self._books:
+            fitting = [store for store in self._free if store.capacity >= capacity]
+            if fitting:
+                store = min(fitting, key=lambda store: store.capacity)
+                self._free.remove(store)
+            else:
+                while self._free:  # before there is another: both may not have room
+                    self._free.pop().close()
+                store = open_store(self.where, capacity, self.device)
+            self._used.add(store)
         number = next(_numbers)
         memory = np.array([number], dtype=np.int64)
-        _here.call = _calls[number] = Call(self._taken(capacity), self)
+        _here.call = _calls[number] = Call(store, self)
         weakref.finalize(memory, _leave, number).atexit = False
         return torch.from_numpy(memory)
 
@@ -198,27 +210,6 @@ class SecondMemory:
             if why == HAS_RUN:
                 self._calls += 1
                 self._last = (call.host_peak, call.sent, call.fetched, call.waited)
-
-    def _taken(self, capacity: int) -> Store:
-        with self._books:
-            fitting = [store for store in self._free if store.capacity >= capacity]
-            if fitting:
-                store = min(fitting, key=lambda store: store.capacity)
-                self._free.remove(store)
-            else:
-                while self._free:  # before there is another: both may not have room
-                    self._free.pop().close()
-                store = open_store(self.where, capacity, self.device)
-            self._used.add(store)
-        return store
-
-    def _end_what_was_left(self) -> None:
-        while self.left:
-            try:
-                call = self.left.popleft()
-            except IndexError:  # another thread does
-                return
-            self.finish(call, _LEFT)
 
 
 class SecondMemories:

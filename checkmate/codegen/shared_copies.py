@@ -11,7 +11,7 @@ So a captured step leaves in the region, for each weight that it converts, what 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -36,11 +36,37 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
 
     @wraps(run)
     def sharing(*args: Any) -> Any:
-        _refuse_others(copies, args)
+        if copies.kept != [*map(is_kept, args)]:
+            raise Unsupported(
+                "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
+                f"captured and is none now, or the other way round. {_ANEW}"
+            )
+        if copies.within not in (None, within_region()):
+            raise Unsupported(
+                "The step enters autocast, and was captured within another region of it, which keeps the converted "
+                f"weights, and is called outside of one now, or the other way round. {_ANEW}"
+            )
         if not (within_region() and torch.is_grad_enabled()):
             return run(*args)
-        weights = [(args[i], dtype, copies.names[i]) for i, dtype in copies.converted.items()]
-        nodes = _nodes_of_copies(weights)
+        # The nodes of autograd in which gradients of weights meet in this region, by the name of the weight.
+        nodes = {}
+        with autocast_as_found():
+            torch.set_autocast_cache_enabled(True)
+            for i, dtype in copies.converted.items():
+                weight, name = args[i], copies.names[i]
+                torch.set_autocast_enabled(weight.device.type, True)
+                torch.set_autocast_dtype(weight.device.type, dtype)
+                with _Lookup(name) as lookup:
+                    torch.mm(weight, weight)  # which autocast gives copies
+                copy = lookup.copy
+                if isinstance(copy, _Copy):
+                    is_present = copy.version == weight._version
+                else:  # it has the bits of the present weight, then
+                    now = weight.detach().to(copy.dtype)
+                    is_present = bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())
+                if not is_present:
+                    raise _changed(name)
+                nodes[name] = copy.grad_fn
         results = run(*args)
         for function in compiled_functions(results, args):
             for node in nodes.values():
@@ -49,20 +75,6 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
         return results
 
     return sharing
-
-
-def _refuse_others(copies: Copies, args: Sequence[Any]) -> None:
-    """Refuse a call for which autocast keeps copies otherwise than for the captured one."""
-    if copies.kept != [*map(is_kept, args)]:
-        raise Unsupported(
-            "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
-            f"captured and is none now, or the other way round. {_ANEW}"
-        )
-    if copies.within not in (None, within_region()):
-        raise Unsupported(
-            "The step enters autocast, and was captured within another region of it, which keeps the converted "
-            f"weights, and is called outside of one now, or the other way round. {_ANEW}"
-        )
 
 
 def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
@@ -84,13 +96,6 @@ class _Copy(torch.Tensor):
     version: int  # of the weight, when it would have been converted
     called: str
     made: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, dtype: torch.dtype, name: str) -> _Copy:
-        layout: Any = {"dtype": dtype, "device": weight.device}
-        copy: _Copy = _make_wrapper_subclass(cls, weight.shape, weight.stride(), **layout)
-        copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, name
-        return copy
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -117,41 +122,16 @@ def _changed(name: str) -> Unsupported:
 class _Lookup(TorchDispatchMode):
     """Sees what autocast has as the copy of a weight, and gives it a `_Copy` where it has none. Nothing is computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = ""
+        self.name = name
         self.copy: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:
-            return _Copy.of(args[0], kwargs["dtype"], self.name)
+            weight, layout = args[0], {"dtype": kwargs["dtype"], "device": args[0].device}
+            copy: _Copy = _make_wrapper_subclass(_Copy, weight.shape, weight.stride(), **layout)
+            copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, self.name
+            return copy
         self.copy = args[0]
         return torch.empty(0)
-
-
-def _nodes_of_copies(weights: Sequence[tuple[torch.Tensor, torch.dtype, str]]) -> dict[str, Any]:
-    """The nodes of autograd in which gradients of weights meet in the present region, by the name of the weight.
-
-    Raises:
-        Unsupported: for a weight that is another one than its copy was made of.
-    """
-    nodes = {}
-    with autocast_as_found():
-        torch.set_autocast_cache_enabled(True)
-        for weight, dtype, name in weights:
-            torch.set_autocast_enabled(weight.device.type, True)
-            torch.set_autocast_dtype(weight.device.type, dtype)
-            with _Lookup() as lookup:
-                lookup.name = name
-                torch.mm(weight, weight)  # which autocast gives copies
-            copy = lookup.copy
-            if not (copy.version == weight._version if isinstance(copy, _Copy) else _is_of(copy, weight)):
-                raise _changed(name)
-            nodes[name] = copy.grad_fn
-    return nodes
-
-
-def _is_of(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether a copy has the bits of the present weight."""
-    now = weight.detach().to(copy.dtype)
-    return bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())

@@ -9,9 +9,7 @@ these, as from a value that was made again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +18,9 @@ from torch.fx.node import has_side_effect
 
 from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
+from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import rounded
-from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
@@ -50,11 +47,9 @@ def _at_work(token: torch.Tensor) -> Call:
 
 @has_side_effect
 def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a value into the second memory; its tensors stay until it has arrived.
-
-    What stands for several tensors, or for none with data, stays here.
-    """
+    """Begin to copy a value into the second memory; its tensors stay until it has arrived."""
     call = _at_work(token)
+    # What stands for several tensors, or for none with data, stays here.
     if not all(map(_is_plain, tensors)):
         call.kept[v] = tensors
         return token
@@ -122,34 +117,11 @@ def finish(token: torch.Tensor) -> None:
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
-    """Stand in for the second memory in code of a plan that was made for no step.
-
-    Raises:
-        HostError: always.
-    """
+    """Raise a `HostError`: there is no second memory in code of a plan that was made for no step."""
     raise HostError(
         f"This plan has {capacity} bytes of values wait in a second memory, and there is none: it was made for a "
         "problem, and not by checkmate.compile(..., host_budget=...), which opens one."
     )
-
-
-@dataclass(frozen=True)
-class Land:
-    """The `Wait` of a value that comes back, in a plan that is being written."""
-
-    value: int
-
-
-def told_apart(steps: Sequence[Step]) -> list[Step | Land]:
-    """The steps of a plan, with waits for fetches told apart from waits for sends."""
-    told: list[Step | Land] = []
-    going: dict[int, Step] = {}
-    for step in steps:
-        if isinstance(step, (Send, Fetch)):
-            going[step.value] = step
-        is_back = isinstance(step, Wait) and isinstance(going.get(step.value), Fetch)
-        told.append(Land(step.value) if is_back else step)  # type: ignore[union-attr]  # it is a Wait
-    return told
 
 
 def most_there(plan: Plan, graph: Graph) -> int:
@@ -161,13 +133,6 @@ def most_there(plan: Plan, graph: Graph) -> int:
             there += size if isinstance(step, Send) else -size
             most = max(most, there)
     return most
-
-
-def as_fake_call(nodes: Iterable[fx.Node]) -> torch.Tensor:
-    """The stand-in for a call among the fake tensors of a graph."""
-    modes = [val.fake_mode for n in nodes if isinstance(val := n.meta.get("val"), FakeTensor)]
-    with modes[0] if modes else nullcontext():
-        return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

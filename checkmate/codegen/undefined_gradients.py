@@ -38,25 +38,20 @@ _Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined;
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
-def keep_undefined(own: set[type], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient.
-
-    ``own``: types of such nodes of autograd that were seen: each compiled function has one of its own.
-    """
+def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient."""
     for function in functions:
-        if type(function) not in own:
+        if type(function) not in own:  # each compiled function has a type of its own
             own.add(type(function))
             _need_nothing_for_nothing(function._forward_cls)
         function.set_materialize_grads(False)
 
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
-    """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors.
-
-    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
-    Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
-    saved nothing.
-    """
+    """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors."""
+    # Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    # Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
+    # saved nothing.
     backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
@@ -67,22 +62,19 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
             return backward(ctx, *grads)
         except RuntimeError as error:
             if found := _WRITTEN.search(str(error)):
-                raise Unsupported(_words_of_write(*found.groups())) from error
+                kind, shape = found.groups()
+                which = f", a {kind} of shape {shape}," if kind else ""
+                raise Unsupported(
+                    f"A tensor that the backward needs{which} was written to between the step and its backward. Call "
+                    "backward() before it is written to, before optimizer.step() for example; or have the step compute "
+                    "from a copy, x.clone(). A plan that runs ops of the forward again needs tensors that plain "
+                    "PyTorch does not: a larger budget may keep what is made of this one."
+                ) from error
             if "second time" not in str(error) or max(defined) >= written:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
 
     compiled.backward = staticmethod(unless_undefined)
-
-
-def _words_of_write(kind: str | None, shape: str | None) -> str:
-    which = f", a {kind} of shape {shape}," if kind else ""
-    return (
-        f"A tensor that the backward needs{which} was written to between the step and its backward. Call backward() "
-        "before it is written to, before optimizer.step() for example; or have the step compute from a copy, "
-        "x.clone(). A plan that runs ops of the forward again needs tensors that plain PyTorch does not: a larger "
-        "budget may keep what is made of this one."
-    )
 
 
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:
@@ -112,16 +104,14 @@ def _is_detached(node: fx.Node) -> bool:
 
 
 def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them.
-
-    Unless no input gets one: results still need a gradient then, of which nothing comes.
-    """
+    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them."""
     if not positions:
         return run
     left = {*positions}
 
     @wraps(run)
     def leaving(*args: Any) -> Any:
+        # Where no input gets one, results still need a gradient, of which nothing comes.
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad and i not in left for i, arg in enumerate(args)):
             return run(*args)
         given = [*args]
@@ -143,15 +133,15 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
         front = {following for f in front for following, _ in f.next_functions}
 
 
-def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], Sequence[Any], list[Any]], None]) -> Any:
-    """Wrap a compiled function to tell these its arguments, results and autograd nodes after each call."""
+def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], list[Any]], None]) -> Any:
+    """Wrap a compiled function to tell these its results and autograd nodes after each call."""
 
     @wraps(run)
     def watching(*args: Any) -> Any:
         results = run(*args)
         functions = [*compiled_functions(results, args)]
         for watch in watches:
-            watch(args, results, functions)
+            watch(results, functions)
         return results
 
     return watching
@@ -170,19 +160,17 @@ def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> No
     if the new value had a gradient of its own, and writes it back where autograd does not see it. ``inputs`` are what
     the step is called with, in the order of what was traced.
     """
-    missing = [n for n in joint.graph.find_nodes(op="placeholder") if _belongs_to_leaf(n.meta.get("desc"), inputs)]
-    if missing:
-        names = {n.name for n in missing}
+    names = set[str]()
+    for n in joint.graph.find_nodes(op="placeholder"):
+        desc = n.meta.get("desc")
+        if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+            new = desc.output.mutated_input
+            if isinstance(new, PlainAOTInput) and inputs[new.idx].is_leaf and inputs[new.idx].requires_grad:
+                names.add(n.name)
+    if names:
         joint.graph = without(joint, names).graph
         for n in joint.graph.find_nodes(op="placeholder"):
             n.meta |= {"val": None} if n.name in names else {}
-
-
-def _belongs_to_leaf(desc: Any, inputs: Sequence[Any]) -> bool:
-    if not isinstance(desc, TangentAOTInput) or not isinstance(desc.output, InputMutationAOTOutput):
-        return False
-    written = desc.output.mutated_input
-    return isinstance(written, PlainAOTInput) and inputs[written.idx].is_leaf and inputs[written.idx].requires_grad
 
 
 def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
@@ -206,21 +194,17 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
         if given and all(known[n][0] is None for n in needed):
             known[node] = None, True
             continue
-        term = _only_term(node, [n for n in node.all_input_nodes if known[n][0] is not None])
-        copy = known[term][0] if term is not None else None
+        # A sum of two gradients, one of which is undefined, is the other; it does not broadcast or convert that.
+        defined = [n for n in node.all_input_nodes if known[n][0] is not None]
+        copy = None
+        if node.target is aten.add.Tensor and not node.kwargs and (len(node.all_input_nodes), len(defined)) == (2, 1):
+            term, total = defined[0].meta["val"], node.meta["val"]
+            copy = known[defined[0]][0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
         known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
     output: Any = module.graph.output_node()
     results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
     graph.output(results).meta = output.meta
     return without_dead_code(module, graph)
-
-
-def _only_term(node: fx.Node, defined: list[fx.Node]) -> fx.Node | None:
-    """The defined term of a sum of two gradients, one of which is undefined."""
-    if node.target is not aten.add.Tensor or node.kwargs or (len(node.all_input_nodes), len(defined)) != (2, 1):
-        return None
-    term, total = defined[0].meta["val"], node.meta["val"]
-    return defined[0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:

@@ -33,7 +33,6 @@ from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.codegen.boxed import boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
-from checkmate.torch_internals import engine
 from checkmate.torch_internals.dispatcher import (
     DeviceContext,
     OpOverload,
@@ -43,7 +42,7 @@ from checkmate.torch_internals.dispatcher import (
     _len_torch_function_stack,
     functorch,
 )
-from checkmate.torch_internals.engine import _storage_Use_Count
+from checkmate.torch_internals.engine import NAMES, _storage_Use_Count
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
@@ -51,7 +50,7 @@ Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the v
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
-_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and engine.NAMES.has("_storage_Use_Count")
+_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Count")
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
@@ -80,11 +79,7 @@ def _keeps_nothing(node: fx.Node) -> bool:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Raise an error if a mark of a module cannot be followed.
-
-    Raises:
-        SolverError: naming an op that would write over what is read afterwards, or belongs to another.
-    """
+    """Raise a `SolverError` that names an op marked to write over what is read afterwards, or belongs to another."""
     allowed = _writes(graph)
     for node in graph.nodes:
         if OVER in node.meta and node not in allowed:
@@ -93,10 +88,7 @@ def refuse_unwritable(graph: fx.Graph) -> None:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
-    """The storages of each node's tensors: numbers, by those of the fake tensors.
-
-    An op that runs twice makes two storages, though its fake result is one.
-    """
+    """Number the storages of each node's tensors: an op that runs twice makes two, though its fake result is one."""
     found: dict[fx.Node, dict[int, int]] = {}
     given: dict[int, int] = {}
     numbers = itertools.count()
@@ -115,7 +107,12 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     """The marked ops that can write over their argument, each with its position; ``spare``: the module's inputs."""
     storages = _storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
-    locked = {number for n in graph.nodes if _is_locked(n, spare=spare) for number in storages[n].values()}
+    # A result that belongs to another, or whose base is not known, must not be written over.
+    locked = set[int]()
+    for n in graph.nodes:
+        of_unknown = any(a.op == "call_function" and a.meta.get("val") is None for a in n.all_input_nodes)
+        if of_unknown if n.op == "call_function" else spare or OWN not in n.meta:
+            locked.update(storages[n].values())
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         position = node.meta.get(OVER)
@@ -128,13 +125,6 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
         if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
             found[node] = position
     return found
-
-
-def _is_locked(node: fx.Node, *, spare: bool) -> bool:
-    """True if a node's result must not be written over: it belongs to another, or its base is not known."""
-    if node.op != "call_function":
-        return spare or OWN not in node.meta
-    return any(n.op == "call_function" and n.meta.get("val") is None for n in node.all_input_nodes)
 
 
 def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
@@ -180,10 +170,8 @@ def writing_over(module: fx.GraphModule) -> Run:
 
 
 def _is_watched() -> bool:
-    """True if a mode of the user's sees each op, and may keep results; the one of the default device does not.
-
-    Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
-    """
+    """True if a mode of the user's sees each op, and may keep results."""
+    # The mode of the default device does not, nor that by which AOTAutograd looks at custom ops in a first run.
     dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
     function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
     return (

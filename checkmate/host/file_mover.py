@@ -22,7 +22,6 @@ import resource
 import shutil
 import tempfile
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from functools import partial
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -39,11 +38,9 @@ BOUNCE = 1 << 20  # bytes of a small buffer: what a core's cache holds
 
 
 class FileMover:
-    """Copies to and from a file. What the threads hold are addresses: storages stay and go with the caller alone.
+    """Copies to and from a file in a folder, of so many bytes: a multiple of `BLOCK`.
 
-    Args:
-        folder: in which file system.
-        nbytes: of the file, a multiple of `BLOCK`.
+    Its threads hold addresses: storages stay and go with the caller alone.
 
     Raises:
         HostError: if there is no such folder, or not so much room.
@@ -85,15 +82,15 @@ class FileMover:
     def _begin(self, lane: _Lane, value: Value, address: int) -> Wait:
         self._begun = [future for future in self._begun if not future.done()]
         self._begun.append(lane.thread.submit(lane.copy, value, address))
-        return partial(_ended, self._begun[-1])
+        copy = self._begun[-1]
 
+        def ended() -> BaseException | None:
+            try:
+                return copy.exception()
+            except CancelledError:
+                return HostError("it had not begun when all was given up")
 
-def _ended(copy: Future[None]) -> BaseException | None:
-    """Wait until a thread has made a copy."""
-    try:
-        return copy.exception()
-    except CancelledError:
-        return HostError("it had not begun when all was given up")
+        return ended
 
 
 class _Lane:
@@ -129,14 +126,12 @@ class _Lane:
                 ctypes.memmove(address, place, count)
 
     def _move(self, value: Value, at: int, address: int, nbytes: int) -> None:
-        """Move bytes between memory and the extents of a value, from its byte `at` there on; all are aligned.
-
-        The calls release the interpreter, and may move less than they were asked for.
-        """
+        """Move bytes between memory and the extents of a value, from its byte `at` there on; all are aligned."""
         for extent in value.extents:
             part, at = extent[at : at + nbytes], max(0, at - len(extent))
             nbytes -= len(part)
             while part:
+                # The call releases the interpreter, and may move less than it was asked for.
                 offset, count = part.start, min(PIECE, len(part))
                 piece = (ctypes.c_char * count).from_address(address)
                 moved = os.pwrite(self._fd, piece, offset) if self._is_out else os.preadv(self._fd, [piece], offset)
@@ -178,10 +173,8 @@ def _open(folder: Path, nbytes: int) -> FileIO:
 
 
 def _find_alignment(fd: int, folder: Path) -> int:
-    """Use a file past the page cache, and find by trying the alignment that this asks of addresses; 1: it cannot be.
-
-    A file is opened without, since to take its bytes may mean to write some of each block.
-    """
+    """Use a file past the page cache, and find by trying the alignment that this asks of addresses; 1: it cannot be."""
+    # It was opened without, since to take its bytes may mean to write some of each block.
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -149,11 +149,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
-    """The links to a second memory, as `open_store` names it.
-
-    Args:
-        where, device: as there.
-        cache: take what is on disk, and keep there what is measured.
+    """The links to a second memory, as `open_store` names it; with ``cache`` kept on disk, and taken from there.
 
     Raises:
         HostError: if it cannot be had, or a copy fails.
@@ -166,21 +162,23 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
             "The links of a GPU to a second memory are measured on it, and there is none here. Plan with those that it "
             "has: checkmate.trace(...).with_host(checkmate.Host(bytes, send, fetch)), rates in bytes per second."
         )
-    place = _place(where, device)
+    kind, colon, folder = where.partition(":")
+    there = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}" if colon else where
+    place = f"{there} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
     if place not in _measured:
-        links = _kept(place) if cache else None
+        links = None
+        if cache:
+            try:
+                with rows(TABLE) as kept:
+                    found = kept.get([place])
+                links = _links(found[place]) if found else None
+            except (OSError, TypeError, ValueError) as error:
+                log.warning("The links to a second memory are measured anew: %s", error)
         if links is None:
             links = _measure(where, device)
             links = _first_of(place, links) if cache else links
         _measured[place] = links
     return _measured[place]
-
-
-def _place(where: str, device: torch.device) -> str:
-    kind, colon, folder = where.partition(":")
-    if colon:
-        where = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}"
-    return f"{where} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
 
 
 def _measure(where: str, device: torch.device) -> Links:
@@ -191,17 +189,6 @@ def _measure(where: str, device: torch.device) -> Links:
         store.close()
     log.info("%s: %.3g GB/s there, %.3g back", where, links.send / 1e9, links.fetch / 1e9)
     return links
-
-
-def _kept(place: str) -> Links | None:
-    """The kept links of a place; None, with a warning where there is reason for one, if there are none."""
-    try:
-        with rows(TABLE) as kept:
-            found = kept.get([place])
-        return _links(found[place]) if found else None
-    except (OSError, TypeError, ValueError) as error:
-        log.warning("The links to a second memory are measured anew: %s", error)
-        return None
 
 
 def _links(kept: dict[str, Any]) -> Links:

@@ -16,11 +16,7 @@ from checkmate.host.store import Value, Wait
 
 
 class PinnedMover:
-    """Copies to and from pinned memory.
-
-    Args:
-        device: of the step.
-        nbytes: of the pinned memory.
+    """Copies between a step's device and so many bytes of pinned memory.
 
     Raises:
         HostError: if the host does not give so much, or it cannot be pinned.

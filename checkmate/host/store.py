@@ -78,17 +78,10 @@ class Store:
     A value has a number of its own. At most one copy of it is under way: `send` or `fetch`, then `wait`. What the
     caller must not do meanwhile is write to a source, or read a landing. Several threads may use a store, each with
     values of its own.
-
-    Args:
-        mover: copies.
-        capacity: bytes of the second memory.
-
-    Attributes:
-        capacity: as given, `rounded`.
     """
 
     def __init__(self, mover: Mover, capacity: int) -> None:
-        self.capacity = rounded(capacity)
+        self.capacity = rounded(capacity)  # bytes
         self._mover = mover
         self._values: dict[int, Value] = {}
         self._books = threading.Lock()
@@ -110,8 +103,11 @@ class Store:
         with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
-            # The first gap that holds it, or else the lowest gaps together.
-            need, gaps, extents = rounded(nbytes), [*self._gaps()], list[range]()
+            # The first gap between values that holds it, or else the lowest gaps together.
+            taken = sorted((e for value in self._values.values() for e in value.extents), key=attrgetter("start"))
+            around = pairwise((range(0), *taken, range(self.capacity, self.capacity)))
+            gaps = [range(one.stop, other.start) for one, other in around if one.stop < other.start]
+            need, extents = rounded(nbytes), list[range]()
             for gap in [gap for gap in gaps if len(gap) >= need][:1] or gaps:
                 extents.append(gap[:need])
                 need -= len(extents[-1])
@@ -174,10 +170,7 @@ class Store:
             del self._values[key]
 
     def reset(self) -> None:
-        """Begin anew after a step that did not end: wait for copies under way, then free everything.
-
-        No storage is let go while something is copied to or from it.
-        """
+        """Begin anew after a step that did not end: wait for copies under way, then free everything."""
         with self._opened():
             self._mover.finish()
             _let_go(self._values)
@@ -189,12 +182,6 @@ class Store:
             return
         with self._books:
             self._close()
-
-    def _gaps(self) -> Iterator[range]:
-        """The bytes between values, in order."""
-        taken = [extent for value in self._values.values() for extent in value.extents]
-        taken = [range(0), *sorted(taken, key=attrgetter("start")), range(self.capacity, self.capacity)]
-        return (range(one.stop, other.start) for one, other in pairwise(taken) if one.stop < other.start)
 
     def _settled(self, key: int, what: str) -> Value:
         """A value that is there, whole, with no copy under way."""

@@ -273,12 +273,6 @@ bool kept_unplanned(const Arena& a) {
   return false;
 }
 
-bool wants_layout(const Arena& a) {
-  if (!a.record || a.state != kDone || !a.record->regular || a.record->entries.empty()) return false;
-  if (a.counts.steps < a.next_layout) return false;
-  return a.plan.empty() || a.changed || kept_unplanned(a);
-}
-
 }  // namespace
 
 extern "C" {
@@ -299,15 +293,10 @@ int checkmate_install() {
 }
 
 // An arena whose first steps find their addresses within so many bytes.
-void* checkmate_open(size_t capacity) {
-  auto* a = new Arena;
-  a->capacity = capacity;
-  return a;
-}
+Arena* checkmate_open(size_t capacity) { return new Arena{.capacity = capacity}; }
 
 // Another step from now on: its addresses are found within so many bytes until they are planned.
-void checkmate_renew(void* arena, size_t capacity) {
-  auto* a = static_cast<Arena*>(arena);
+void checkmate_renew(Arena* a, size_t capacity) {
   std::lock_guard<std::mutex> hold(world().lock);
   retire(world(), a->mapping);
   a->plan.clear();
@@ -316,9 +305,8 @@ void checkmate_renew(void* arena, size_t capacity) {
   a->wait = 1, a->next_layout = 0;
 }
 
-void checkmate_close(void* arena) {
+void checkmate_close(Arena* a) {
   World& w = world();
-  auto* a = static_cast<Arena*>(arena);
   std::lock_guard<std::mutex> hold(w.lock);
   if (w.last == a) w.last = nullptr;
   retire(w, a->mapping);
@@ -326,16 +314,17 @@ void checkmate_close(void* arena) {
 }
 
 // 1 if addresses should be planned anew before the next forward, from `checkmate_record`.
-int checkmate_wants_layout(void* arena) {
+int checkmate_wants_layout(Arena* a) {
   std::lock_guard<std::mutex> hold(world().lock);
-  auto* a = static_cast<Arena*>(arena);
-  return !world().off && !a->active && wants_layout(*a);
+  if (world().off || a->active || a->counts.steps < a->next_layout) return 0;
+  if (!a->record || a->state != kDone || !a->record->regular || a->record->entries.empty()) return 0;
+  return a->plan.empty() || a->changed || kept_unplanned(*a);
 }
 
 // Of the last step: sizes, and when each died (-1: it is alive). How many; written are `room` at most.
-size_t checkmate_record(void* arena, size_t room, int64_t* sizes, int64_t* died, int64_t* boundary) {
+size_t checkmate_record(Arena* a, size_t room, int64_t* sizes, int64_t* died, int64_t* boundary) {
   std::lock_guard<std::mutex> hold(world().lock);
-  auto& r = *static_cast<Arena*>(arena)->record;
+  auto& r = *a->record;
   *boundary = static_cast<int64_t>(r.boundary);
   for (size_t i = 0; i < std::min(room, r.entries.size()); ++i)
     sizes[i] = static_cast<int64_t>(r.entries[i].size), died[i] = r.entries[i].died;
@@ -344,10 +333,9 @@ size_t checkmate_record(void* arena, size_t room, int64_t* sizes, int64_t* died,
 
 // From now on the addresses of a step, in a mapping of their own. False if it cannot be had.
 int checkmate_lay_out(
-    void* arena, size_t count, const int64_t* sizes, const int64_t* offsets, const uint8_t* stays, size_t boundary,
+    Arena* a, size_t count, const int64_t* sizes, const int64_t* offsets, const uint8_t* stays, size_t boundary,
     size_t height) {
   World& w = world();
-  auto* a = static_cast<Arena*>(arena);
   std::lock_guard<std::mutex> hold(w.lock);
   if (a->active) return 0;
   retire(w, a->mapping);
@@ -364,9 +352,8 @@ int checkmate_lay_out(
 }
 
 // Serve this thread from the arena until `checkmate_leave`. False where it does not: then do not leave.
-int checkmate_enter(void* arena, int phase) {
+int checkmate_enter(Arena* a, int phase) {
   World& w = world();
-  auto* a = static_cast<Arena*>(arena);
   std::lock_guard<std::mutex> hold(w.lock);
   if (w.off || a->active) return 0;
   if (w.last && w.last != a && w.last->mapping) give_back(w, *w.last->mapping);
@@ -399,8 +386,7 @@ int checkmate_enter(void* arena, int phase) {
 }
 
 // `whole`: without an exception.
-void checkmate_leave(void* arena, int whole) {
-  auto* a = static_cast<Arena*>(arena);
+void checkmate_leave(Arena* a, int whole) {
   std::lock_guard<std::mutex> hold(world().lock);
   if (!a->active) return;  // in a child that was forked within a step
   if (current == a) current = a->before;
@@ -409,9 +395,8 @@ void checkmate_leave(void* arena, int whole) {
   a->state = a->state == kInForward ? kBetween : kDone;
 }
 
-void checkmate_counts(void* arena, int64_t* out) {
+void checkmate_counts(Arena* a, int64_t* out) {
   World& w = world();
-  auto* a = static_cast<Arena*>(arena);
   std::lock_guard<std::mutex> hold(w.lock);
   Counts counts = a->counts;
   if (a->mapping) {
@@ -423,8 +408,7 @@ void checkmate_counts(void* arena, int64_t* out) {
 }
 
 // Bytes of the mapping that the machine holds.
-int64_t checkmate_resident(void* arena) {
-  auto* a = static_cast<Arena*>(arena);
+int64_t checkmate_resident(Arena* a) {
   std::lock_guard<std::mutex> hold(world().lock);
   if (!a->mapping) return 0;
   const uintptr_t page = sysconf(_SC_PAGESIZE), end = page_ceil(a->mapping->end);

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from checkmate.memory import build
-from checkmate.memory.lives import Lives
 
 ALIGNMENT = 64  # bytes, as of PyTorch's allocator
 ROOM = 1.25  # times the bytes of a plan: of the mapping in which a first step finds its addresses
@@ -35,9 +34,24 @@ _HELD = Path("/proc/self/statm")  # pages; the second number says how many the m
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Run = Callable[[list[Any]], Any]
-
-
 Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each allocation lies
+
+
+@dataclass(frozen=True)
+class Lives:
+    """The allocations of a step, in order. Time is counted in allocations: the first is made at 0."""
+
+    sizes: np.ndarray  # (N,) int64, bytes, multiples of `ALIGNMENT`
+    born: np.ndarray  # (N,) int64
+    died: np.ndarray  # (N,) int64: an allocation at that time may have the same bytes
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once: nothing can be placed lower."""
+        changes = np.zeros(int(self.died.max(initial=0)) + 1, dtype=np.int64)
+        np.add.at(changes, self.born, self.sizes)
+        np.add.at(changes, self.died, -self.sizes)
+        return int(np.cumsum(changes).max(initial=0))
 
 
 class PendingPlaces(Protocol):
@@ -114,10 +128,7 @@ class Arena:
         self._opening = threading.Lock()
 
     def expect(self, capacity: int) -> None:
-        """Prepare for another step, which is to have this many bytes alive at once, and forget the last one.
-
-        Not to be called while a step runs.
-        """
+        """Prepare for another step, with this many bytes alive at once; not to be called while a step runs."""
         self.capacity, self.live_peak, self._lower = capacity, 0, None
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
@@ -127,17 +138,16 @@ class Arena:
         number = PHASES.index(phase)
 
         def inside(inputs: list[Any]) -> Any:
-            entered = whole = False
-            before = None
+            if not self._enter(number):
+                return run(inputs)
+            whole, before = False, None
             try:
-                entered = self._enter(number)
-                before = self._beside() if entered and self._watched else None
+                before = self._beside() if self._watched else None
                 result = run(inputs)
                 whole = True
                 return result
             finally:
-                if entered:
-                    self._library.checkmate_leave(self._handle, whole)
+                self._library.checkmate_leave(self._handle, whole)
                 if before is not None:
                     self.outside += self._beside() - before
                     self._watched -= 1
@@ -170,11 +180,20 @@ class Arena:
     def _enter(self, phase: int) -> bool:
         if self._handle is None and not self._open():
             return False
-        if phase == 0:
-            if self._library.checkmate_wants_layout(self._handle):
-                self._lay_out()
-            elif self._lower is not None and self._lower.is_over:
-                self._lay_lower(self._lower.result)
+        if phase == 0 and self._library.checkmate_wants_layout(self._handle):
+            # Plan addresses for what the last step allocated.
+            self._noted = noted = self._record()
+            height = self._lay(noted, self._place_soon(noted.lives))
+            self.live_peak = noted.lives.peak
+            self.took(noted.taken, self.capacity)
+            could_be_lower = height - self.live_peak >= WORTH * self.live_peak
+            self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
+        elif phase == 0 and self._lower is not None and self._lower.is_over:
+            # Take lower addresses for the same allocations, if they are worth it.
+            offsets, self._lower = self._lower.result, None
+            assert self._noted is not None
+            if offsets is not None and (1 + WORTH) * self._noted.height(offsets) <= self.counts.arena:
+                self._lay(self._noted, offsets)
         return bool(self._library.checkmate_enter(self._handle, phase))
 
     def _open(self) -> bool:
@@ -189,40 +208,21 @@ class Arena:
                 weakref.finalize(self, library.checkmate_close, self._handle).atexit = False  # a thread may be in it
         return self._handle is not None
 
-    def _lay_out(self) -> None:
-        """Plan addresses for what the last step allocated."""
-        self._noted = noted = self._record()
-        height = self._lay(noted, self._place_soon(noted.lives))
-        self.live_peak = noted.lives.peak
-        self.took(noted.taken, self.capacity)
-        could_be_lower = height - self.live_peak >= WORTH * self.live_peak
-        self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
-
-    def _lay_lower(self, offsets: Offsets | None) -> None:
-        """Take other addresses for the same allocations, if they are worth it."""
-        self._lower, noted = None, self._noted
-        assert noted is not None
-        if offsets is not None and (1 + WORTH) * noted.height(offsets) <= self.counts.arena:
-            self._lay(noted, offsets)
-
     def _lay(self, noted: _Noted, offsets: Offsets) -> int:
-        """Use these addresses from now on; in bytes of the arena."""
+        """Use these addresses from now on; gives the bytes of the arena."""
         where, height = np.array(offsets, dtype=np.int64), noted.height(offsets)
         arrays = (array.ctypes.data for array in (noted.sizes, where, noted.stays))
         self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)
         return height
 
     def _record(self) -> _Noted:
-        """The last step's allocations.
-
-        What is alive when the next step begins has its address for the whole of it. What died after the last
-        allocation has it to the end.
-        """
+        """The last step's allocations."""
         boundary = ctypes.c_int64()
         count = self._library.checkmate_record(self._handle, 0, None, None, ctypes.addressof(boundary))
         sizes, died = np.zeros((2, count), dtype=np.int64)
         where = (sizes.ctypes.data, died.ctypes.data, ctypes.addressof(boundary))
         self._library.checkmate_record(self._handle, count, *where)
+        # What is alive when the next step begins has its address for the whole of it.
         stays = died < 0
         born = np.where(stays, 0, np.arange(count))
         rounded = -(-sizes // ALIGNMENT) * ALIGNMENT

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,12 @@ def available(device: torch.device, held: int, *, in_arena: bool = True, sharing
     True
     """
     if device.type != "cpu":
-        return _of_accelerator(device)
+        try:
+            free, total = kind_of(device).free_bytes(device)
+            held = torch.accelerator.memory_reserved(device)
+        except (RuntimeError, AttributeError) as error:
+            raise _does_not_say(str(device)) from error
+        return Available(Limit(str(device), total, free), held, max(LEAST_MARGIN, int(SHARE * total)))
     parts = [one if not one.shared else Limit(one.of, one.total, one.free // sharing) for one in limits()]
     if not parts:
         raise _does_not_say("This machine")
@@ -102,31 +108,15 @@ def rounded_down(count: int) -> int:
 
 
 def limits(root: Path = Path("/")) -> Iterator[Limit]:
-    """The limits of this process on the CPU; none where the system does not say.
-
-    ``root``: the folder with ``proc`` and ``sys``.
-    """
+    """The limits of this process on the CPU, by ``proc`` and ``sys`` in a folder; none where these do not say."""
     meminfo = _table(root / "proc/meminfo", 1024)
     if "MemAvailable" in meminfo:
         yield Limit("this machine", meminfo["MemTotal"], meminfo["MemAvailable"])
-    elif (total := _installed()) is not None:
-        yield Limit("this machine, of which half is taken to be free,", total, total // 2)
-    yield from _cgroups(root)
-    yield from _own(_table(root / "proc/self/status", 1024))
-
-
-def _of_accelerator(device: torch.device) -> Available:
-    try:
-        free, total = kind_of(device).free_bytes(device)
-        held = torch.accelerator.memory_reserved(device)
-    except (RuntimeError, AttributeError) as error:
-        raise _does_not_say(str(device)) from error
-    margin = max(LEAST_MARGIN, int(SHARE * total))
-    return Available(Limit(str(device), total, free), held, margin)
-
-
-def _cgroups(root: Path) -> Iterator[Limit]:
-    """The limits of this process's control groups and those above them, of version 1 or 2."""
+    else:
+        with suppress(AttributeError, ValueError, OSError):  # the system may not even say how much is installed
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            yield Limit("this machine, of which half is taken to be free,", total, total // 2)
+    # The limits of its control groups and those above them, of version 1 or 2.
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -149,26 +139,14 @@ def _cgroups(root: Path) -> Iterator[Limit]:
                     yield Limit(group, int(limit), max(0, int(limit) - max(0, int(used) - cached)))
             if folder == top:
                 break
+    # The limits of this process alone, on its mappings.
+    if status := _table(root / "proc/self/status", 1024):
+        import resource  # which there is where there is /proc
 
-
-def _own(status: dict[str, int]) -> Iterator[Limit]:
-    """Limits of this process alone, on its mappings."""
-    if not status:
-        return
-    import resource  # which there is where there is /proc
-
-    for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
-        limit, _ = resource.getrlimit(getattr(resource, name))
-        if limit != resource.RLIM_INFINITY:
-            yield Limit(f"this process ({name})", limit, max(0, limit - status[used]), shared=False)
-
-
-def _installed() -> int | None:
-    """Bytes of this machine's memory, where the system says no more than that."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
+        for name, mapped_as in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+            least, _ = resource.getrlimit(getattr(resource, name))
+            if least != resource.RLIM_INFINITY:
+                yield Limit(f"this process ({name})", least, max(0, least - status[mapped_as]), shared=False)
 
 
 def _table(file: Path, unit: int = 1) -> dict[str, int]:

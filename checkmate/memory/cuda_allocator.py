@@ -1,5 +1,7 @@
 """The rules of PyTorch's caching allocator on CUDA, in Python: the blocks it would give, request by request.
 
+`replay` runs a plan by them from the present state of a device: the bytes that its allocator gives and holds.
+
 After `c10/cuda/CUDACachingAllocator.cpp`, whose names are in parentheses. Sizes are rounded up to blocks of 512 bytes.
 Up to 1 MiB a block is in the small pool, above it in the large one. A pool serves from the smallest free block that is
 large enough, the lowest of equal ones, and splits off what is left: always in the small pool, above 1 MiB in the large
@@ -12,7 +14,7 @@ The bytes given and held are those of the allocator, to the byte of a simulated 
 Not known: where a segment is beside those before (the next one is taken to be above them); how many addresses without
 memory an expandable segment has below its first block (a snapshot does not list them: taken to be none, which can make
 ``reserved`` wrong by a unit of 20 MiB); other settings than ``expandable_segments``
-(`checkmate.memory.cuda_replay.DeviceState.now` knows them).
+(`DeviceState.now` knows them).
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from checkmate.memory.arena import Lives
+from checkmate.torch_internals.kernels import _snapshot
 
 BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)
 SMALL = 1 << 20  # up to this size blocks are in the small pool (kSmallSize)
@@ -32,6 +39,7 @@ LARGE = 10 << 20  # from this size on a block has a segment of its own (kMinLarg
 ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of the whole device and an eighth
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
 IN_USE = "active_allocated"  # what a snapshot says of a block
+STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
 
 PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0) without; the stream
 
@@ -61,11 +69,6 @@ class Block:
         return (self.size, self.begin) < (other.size, other.begin)
 
     @property
-    def is_free(self) -> bool:
-        """True if it can be merged with a neighbour."""
-        return not self.in_use
-
-    @property
     def can_grow_to(self) -> int:
         """Bytes, with the addresses above it that have no memory yet."""
         beyond = self.next
@@ -90,21 +93,12 @@ class _Pool:
         i = bisect_left(self.free, size, key=lambda block: block.size)
         if i == len(self.free):
             return None
-        if self.free[i].expandable:  # the one that can grow least
-            while (
-                i + 1 < len(self.free)
-                and self.free[i].expandable
-                and self.free[i + 1].can_grow_to < self.free[i].can_grow_to
-            ):
-                i += 1
+        # Of expandable ones the first that can grow less than the one behind it.
+        while self.free[i].expandable and i + 1 < len(self.free):
+            if self.free[i + 1].can_grow_to >= self.free[i].can_grow_to:
+                break
+            i += 1
         return self.free.pop(i)
-
-    def cut(self, block: Block, size: int, *, expandable: bool) -> None:
-        """Cut a block to this many bytes, if the allocator splits it (should_split)."""
-        rest = block.size - size
-        if rest < BLOCK if self.is_small or expandable else rest <= SMALL:
-            return
-        insort(self.free, _parted(block, size))
 
     def give_back(self, block: Block) -> None:
         """Free a block, merged with its free neighbours (free_block)."""
@@ -150,29 +144,21 @@ class CudaAllocator:
         self.allocated = self.reserved = 0  # bytes
         self._pools: dict[tuple[PoolKey, bool], _Pool] = {}
         self._above = 0  # addresses from here on are nobody's
-        self._peaks = Used(0, 0)
-
-    @property
-    def peaks(self) -> Used:
-        """The most bytes since `reset_peaks`."""
-        return self._peaks
+        self.peaks = Used(0, 0)  # the most bytes since `reset_peaks`
 
     def reset_peaks(self) -> None:
         """Count peaks from now on."""
-        self._peaks = Used(self.allocated, self.reserved)
+        self.peaks = Used(self.allocated, self.reserved)
 
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
-        """Allocate a block for this many bytes.
-
-        Args:
-            size: bytes asked for, more than 0.
-            key: in which pool, on which stream.
+        """Allocate a block for this many bytes, more than 0, of the pools of a stream.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
         """
         size = rounded(size, BLOCK)
-        pool = self._pool(key, small=size <= SMALL)
+        is_small = size <= SMALL
+        pool = self._pools.setdefault((key, is_small), _Pool(is_small))
         block = pool.fitting(size) or self._new(pool, size)
         if block is None and key[0] == (0, 0):  # while a pool is in use nothing is given back
             self.empty_cache()
@@ -181,7 +167,10 @@ class CudaAllocator:
             raise torch.OutOfMemoryError(
                 f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
             )
-        pool.cut(block, size, expandable=self.expandable)
+        # Split off what is left, if the allocator does (should_split).
+        rest = block.size - size
+        if rest >= BLOCK if is_small or self.expandable else rest > SMALL:
+            insort(pool.free, _parted(block, size))
         block.in_use = True
         self._count(block.size, 0)
         return block
@@ -195,11 +184,27 @@ class CudaAllocator:
         """Give the device back all segments in which nothing is in use, of expandable ones all whole units."""
         for ((pool_id, _), _), pool in self._pools.items():
             for block in list(pool.free) if pool_id == (0, 0) else ():
-                if block.expandable:
-                    self._unmap(block)
-                elif block.previous is block.next is None:
-                    pool.free.remove(block)
-                    self._count(0, -block.size)
+                if not block.expandable:
+                    if block.previous is block.next is None:
+                        pool.free.remove(block)
+                        self._count(0, -block.size)
+                    continue
+                # Take the memory of whole units from it (unmap_block).
+                begin = block.base + rounded(block.begin - block.base, pool.unit)
+                end = block.base + (block.begin + block.size - block.base) // pool.unit * pool.unit
+                if end <= begin:
+                    continue
+                _remove(pool.free, block)
+                within = block
+                if begin > block.begin:
+                    within = _parted(block, begin - block.begin)
+                    insort(pool.free, block)
+                if end < within.begin + within.size:
+                    insort(pool.free, _parted(within, end - within.begin))
+                within.mapped = False
+                self._count(0, -within.size)
+                pool.merge(within)
+                insort(pool.unmapped, within)
 
     @property
     def state(self) -> Any:
@@ -212,7 +217,8 @@ class CudaAllocator:
     def add_segment(self, segment: dict[str, Any]) -> None:
         """Add a segment that `torch.cuda.memory_snapshot` lists, above all segments added before."""
         key = tuple(segment["segment_pool_id"]), segment["stream"]
-        pool = self._pool(key, small=segment["segment_type"] == "small")
+        is_small = segment["segment_type"] == "small"
+        pool = self._pools.setdefault((key, is_small), _Pool(is_small))
         below, expandable = None, segment["is_expandable"]
         if expandable and pool.unmapped and pool.unmapped[-1].size == ENDLESS:
             below = pool.unmapped.pop()  # the same range of addresses goes on, with a part that has no memory
@@ -237,28 +243,22 @@ class CudaAllocator:
         if expandable and below is not None:
             self._endless(pool, below.begin + below.size, base, below)
 
-    def _pool(self, key: PoolKey, *, small: bool) -> _Pool:
-        return self._pools.setdefault((key, small), _Pool(small))
-
     def _count(self, allocated: int, reserved: int) -> None:
         self.allocated += allocated
         self.reserved += reserved
-        self._peaks = Used(max(self._peaks.allocated, self.allocated), max(self._peaks.reserved, self.reserved))
+        self.peaks = Used(max(self.peaks.allocated, self.allocated), max(self.peaks.reserved, self.reserved))
 
     def _new(self, pool: _Pool, size: int) -> Block | None:
         """A block from the device (alloc_block); None where that has no room."""
-        if self.expandable:
-            return self._grown(pool, size)
-        segment = segment_for(size)
-        if self.reserved + segment > self.capacity:
-            return None
-        block = Block(self._above, segment, pool)
-        self._above += segment
-        self._count(0, segment)
-        return block
-
-    def _grown(self, pool: _Pool, size: int) -> Block | None:
-        """A block of an expandable segment that grows for it (try_allocate_expandable_block)."""
+        if not self.expandable:  # a segment of its own (get_allocation_size)
+            segment = SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
+            if self.reserved + segment > self.capacity:
+                return None
+            block = Block(self._above, segment, pool)
+            self._above += segment
+            self._count(0, segment)
+            return block
+        # Addresses of an expandable segment, which grows until they have memory (try_allocate_expandable_block).
         block = self._growing(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -275,9 +275,9 @@ class CudaAllocator:
         """Find addresses for this many bytes (find_expandable_block)."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
-            first = before if before is not None and before.is_free else unmapped
+            first = before if before is not None and not before.in_use else unmapped
             room, block = 0, first
-            while block is not None and block.is_free and room < size:
+            while block is not None and not block.in_use and room < size:
                 room += block.size
                 block = block.next  # type: ignore[assignment]
             if room >= size:
@@ -307,24 +307,6 @@ class CudaAllocator:
         pool.give_back(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
-        """Take the memory of whole units from a free block (unmap_block)."""
-        pool = block.pool
-        begin = block.base + rounded(block.begin - block.base, pool.unit)
-        end = block.base + (block.begin + block.size - block.base) // pool.unit * pool.unit
-        if end <= begin:
-            return
-        _remove(pool.free, block)
-        if begin > block.begin:
-            below, block = block, _parted(block, begin - block.begin)
-            insort(pool.free, below)
-        if end < block.begin + block.size:
-            insort(pool.free, _parted(block, end - block.begin))
-        block.mapped = False
-        self._count(0, -block.size)
-        pool.merge(block)
-        insort(pool.unmapped, block)
-
 
 def _parted(block: Block, size: int) -> Block:
     """Cut a block that is in no list after its first bytes, and give the rest, which is in none."""
@@ -337,15 +319,109 @@ def _parted(block: Block, size: int) -> Block:
 
 
 def _remove(blocks: list[Block], block: Block) -> None:
-    """Take a block out of a sorted list."""
+
     del blocks[bisect_left(blocks, block)]
-
-
-def segment_for(size: int) -> int:
-    """Bytes that the device is asked for where a block is needed (get_allocation_size)."""
-    return SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
 
 
 def rounded(size: int, to: int) -> int:
     """The least multiple of ``to`` that is not less."""
     return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A snapshot of PyTorch's allocator on a device, and its settings."""
+
+    segments: tuple[dict[str, Any], ...] = ()  # as `torch.cuda.memory_snapshot` lists them, by address
+    expandable: bool = False  # it runs with ``expandable_segments:True``
+    capacity: float = math.inf  # bytes that it can have of the device in all
+    stream: int = 0  # on which the step runs
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceState | None:
+        """The state of a CUDA device; None where settings have its allocator go by other rules than those here.
+
+        Nothing may be under way that uses memory on another stream than its own.
+        """
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        found = _snapshot()
+        settings = found["allocator_settings"]
+        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
+        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
+            return None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = [segment for segment in found["segments"] if segment["device"] == index]
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(
+            tuple(sorted(segments, key=lambda segment: segment["address"])),
+            bool(settings.get("expandable_segments")),
+            free + sum(segment["total_size"] for segment in segments),
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+    @property
+    def asked(self) -> list[int]:
+        """Bytes of each block in use, as they were asked for."""
+        blocks = (block for segment in self.segments for block in segment["blocks"])
+        return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
+
+    @property
+    def allocator(self) -> CudaAllocator:
+        """An allocator in this state."""
+        allocator = CudaAllocator(expandable=self.expandable, capacity=self.capacity)
+        for segment in self.segments:
+            allocator.add_segment(segment)
+        return allocator
+
+    @property
+    def expanding(self) -> CudaAllocator:
+        """An allocator with expandable segments and the blocks in use here."""
+        allocator = CudaAllocator(expandable=True, capacity=self.capacity)
+        for size in self.asked:
+            allocator.take(size, self.key)
+        return allocator
+
+    @property
+    def key(self) -> PoolKey:
+        """The pools of the step's stream."""
+        return (0, 0), self.stream
+
+
+def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
+
+    Blocks that die at a moment are gone before others are born at it; all are let go of in the end.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has no room.
+
+    >>> mib = 1 << 20
+    >>> lives = Lives(np.array([4, 3, 3]) * mib, born=np.array([0, 1, 2]), died=np.array([2, 3, 4]))
+    >>> used = replay(lives, CudaAllocator())
+    >>> used.allocated // mib, used.reserved // mib  # the last gets the 4 MiB of the first
+    (7, 20)
+    """
+    allocator.reset_peaks()
+    held: list[tuple[int, Block]] = []  # when it dies; sorted
+    sizes, born, died = (array.tolist() for array in (lives.sizes, lives.born, lives.died))
+    for i in np.argsort(lives.born, kind="stable").tolist():
+        while held and held[0][0] <= born[i]:
+            allocator.free(held.pop(0)[1])
+        if sizes[i]:
+            insort(held, (died[i], allocator.take(sizes[i], key)), key=itemgetter(0))
+    for _, block in held:
+        allocator.free(block)
+    return allocator.peaks
+
+
+def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """Replay several steps, each of which frees its leftovers before the next one begins."""
+    allocated = reserved = 0
+    for _ in range(STEPS):
+        before = allocator.state
+        used = replay(lives, allocator, key)
+        allocated, reserved = max(allocated, used.allocated), max(reserved, used.reserved)
+        if allocator.state == before:
+            break
+    return Used(allocated, reserved)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from checkmate.devices import REQUESTED, is_known, requested
 from checkmate.errors import Unsupported
-from checkmate.memory.cuda_replay import DeviceState
+from checkmate.memory.cuda_allocator import DeviceState
 from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
@@ -46,9 +46,7 @@ class MemoryUse:
     before: int | None = None  # bytes that were asked for at entry; None on the CPU, where PyTorch keeps no count
     allocated: int | None = None  # the most bytes of blocks that the allocator gave; None on the CPU
     reserved: int | None = None  # the most bytes that the allocator held of the device; None on the CPU
-    began: DeviceState | None = field(
-        default=None, repr=False
-    )  # of its allocator at entry; None where that is not known
+    began: DeviceState | None = field(default=None, repr=False)  # of its allocator at entry; None: it is not known
 
 
 @dataclass
@@ -94,8 +92,15 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
         raise Unsupported(f"Memory is measured on the CPU and on CUDA devices, not on {device}.")
     if device.type != "cpu":
         return _measure_by_allocator(fn, device)
-    with _garbage_stays(), record_allocations() as recording:
-        result = fn()
+    # Free no present garbage, even by ``gc.collect()``: that would hide allocations. It is put aside; only the young is
+    # collected first, as to look through all objects of a large program takes half a second.
+    gc.collect(YOUNG)
+    gc.freeze()
+    try:
+        with record_allocations() as recording:
+            result = fn()
+    finally:
+        gc.unfreeze()
     levels = np.concatenate([[0], np.cumsum(recording.bytes)])
     return MemoryUse(int(levels.max()), int(levels[-1]), result)
 
@@ -121,21 +126,6 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
             reserved=found["reserved_bytes.all.peak"],
             began=began,
         )
-
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """Free no present garbage within the block, even by ``gc.collect()``: that would hide allocations.
-
-    It is put aside, and only the young is collected first: to look through all objects of a large program takes half a
-    second.
-    """
-    gc.collect(YOUNG)
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

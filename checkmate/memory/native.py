@@ -63,10 +63,7 @@ class Source:
             return f"cannot be had: {error}"
 
     def load(self, *, keep: bool = True) -> ctypes.PyDLL:
-        """The library, built where it is not yet.
-
-        Args:
-            keep: in the cache folder what was built.
+        """The library, built where it is not yet, and then kept in the cache folder with ``keep``.
 
         Raises:
             Unbuildable: if there is no compiler, or it fails.
@@ -127,11 +124,7 @@ def _compiler() -> str:
 
 
 def _opened(path: Path) -> int | None:
-    """Open a library that nobody else can have written, as its code is run. None: there is no such file.
-
-    Raises:
-        Unbuildable: if others may put files into its folder.
-    """
+    """Open a library that nobody else can have written, as its code is run. None: there is no such file."""
     if sys.platform != "linux":
         raise Unbuildable(f"it is for Linux, not for {sys.platform}")
     try:

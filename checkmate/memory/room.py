@@ -18,9 +18,7 @@ NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the 
 def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
     """Run a call, and return its result in a list; the list is empty if memory ran out, and its tensors are freed.
 
-    Args:
-        run: the call.
-        what: runs, and what happens ``instead``: for the log, which says it once in a process.
+    The log then says once in a process ``what`` runs, and what happens ``instead``.
 
     >>> within_memory(lambda: len(torch.empty(8)), "a few numbers", "there are none")
     [8]

@@ -67,7 +67,10 @@ class Exchange:
     def mean(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The mean of a gradient over all ranks; ``out``: where it is to be written."""
         part = self.part(gradient, out)
-        self._reduce(part, dist.ReduceOp.SUM)
+        dense = _dense(part)
+        reduce_in_place(dense, dist.ReduceOp.SUM, self.group)
+        if dense is not part:
+            part.copy_(dense)
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
@@ -94,13 +97,6 @@ class Exchange:
                     work.wait()
                 if dense is not tensor:
                     tensor.copy_(dense)
-
-    def _reduce(self, tensor: torch.Tensor, how: Any) -> None:
-        """Reduce a tensor over all ranks, in place."""
-        dense = _dense(tensor)
-        reduce_in_place(dense, how, self.group)
-        if dense is not tensor:
-            tensor.copy_(dense)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,20 +132,13 @@ def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Non
 
 
 def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Make wrapped modules leave the next backward alone.
-
-    After a forward without a backward, as to evaluate, they wait for gradients, and would send those of a step as well.
-    """
+    """Make wrapped modules, which wait for gradients after a forward to evaluate, leave the next backward alone."""
     for module in wrapped:
         module.reducer._reset_state()
 
 
 def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Refuse what does more or less than to average all gradients.
-
-    Raises:
-        Unsupported: naming it.
-    """
+    """Refuse, as `Unsupported`, what does more or less than to average all gradients."""
     for module in wrapped:
         if type(module) not in (DistributedDataParallel, AsItsModule):
             raise Unsupported(f"A {type(module).__name__} may do more than DistributedDataParallel. {INSTEAD}")
@@ -167,9 +156,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
     """Find the exchange of a step with other ranks; None: there is none.
 
     Args:
-        modules: of the step.
         group: of ranks that average the gradients of all parameters; False: those do that wrap a module.
-        optimizers: of the step.
 
     Raises:
         TypeError: if the group is none.
@@ -188,7 +175,19 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
                 "process_group is a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD after "
                 f"torch.distributed.init_process_group(), not {group!r}."
             )
-        return _of_group(modules, group, optimizers)
+
+        def shared() -> Iterable[torch.Tensor]:
+            return {id(b): b for module in modules for b in module.buffers()}.values()
+
+        exchange = Exchange(group, lambda: parameters_of(optimizers), shared)
+        # The ranks begin with the tensors of the first one.
+        tensors = [*exchange.parameters(), *exchange.buffers()]
+        shapes: list[Any] = [None] * exchange.ranks
+        dist.all_gather_object(shapes, [(tuple(t.shape), str(t.dtype)) for t in tensors], group)
+        if any(other != shapes[0] for other in shapes):
+            raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
+        exchange.share(t for t in tensors if not is_fake(t))
+        return exchange
     if not wrapped:
         return None
     refuse_special(wrapped)
@@ -204,21 +203,3 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
 
     buckets = sum(p.nbytes for p in parameters() if p.requires_grad)
     return Exchange(wrapped[0].process_group, parameters, buffers, buckets)
-
-
-def _of_group(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[optim.Optimizer]) -> Exchange:
-    """The exchange of all gradients within a group, whose ranks begin with the tensors of the first one."""
-
-    def parameters() -> Iterator[torch.Tensor]:
-        return iter(parameters_of(optimizers))
-
-    def buffers() -> Iterator[torch.Tensor]:
-        return iter({id(b): b for module in modules for b in module.buffers()}.values())
-
-    exchange = Exchange(group, parameters, buffers)
-    shapes: list[Any] = [None] * exchange.ranks
-    dist.all_gather_object(shapes, [(tuple(t.shape), str(t.dtype)) for t in (*parameters(), *buffers())], group)
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
-    exchange.share(t for t in (*parameters(), *buffers()) if not is_fake(t))
-    return exchange

@@ -106,11 +106,6 @@ class Scaling:
         state["found_inf_per_device"] = {found.device: found}
         return found
 
-    def unscale(self, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Unscale all gradients in place, and look for infs and NaNs."""
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
-
     def skips(self, optimizer: optim.Optimizer) -> bool:
         """True if a gradient was not finite, so that nothing is updated."""
         key = id(optimizer)

@@ -9,6 +9,7 @@ with these, in place. What each node does is said by `checkmate.updates.updates`
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch import optim
 
-from checkmate.capture.nodes import is_collective, storage
+from checkmate.capture.nodes import call, is_collective, storage
 from checkmate.capture.op_order import after_tangent
 from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.provenance import where
@@ -45,10 +46,9 @@ class Insert:
     def __call__(
         self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
     ) -> set[int]:
-        """Change a joint graph of AOTAutograd.
+        """Change a joint graph of AOTAutograd in place.
 
         Args:
-            module: is changed in place.
             given: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
             names: of the inputs, as the user knows them.
@@ -63,7 +63,8 @@ class Insert:
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         updates = self.updates.of_parameters()
-        primals = {n.meta["desc"].idx: n for n in graph.find_nodes(op="placeholder") if _is_input(n)}
+        given_as = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
+        primals = {n.meta["desc"].idx: n for n in given_as if hasattr(n.meta.get("desc"), "idx")}
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         # Whose gradient each result of the backward is.
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
@@ -80,14 +81,21 @@ class Insert:
             tensor = given[position] if position is not None and position < len(given) else None
             if position is not None and tensor is not None and id(tensor) in updates:
                 found[i] = primals[position], updates[id(tensor)]
-                _refuse_shared(position, by_storage.setdefault(storage(local(tensor)), position), names)
+                first = by_storage.setdefault(storage(local(tensor)), position)
+                if first != position:  # one is updated while the other's part of the backward may still read it
+                    raise Unsupported(
+                        f"{names[first]} and {names[position]} are two parameters in the memory of one tensor. A "
+                        "training step updates each as soon as its gradient is there, and so needs memory of their own "
+                        "for them: tie them by one parameter (b.weight = a.weight), or have one of them hold a copy "
+                        "(.clone())."
+                    )
             elif tensor is None or not tensor.is_leaf:
                 flows_on = True
         if not flows_on:
             _refuse_unreached(self.updates, {update.optimizer for _, update in found.values()})
         # Write their updates, in the order in which the backward makes the gradients.
         made = {node: n for n, node in enumerate(graph.nodes)}
-        found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}  # as the backward makes them
+        found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}
         if found:
             inputs = {id(tensor): primals[i] for i, tensor in enumerate(given) if i in primals}
             if self.last and self.updates.exchange is not None:
@@ -139,18 +147,44 @@ class _Writer:
 
     def without_sums(self) -> None:
         """Lead each gradient to its update."""
-        what, results = self.what, self.results
-        for i, (parameter, _) in self.found.items():
-            results[i] = self._as_stored(results[i], parameter)
-        self._exchange()
-        skips = self._decisions()
-        clip, scaling = what.clipping, what.scaling
+        what, results, found = self.what, self.results, self.found
+        clip, scaling, exchange = what.clipping, what.scaling, what.exchange
+        # Lay gradients out as autograd stores them.
+        for i, (parameter, _) in found.items():
+            val = results[i].meta["val"]
+            if not obeys_layout(val, parameter.meta["val"]):
+                layout = tuple(val.shape), _strides(results[i], parameter), val.dtype
+                results[i] = self._next(lay_out, (results[i], *layout), "stored")
+        # Average them over all ranks, one after the other.
+        token = self._agreed()
+        for i, (parameter, update) in found.items():
+            if exchange is not None and token is not None and update.parameter in self.averaged:
+                gradient, op = results[i], operations.exchange(exchange, update.parameter)
+                both = self._last(op, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
+                results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
+                token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
+        # Of a scaled loss, decide whether each optimizer's updates are skipped.
+        skips: dict[optim.Optimizer, fx.Node] = {}
+        if scaling is not None:
+            largest: dict[optim.Optimizer, list[fx.Node]] = defaultdict(list)
+            for i, (_, update) in found.items():
+                largest[update.optimizer].append(self._next(largest_of, (results[i],), "largest"))
+            for optimizer, nodes in largest.items():
+                decide = operations.decide(scaling, optimizer)
+                skips[optimizer] = self._last(decide, (nodes,), nodes[-1], "skips")
+        # Find the factor that clips all gradients, from norms in the order of the parameters.
         if clip.most is not None:
             if scaling is not None:
-                for i in self.found:
+                for i in found:
                     results[i] = self._next(operations.unscale(scaling), (results[i],), "unscaled")
-            factor = self._factor()
-        for i, (parameter, update) in self.found.items():
+            of = {id(update.parameter): results[i] for i, (_, update) in found.items()}
+            gradients = [of[key] for key in what.of_parameters() if key in of]
+            norms = [self._next(norm_of, (gradient, clip.order), "norm") for gradient in gradients]
+            with outside_tracing():
+                order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
+            factor = self._last(operations.coefficient(clip), ([norms[n] for n in order],), norms[-1], "clip")
+        # Unscale, clip and update by each.
+        for i, (parameter, update) in found.items():
             gradient = results[i]
             if scaling is not None and clip.most is None:
                 gradient = self._last(operations.unscale(scaling), (gradient,), gradient, f"{gradient.name}_unscaled")
@@ -158,7 +192,11 @@ class _Writer:
                 for op, limit in ((aten.clamp_min.default, -clip.value), (aten.clamp_max.default, clip.value)):
                     gradient = self._last(op, (gradient, limit), gradient, f"{gradient.name}_clipped")
             if clip.most is not None:
-                gradient = self._clipped(gradient, factor)
+                clipped, dtype = f"{gradient.name}_clipped", gradient.meta["val"].dtype
+                product = self._last(aten.mul.Tensor, (gradient, factor), gradient, clipped)
+                if product.meta["val"].dtype != dtype:  # a single number in half precision takes the factor's type
+                    product = self._last(aten.to.dtype, (product, dtype), gradient, f"{clipped}_stored")
+                gradient = product
             results[i] = gradient if what.keep else None
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
@@ -176,48 +214,6 @@ class _Writer:
         agree = operations.agree(self.what, order)
         return self._last(agree, (self.results[i], parameter), self.results[i], "agreed")
 
-    def _exchange(self) -> None:
-        """Average gradients over all ranks, one after the other."""
-        token = self._agreed()
-        for i, (parameter, update) in self.found.items():
-            if token is None or update.parameter not in self.averaged:
-                continue
-            gradient = self.results[i]
-            assert self.what.exchange is not None
-            exchange = operations.exchange(self.what.exchange, update.parameter)
-            both = self._last(exchange, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
-            self.results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
-            token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
-
-    def _decisions(self) -> dict[optim.Optimizer, fx.Node]:
-        """Decisions of a scaled loss: whether each optimizer's updates are skipped."""
-        if self.what.scaling is None:
-            return {}
-        largest: dict[optim.Optimizer, list[fx.Node]] = {}
-        for i, (_, update) in self.found.items():
-            node = self._next(largest_of, (self.results[i],), "largest")
-            largest.setdefault(update.optimizer, []).append(node)
-        decide = {o: operations.decide(self.what.scaling, o) for o in largest}
-        return {o: self._last(decide[o], (nodes,), nodes[-1], "skips") for o, nodes in largest.items()}
-
-    def _factor(self) -> fx.Node:
-        """The factor that clips gradients, from norms in the order of the parameters."""
-        of = {id(update.parameter): self.results[i] for i, (_, update) in self.found.items()}
-        gradients = [of[key] for key in self.what.of_parameters() if key in of]
-        norms = [self._next(norm_of, (gradient, self.what.clipping.order), "norm") for gradient in gradients]
-        with outside_tracing():
-            order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
-        coefficient = operations.coefficient(self.what.clipping)
-        return self._last(coefficient, ([norms[n] for n in order],), norms[-1], "clip")
-
-    def _clipped(self, gradient: fx.Node, factor: fx.Node) -> fx.Node:
-        """A gradient times the factor, in its own type: a single number in half precision would take the factor's."""
-        clipped, dtype = f"{gradient.name}_clipped", gradient.meta["val"].dtype
-        product = self._last(aten.mul.Tensor, (gradient, factor), gradient, clipped)
-        if product.meta["val"].dtype == dtype:
-            return product
-        return self._last(aten.to.dtype, (product, dtype), gradient, f"{clipped}_stored")
-
     def _update(
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
@@ -229,14 +225,7 @@ class _Writer:
         args = (read, parameter, about, self.inputs.get(id(followed)), skip)
         with self.output.graph.inserting_before(self.output):
             node = self.output.graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
-        node.meta = _meta(read, None)
-
-    def _as_stored(self, gradient: fx.Node, parameter: fx.Node) -> fx.Node:
-        """A gradient in the layout in which autograd stores it for a parameter."""
-        val = gradient.meta["val"]
-        if obeys_layout(val, parameter.meta["val"]):
-            return gradient
-        return self._next(lay_out, (gradient, tuple(val.shape), _strides(gradient, parameter), val.dtype), "stored")
+        node.meta = {key: what for key, what in read.meta.items() if key != "tensor_meta"} | {"val": None}
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """A node behind its first argument."""
@@ -266,16 +255,6 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
             )
 
 
-def _refuse_shared(position: int, first: int, names: Sequence[str]) -> None:
-    """Refuse parameters of one memory: one is updated while the other's part of the backward may still read it."""
-    if position != first:
-        raise Unsupported(
-            f"{names[first]} and {names[position]} are two parameters in the memory of one tensor. A training step "
-            "updates each as soon as its gradient is there, and so needs memory of their own for them: tie them by one "
-            "parameter (b.weight = a.weight), or have one of them hold a copy (.clone())."
-        )
-
-
 def _refuse_other_exchanges(graph: fx.Graph) -> None:
     """Refuse a backward that exchanges data itself: a rank with another plan could do so in another order."""
     later = after_tangent(graph.nodes)
@@ -285,11 +264,6 @@ def _refuse_other_exchanges(graph: fx.Graph) -> None:
                 f"{where(node)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. Gradients "
                 f"cannot be averaged within its plan. {INSTEAD}"
             )
-
-
-def _is_input(node: fx.Node) -> bool:
-    """Tell whether a node is a tensor input of the step."""
-    return _is_primal(node) and hasattr(node.meta.get("desc"), "idx")
 
 
 def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
@@ -302,13 +276,8 @@ def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
-    """A node with the provenance of another, and its fake result."""
-    node = origin.graph.create_node("call_function", target, args, name=name)
+    """A call where the graph inserts, whose fake result an op's rehearsal computes, if it has one."""
     run = target.rehearsal() if hasattr(target, "rehearsal") else target
     with origin.meta["val"].fake_mode, torch.no_grad():
-        node.meta = _meta(origin, run(*fx.node.map_arg(args, lambda n: n.meta["val"])))
-    return node
-
-
-def _meta(origin: fx.Node, val: Any) -> dict[str, Any]:
-    return {**{key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}, "val": val}
+        val = run(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return call(origin, target, args, name, val)

@@ -23,9 +23,8 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,13 +40,13 @@ from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.updates.per_parameter import is_named, known, refuse_unknown, refuse_wrappers, step_one
+from checkmate.updates.per_parameter import is_named, known, name_of, refuse_wrappers, step_one
 
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
     "of the gradients as the reserve."
 )
-Call = Callable[..., None]
+
 META = torch.device("meta")
 SLICE = 2**18  # elements: 1 MB of float32
 _WHOLE = (optim.Adafactor, optim.Muon)  # these read rows, columns or norms of a parameter
@@ -79,21 +78,28 @@ class Update:
 
     @property
     def about(self) -> str:
-        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches.
-
-        Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
-        """
+        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches."""
         late = f"late {about(self.optimizer, self.settings)}"
+        # Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter; of a `DTensor` the shard that this rank has, by that of its gradient."""
-        if is_shard(self.parameter):
-            self._update_shard(local(gradient))
-        else:
-            self._update(self.parameter, gradient, self.optimizer.state)
+        state = self.optimizer.state
+        if not is_shard(self.parameter):
+            self._update(self.parameter, gradient, state)
+            return
+        # States that lie as the parameter does become each a `DTensor`, as plainly.
+        shard, layout = local(self.parameter).detach(), Layout.of(self.parameter)
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        if held := state.get(self.parameter):
+            states[shard] = {name: local(what) for name, what in held.items()}
+        self._update(shard, local(gradient), states)
+        for name, what in states[shard].items():
+            if held is None or what is not local(held.get(name)):
+                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
-    def rehearsal(self) -> Call:
+    def rehearsal(self) -> Callable[..., None]:
         """Make a function that updates another parameter as a late update does this one, with a state of its own.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
@@ -126,46 +132,37 @@ class Update:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state on its device, from the first update on."""
-        if self.optimizer.state.get(self.parameter):
-            return self._state_bytes
+        if state := self.optimizer.state.get(self.parameter):
+            return self._bytes_here(state)
         shard, found = local(self.parameter), _bytes_of_first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
         if alike not in found:
-            found[alike] = self._state_bytes
+            # Its state as the first update makes it: without data, where that can be had.
+            states: dict[torch.Tensor, Any] = defaultdict(dict)
+            is_known = known(self.optimizer) is not None
+            plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if is_known and name in self.settings}}
+            fails = RuntimeError if is_known else Exception  # of an optimizer that reads numbers of its state
+            with outside_tracing():
+                for device, settings in ((META, plain), (self.parameter.device, dict(self.settings))):
+                    like = nn.Parameter(torch.zeros_like(shard, device=device))
+                    try:
+                        self._step(like, torch.zeros_like(like), states, settings)
+                    except fails:
+                        if device != META:
+                            raise
+                    else:
+                        break
+            found[alike] = self._bytes_here(states[like])
         return found[alike]
 
-    @property
-    def _state_bytes(self) -> int:
+    def _bytes_here(self, state: dict[str, Any]) -> int:
         here = self.parameter.device
-        state = self.optimizer.state.get(self.parameter) or self._first_state
         tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
 
-    @cached_property
-    def _first_state(self) -> dict[str, Any]:
-        """A state as the first update makes it: without data, where that can be had."""
-        states: dict[torch.Tensor, Any] = defaultdict(dict)
-        is_known = known(self.optimizer) is not None
-        plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if is_known and name in self.settings}}
-        fails = RuntimeError if is_known else Exception  # of an optimizer that reads numbers of its state
-        with outside_tracing():
-            for device, settings in ((META, plain), (self.parameter.device, dict(self.settings))):
-                like = nn.Parameter(torch.zeros_like(local(self.parameter), device=device))
-                try:
-                    self._step(like, torch.zeros_like(like), states, settings)
-                except fails:
-                    if device != META:
-                        raise
-                else:
-                    break
-        return states[like]
-
     def workspace_bytes(self) -> int:
-        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion.
-
-        Of an optimizer of `torch.optim` these are in slices, and are not counted.
-        """
-        if known(self.optimizer) is not None:
+        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion."""
+        if known(self.optimizer) is not None:  # these are in slices, and are not counted
             return 0
         whole = local(self.parameter)
         with outside_tracing(), torch.no_grad():
@@ -187,33 +184,16 @@ class Update:
         else:
             step(parameter, gradient, states)
 
-    def _update_shard(self, gradient: torch.Tensor) -> None:
-        """Update this rank's shard. States that lie as the parameter does become each a `DTensor`, as plainly."""
-        shard, layout, state = local(self.parameter).detach(), Layout.of(self.parameter), self.optimizer.state
-        states: dict[torch.Tensor, Any] = defaultdict(dict)
-        if held := state.get(self.parameter):
-            states[shard] = {name: local(what) for name, what in held.items()}
-        self._update(shard, gradient, states)
-        for name, what in states[shard].items():
-            if held is None or what is not local(held.get(name)):
-                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
-
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
-        """Update a parameter, as the optimizer does; its state is found among these, or made.
-
-        Settings that are given are as the optimizer's step leaves them, then; those of the group stay as they are.
-        """
+        """Update a parameter, and settings that are given, as the optimizer does; its state is found, or made."""
         group = {**(self.settings if settings is None else settings), "params": [parameter]}
-        gradient = gradient.clone() if self._writes_over_gradients(group) else gradient  # others may read it
+        kind = known(self.optimizer)
+        by_nesterov = kind is optim.SGD and group["nesterov"] and group["foreach"] is not False
+        if by_nesterov or (kind is None and not is_named(self.optimizer)):  # it writes, or may write, over the gradient
+            gradient = gradient.clone()  # others may read it
         step_one(self.optimizer, group, parameter, gradient, states)
         if settings is not None:
             settings.update({name: what for name, what in group.items() if name != "params"})
-
-    def _writes_over_gradients(self, settings: dict[str, Any]) -> bool:
-        kind = known(self.optimizer)
-        if kind is None:
-            return not is_named(self.optimizer)  # it may
-        return kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
         """Tell whether to update a parameter in slices: it is large, this saves memory, and all slices lie alike."""
@@ -240,24 +220,28 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     names = [name for name in settings if name not in _CHANGES]
     if kind is None:  # its step may set more
         names = [name for name in names if name in optimizer.defaults and name != "step"]
-    return " ".join(((kind or type(optimizer)).__name__, *(name for name in names if _is_on(settings[name]))))
+    on = []
+    for name in names:
+        value = settings[name]
+        if bool(value) if isinstance(value, (bool, int, float, str)) else value is not None:
+            on.append(name)
+    return " ".join(((kind or type(optimizer)).__name__, *on))
 
 
 def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     """A number for the code of an optimizer and the numbers that it has."""
-    sources = [_source(one) for one in type(optimizer).__mro__ if not one.__module__.startswith(("torch.", "builtins"))]
+    sources = []
+    for kind in type(optimizer).__mro__:
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            try:
+                sources.append(inspect.getsource(sys.modules[kind.__module__]))
+            except (OSError, TypeError, KeyError):  # it is of no file: what its functions do
+                codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
+                sources.append(repr([(code.co_name, code.co_code, code.co_names) for code in codes]))
     has = {**vars(optimizer), **{f"group {n}": x for n, x in settings.items() if n in optimizer.defaults}}
     changes = {"group step", *(f"group {name}" for name in _CHANGES)}
     numbers = [(name, x) for name, x in has.items() if isinstance(x, (bool, int, str)) and name not in changes]
     return f"{zlib.crc32(repr((sources, sorted(numbers))).encode()):08x}"
-
-
-def _source(kind: type) -> str:
-    """The text of the file that a class is from; of one that has none, what its functions do."""
-    with suppress(OSError, TypeError, KeyError):
-        return inspect.getsource(sys.modules[kind.__module__])
-    codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
-    return repr([(code.co_name, code.co_code, code.co_names) for code in codes])
 
 
 def _make_late(counted: Any) -> None:
@@ -269,20 +253,14 @@ def _make_late(counted: Any) -> None:
         counted["step"] = LATE
 
 
-def _is_on(value: Any) -> bool:
-    return bool(value) if isinstance(value, (bool, int, float, str)) else value is not None
-
-
 def _copied(what: Any) -> Any:
     return what.clone() if isinstance(what, torch.Tensor) else copy.deepcopy(what)
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
-    """Update a parameter slice by slice.
-
-    A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
-    it makes take less than later updates do; the whole state is put together of them.
-    """
+    """Update a parameter slice by slice."""
+    # A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
+    # it makes take less than later updates do; the whole state is put together of them.
     before = dict(states.get(parameter, {}))
     by_element = {name: _flat(t) for name, t in before.items() if _is_by_element(t, parameter)}
     flat = _flat(parameter.detach()), _flat(gradient)
@@ -323,7 +301,6 @@ def checked(
     """Check the optimizers of a step: each updates parameters of its own.
 
     Args:
-        optimizers: one or several.
         keep: gradients are results of the step as well.
         alone: it is promised that those which are not known update each parameter alone.
 
@@ -334,7 +311,12 @@ def checked(
     given: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
-            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {_what_it_is(optimizer)}.")
+            what = type(optimizer).__name__
+            if isinstance(optimizer, type):
+                what = f"the class {optimizer.__name__}: make one of it, {optimizer.__name__}(model.parameters())"
+            elif isinstance(optimizer, optim.lr_scheduler.LRScheduler):
+                what = f"a {what}: give its optimizer, and call scheduler.step() after the training step"
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {what}.")
         _refuse(optimizer, keep, alone)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
@@ -349,15 +331,6 @@ def checked(
     return given
 
 
-def _what_it_is(given: object) -> str:
-    """Say what was given in an optimizer's place, and what to give."""
-    if isinstance(given, type):
-        return f"the class {given.__name__}: make one of it, {given.__name__}(model.parameters())"
-    if isinstance(given, optim.lr_scheduler.LRScheduler):
-        return f"a {type(given).__name__}: give its optimizer, and call scheduler.step() after the training step"
-    return type(given).__name__
-
-
 def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
     name, kind = type(optimizer).__name__, known(optimizer)
     # What updates otherwise than a parameter after the other.
@@ -370,9 +343,11 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"This {name} is differentiable: gradients would flow through its updates, and a step has none then. "
             "Make it with differentiable=False."
         )
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if kind is optim.Adafactor else ():
         types = {p.dtype for p in group["params"] if p.requires_grad}
-        if kind is optim.Adafactor and group["eps"][0] is None and _at_once(group) and len(types) > 1:
+        on_cpu = all(p.device.type == "cpu" for p in group["params"])
+        at_once = group["foreach"] is True or (group["foreach"] is None and not on_cpu)
+        if group["eps"][0] is None and at_once and len(types) > 1:
             raise Unsupported(
                 "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
                 "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
@@ -391,21 +366,24 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
     # What nobody has looked at.
-    if kind is None:
-        refuse_unknown(optimizer, _INSTEAD, promised=alone)
-        if keep and not is_named(optimizer):
+    if kind is None and not is_named(optimizer):
+        if not alone:
+            raise Unsupported(
+                f"{name_of(optimizer)} is not known to update each parameter alone. If its step computes of a "
+                "parameter nothing but from its own gradient, its own state and the settings of its group, and draws "
+                f"no random numbers, say so: training_step(..., alone=True). {_INSTEAD}"
+            )
+        if keep:
             raise Unsupported(
                 f"{name} may write over gradients, and gradients=True would leave the ones that it got. Leave it out."
             )
 
 
 def _refuse_replaced(optimizer: optim.Optimizer) -> None:
-    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise.
-
-    Around its own there may be what PyTorch puts there, as schedulers of learning rates do to count calls.
-    """
+    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise."""
     for name in ("step", "zero_grad"):
         layer, own = getattr(optimizer, name), getattr(type(optimizer), name)
+        # Around its own there may be layers of PyTorch's, such as schedulers of learning rates put there to count.
         while layer is not None:
             layer = getattr(layer, "__func__", layer)
             if layer is own and known(optimizer) is None:
@@ -421,20 +399,11 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
             layer = getattr(layer, "__wrapped__", None)
 
 
-def _at_once(group: dict[str, Any]) -> bool:
-    """True if a group is updated by ops of many tensors."""
-    on_cpu = all(p.device.type == "cpu" for p in group["params"])
-    return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
-
-
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there, and steps that were replaced.
-
-    Raises:
-        Unsupported: if a parameter has one, or an optimizer's step is not its own any more.
-    """
+    """Refuse, as `Unsupported`, steps that were replaced, and hooks on parameters."""
     for optimizer in optimizers:
         _refuse_replaced(optimizer)
+    # Plain PyTorch calls hooks when a gradient is there.
     for parameter in parameters_of(optimizers):
         of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
         if parameter._backward_hooks:

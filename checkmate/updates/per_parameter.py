@@ -64,22 +64,23 @@ def _as_written(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "__code__", None) is _AROUND else step
 
 
+def name_of(optimizer: optim.Optimizer) -> str:
+    """The name of an optimizer's class, with its module."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
 def is_named(optimizer: optim.Optimizer) -> bool:
     """True if it is of another library, and known."""
-    return _name_of(optimizer) in NAMED
+    return name_of(optimizer) in NAMED
 
 
 def step_one(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Any, gradient: torch.Tensor | None, states: Any
 ) -> None:
-    """Run an optimizer's own step for one parameter, by a view of it that has this group only.
+    """Run an optimizer's own step for one parameter, by a view of it that has the parameter's group only.
 
-    Args:
-        optimizer: stays as it is, but for what its attributes hold.
-        group: of this one parameter; its settings are as the step leaves them, then.
-        parameter: is updated.
-        gradient: of it.
-        states: where its state is found, or made.
+    The optimizer stays as it is, but for what its attributes hold; the group's settings are as the step leaves them.
+    The parameter's state is found among ``states``, or made.
     """
     kind = type(optimizer)
     one: Any = object.__new__(kind)
@@ -110,38 +111,16 @@ def update_once(optimizer: optim.Optimizer) -> None:
             p.grad = gradient
 
 
-def refuse_unknown(optimizer: optim.Optimizer, instead: str, *, promised: bool) -> None:
-    """Refuse an optimizer that is not of `torch.optim`, unless it is named, or promised to update each parameter alone.
-
-    Raises:
-        Unsupported: naming it, and what to do ``instead``.
-    """
-    if not promised and not is_named(optimizer):
-        raise Unsupported(
-            f"{_name_of(optimizer)} is not known to update each parameter alone. If its step computes of a parameter "
-            "nothing but from its own gradient, its own state and the settings of its group, and draws no random "
-            f"numbers, say so: training_step(..., alone=True). {instead}"
-        )
-
-
 def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
-    """Refuse what steps by another optimizer.
-
-    Raises:
-        Unsupported: naming it, and what to do ``instead``.
-    """
+    """Refuse, as `Unsupported`, what steps by another optimizer, and say what to do ``instead``."""
     held = tree_leaves([what for name, what in vars(optimizer).items() if name not in ("param_groups", "state")])
     inner = [type(one).__name__ for one in held if isinstance(one, optim.Optimizer)]
     if inner or _is_wrapper(type(optimizer)):
         which = f", {inner[0]}," if inner else ""
         raise Unsupported(
-            f"{_name_of(optimizer)} steps by another optimizer{which} for all parameters at once. Give that one, if "
+            f"{name_of(optimizer)} steps by another optimizer{which} for all parameters at once. Give that one, if "
             f"nothing else is to be done. {instead}"
         )
-
-
-def _name_of(optimizer: optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _is_wrapper(kind: type) -> bool:

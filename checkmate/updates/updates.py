@@ -95,7 +95,8 @@ class Updates:
         self.ready = True
         self._exchange_rest()
         if self.scaling is not None:
-            self.scaling.unscale(self.optimizers)
+            for optimizer in self.optimizers:
+                self.scaling.scaler.unscale_(optimizer)  # which looks for infs and NaNs
         self.clipping.by_norm(parameters_of(self.optimizers))
 
     def update(self, update: Update, gradient: torch.Tensor) -> None:

@@ -18,8 +18,7 @@ from checkmate.backends.planner import Options, Planner
 from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.memory import measure_peak
-from checkmate.memory.cuda_allocator import Used
-from checkmate.memory.cuda_replay import DeviceState
+from checkmate.memory.cuda_allocator import DeviceState, Used
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import format_bytes
 from tests.support.sampling import long

@@ -14,7 +14,7 @@ import checkmate
 from benchmarks.common.resident import status
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak, meter, record_allocations
-from checkmate.memory.cuda_replay import DeviceState
+from checkmate.memory.cuda_allocator import DeviceState
 
 
 def test_peak_and_what_remains() -> None:
