@@ -90,7 +90,7 @@ class Exchange:
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy tensors from the first rank."""
         with torch.no_grad():
-            given = [(t.detach(), _dense(t.detach())) for t in tensors]
+            given = [(t, _dense(t)) for t in (t.detach() for t in tensors)]
             sent = [dist.broadcast(dense, group=self.group, group_src=0, async_op=True) for _, dense in given]
             for work, (tensor, dense) in zip(sent, given, strict=True):
                 if work is not None:
