@@ -103,8 +103,7 @@ def _columns(tx: Any, places: Any) -> Any:
 
 
 def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """An operator, which may be ``x[index]``."""
-    if self.fn is operator.getitem and args[0].is_tensor():
+    if self.fn is operator.getitem and args[0].is_tensor():  # ``x[index]``
         args = [args[0], _by_place(tx, args[1]) or args[1]]
     return plain(self, tx, args, kwargs)
 

@@ -33,7 +33,6 @@ class TokenVariable(VariableTracker):
 
 
 def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A method of an object, which may be a context variable."""
     var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
     if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
@@ -50,18 +49,13 @@ def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args:
         return VariableTracker.build(tx, None)
     if name == "get" and var in known:
         return known[var]
-    if name == "get" and self.source is not None and _has_value(var):
-        source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
-        return VariableTracker.build(tx, var.get(), source)
+    if name == "get" and self.source is not None:
+        try:
+            value = var.get()
+        except LookupError:
+            return plain(self, tx, name, args, kwargs)
+        return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))
     return plain(self, tx, name, args, kwargs)
-
-
-def _has_value(var: ContextVar[Any]) -> bool:
-    try:
-        var.get()
-    except LookupError:
-        return False
-    return True
 
 
 def _end(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

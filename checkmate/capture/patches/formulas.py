@@ -8,8 +8,8 @@ leaves the choice to eager PyTorch's autograd when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +82,10 @@ class _Reduction(torch.autograd.Function):
 
 def eager_formulas() -> AbstractContextManager[None]:
     """Within the block, the gradients of these reductions are traced as ops that choose their formula when they run."""
-    return kernels_in_python({op: {**op.py_kernels, DispatchKey.Autograd: _kernel(name)} for name, op in _OPS.items()})
+    key = DispatchKey.Autograd
+    return kernels_in_python({op: {**op.py_kernels, key: partial(_reduce, name)} for name, op in _OPS.items()})
 
 
-def _kernel(op: str) -> Callable[..., Tensor]:
-    def kernel(x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        result: Tensor = _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
-        return result
-
-    return kernel
+def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    result: Tensor = _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
+    return result

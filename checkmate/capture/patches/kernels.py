@@ -18,12 +18,7 @@ from unittest.mock import patch
 import torch
 
 from checkmate.torch_internals.descriptions import decompositions
-from checkmate.torch_internals.dispatcher import (
-    DispatchKey,
-    OpOverload,
-    TorchDispatchMode,
-    outside_tracing,
-)
+from checkmate.torch_internals.dispatcher import DispatchKey, TorchDispatchMode, outside_tracing
 
 _DROPOUT = torch.ops.aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -36,7 +31,9 @@ _PREFIXES = (
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Within the block, ops that tracing would decompose inexactly are traced as themselves."""
-    kept = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in _inexact()}
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
+    inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    kept = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
     dropout = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
     with kernels_in_python({**kept, _DROPOUT: dropout}), patch.object(decompositions, "should_fold", _folds):
         yield
@@ -92,8 +89,3 @@ def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
             meta.requires_grad_(tensor.requires_grad and not is_out)
         torch.matmul(*described)
     return seen.folded
-
-
-def _inexact() -> list[OpOverload]:
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]

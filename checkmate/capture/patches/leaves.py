@@ -49,17 +49,10 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
                 "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
                 "the intermediate outside, and pass it in with requires_grad_()."
             )
-    if leaves and not {*results} <= _trains(module, inputs):
-        raise Unsupported(
-            f"{where(leaves[0][1])}: a result needs a gradient only for an intermediate that is given "
-            "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
-            "compute the intermediate outside, and pass it in with requires_grad_()."
-        )
-
-
-def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
-    """The nodes of a graph that depend on an input that needs a gradient by what needs one."""
-    found = {
+    if not leaves:
+        return
+    # A result has to depend on an input that needs a gradient, by what needs one.
+    trained = {
         node
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
         if isinstance(given, torch.Tensor) and given.requires_grad
@@ -67,9 +60,14 @@ def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         needs = not isinstance(value, torch.Tensor) or value.requires_grad  # the results of a part, or it is not known
-        if node.op == "get_attr" or (needs and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "get_attr" or (needs and not trained.isdisjoint(node.all_input_nodes)):
+            trained.add(node)
+    if not trained.issuperset(results):
+        raise Unsupported(
+            f"{where(leaves[0][1])}: a result needs a gradient only for an intermediate that is given "
+            "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
+            "compute the intermediate outside, and pass it in with requires_grad_()."
+        )
 
 
 def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -98,10 +96,6 @@ def _storage(node: fx.Node) -> int:
 def _requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _leaves_pass(plain: Callable[..., None], self: Any, *args: Any) -> None:
-    """A check for such intermediates."""
 
 
 def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
@@ -156,27 +150,21 @@ def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
 
 def _apply(plain: Callable[..., Any], self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An `autograd.Function`, given views where it is given one tensor twice."""
-    return plain(self, tx, _each_once(tx, args), kwargs)
-
-
-def _each_once(tx: Any, args: Sequence[Any]) -> list[Any]:
-    given, first = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
+    given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
-        if first[i] is not None and (first[i] in first[:i] or _needs_one_now(args[i], first[i])):
-            given[i] = wrap_fx_proxy(
-                tx, tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
-            )
-    return given
-
-
-def _needs_one_now(variable: Any, node: Any) -> bool:
-    """Tell whether a tensor needs a gradient that needed none when it was made: a view of what was written to since."""
-    value = node.meta.get("example_value")
-    return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if (node := nodes[i]) is None:
+            continue
+        # A view of what was written to since it was made may need a gradient now.
+        value = node.meta.get("example_value")
+        needs = not args[i].requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if needs or node in nodes[:i]:
+            proxy = tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
+            given[i] = wrap_fx_proxy(tx, proxy)
+    return plain(self, tx, given, kwargs)
 
 
 follow("OutputGraph.compile_subgraph", _end)
 follow("TensorVariable.call_method", _call_method)
-follow("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
+follow("OutputGraph._check_requires_grad_intermediate_outputs", lambda plain, self, *args: None)
 follow("SetAttrBuiltinVariable._call_setattr", _set_attribute)
 follow("AutogradFunctionApplyVariable.call_function", _apply)

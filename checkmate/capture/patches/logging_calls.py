@@ -141,7 +141,10 @@ def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any
     try:
         result = plain(self, tx, args, kwargs)
     except Unsupported:  # of a constructor that hands something else on to that of Exception
-        if not issubclass(self.value, Exception) or not _are_constant([*args, *kwargs.values()]):
+        # Constants and texts cannot decide what the captured code does next.
+        if not issubclass(self.value, Exception) or not all(
+            a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in (*args, *kwargs.values())
+        ):
             raise
         error = _made(tx, self.value, args, kwargs)
         given = [VariableTracker.build(tx, argument) for argument in error.args]
@@ -149,11 +152,6 @@ def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any
     if isinstance(result, UserDefinedExceptionObjectVariable):
         _made_of[result] = (args, kwargs)
     return result
-
-
-def _are_constant(arguments: list[Any]) -> bool:
-    """Tell whether their values cannot decide what the captured code does next: constants, and texts."""
-    return all(a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in arguments)
 
 
 def _handle_exception(plain: Plain, self: Any, raised: Any) -> None:

@@ -31,7 +31,6 @@ from checkmate.torch_internals.dynamo import (
     wrap_fx_proxy_cls,
 )
 
-Described = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
 _SEEDS = (np.random.seed, np.random.set_state)  # which return nothing
 _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what was drawn for the capture
 
@@ -40,7 +39,7 @@ class DrawnArray(RandomValueSource):
     """The source of an input that such a function makes."""
 
 
-def _describe(array: np.ndarray[Any, Any]) -> Described:
+def _describe(array: np.ndarray[Any, Any]) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]:
     return array.shape, array.strides, array.dtype
 
 
@@ -48,19 +47,6 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     """Turn the result of a function into an array; None if it is neither an array nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
     return found if found is not None and found.dtype.kind in "biuf" else None
-
-
-def _drawing(function: Callable[..., Any], expected: Described, place: str) -> Callable[..., Any]:
-    """The function, for each later call."""
-
-    def draw(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
-        array = _array(function(*args, **kwargs))
-        if array is None or _describe(array) != expected:
-            now = None if array is None else array.shape
-            raise GuardFailed(place, expected[0], now, None)
-        return array
-
-    return draw
 
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
@@ -83,8 +69,16 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     if array is None:
         tx.output.random_calls.append((function, *given))
         return VariableTracker.build(tx, None)
-    place = f"{tx.f_code.co_filename}:{tx.lineno}"
-    variable = _input(tx, array, (_drawing(function, _describe(array), place), *given))
+    place, expected = f"{tx.f_code.co_filename}:{tx.lineno}", _describe(array)
+
+    def draw(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:  # at each later call
+        array = _array(function(*args, **kwargs))
+        if array is None or _describe(array) != expected:
+            now = None if array is None else array.shape
+            raise GuardFailed(place, expected[0], now, None)
+        return array
+
+    variable = _input(tx, array, (draw, *given))
     return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
 
 
@@ -138,14 +132,12 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A function of the user's."""
     draws = type(self) is UserFunctionVariable and _only_draws(self.fn)
     result = _handed_in(tx, self.fn, args, kwargs) if draws else None
     return plain(self, tx, args, kwargs) if result is None else result
 
 
 def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A function of NumPy's."""
     draws = any(self.value is function for function in vars(np.random).values())
     result = _handed_in(tx, self.value, args, kwargs) if draws else None
     return plain(self, tx, args, kwargs) if result is None else result

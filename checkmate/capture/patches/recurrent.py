@@ -22,10 +22,7 @@ from checkmate.torch_internals.descriptions import (
     mkldnn_rnn_layer_backward,
     register_op_impl,
 )
-from checkmate.torch_internals.dispatcher import (
-    _AutoDispatchBelowAutograd,
-    outside_tracing,
-)
+from checkmate.torch_internals.dispatcher import _AutoDispatchBelowAutograd, outside_tracing
 from checkmate.torch_internals.dynamo import dynamo_config
 from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
