@@ -88,7 +88,13 @@ class WithinBudget(TrainerCallback):
                 "size. Or call find_batch_size(trainer, budget), and leave auto_find_batch_size out."
             )
         if (head := head_within(model)) is not None:
-            self._plan_below(head, loop)
+            # Plan the model below the head, and measure what the head takes.
+            base, forward = head
+            if self.planned is None or self.planned.module is not base.base_model:
+                if self.planned is not None:
+                    self.planned.stands_aside = True
+                self.planned = plan_call(base.base_model, "forward", self._options)
+            loop.outside = outside_of(self.planned, base, forward, refers=self._refers)
         elif self.planned is None or self.planned.module is not model:
             if hasattr(model, "_original_forward"):
                 raise Unsupported(
@@ -96,18 +102,12 @@ class WithinBudget(TrainerCallback):
                     "the Trainer is made, Trainer(..., callbacks=[WithinBudget(...)]), or by add_to(trainer) at once."
                 )
             self._plan(model)
-        _turn_checkpointing_off(model)
+        newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
+        if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
+            log.info("activation checkpointing is turned off: the plan decides what runs again")
+            (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
         assert self.planned is not None
         self.planned.begin(loop)
-
-    def _plan_below(self, head: tuple[Any, Any], loop: Loop) -> None:
-        """Plan the model below a head of TRL's, and measure what that takes."""
-        base, forward = head
-        if self.planned is None or self.planned.module is not base.base_model:
-            if self.planned is not None:
-                self.planned.stands_aside = True
-            self.planned = plan_call(base.base_model, "forward", self._options)
-        loop.outside = outside_of(self.planned, base, forward, refers=self._refers)
 
     def _plan(self, model: nn.Module) -> None:
         if head_within(model) is None:  # else what is below it, once it is known how the trainer calls it
@@ -141,23 +141,10 @@ def find_batch_size(
     trainer.create_optimizer()
     with torch.random.fork_rng():
         loader = trainer.get_train_dataloader()
-    rows, count = loader.dataset, args.gradient_accumulation_steps
-    found = largest_batch(
-        lambda batch: model(**batch),
-        lambda n: trainer._prepare_inputs(loader.collate_fn([rows[i % len(rows)] for i in range(n)])),
-        Options(budget, reserve=reserve),
-        model,
-        Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside),
-        {"largest": len(rows), **options},
-    )
+    count = args.gradient_accumulation_steps
+    loop = Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside)
+    asked, prepare = Options(budget, reserve=reserve), trainer._prepare_inputs
+    found = largest_batch(lambda batch: model(**batch), loader, asked, model, loop, options, prepare)
     args.per_device_train_batch_size = found.size
     trainer._train_batch_size = args.train_batch_size
     return found
-
-
-def _turn_checkpointing_off(model: Any) -> None:
-    """Turn off checkpointing within modules; a plan decides what runs again."""
-    newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
-    if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
-        log.info("activation checkpointing is turned off: the plan decides what runs again")
-        (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()

@@ -20,20 +20,22 @@ from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 def largest_batch(
     step: Callable[[Any], Any],
-    make_batch: Callable[[int], Any],
+    loader: Any,
     asked: Options,
     module: nn.Module,
     loop: Loop,
     options: Mapping[str, Any],
+    prepare: Callable[[Any], Any] = lambda batch: batch,
 ) -> LargestBatch:
     """Find the largest batch of a module's step, within a budget of which the loop around it needs a part.
 
-    Batches that the loop holds beside the one at hand grow with it: the step is given them too, and reads one.
+    Batches are made of the rows of a loader's data, and prepared. Those that the loop holds beside the one at hand grow
+    with it: the step is given them too, and reads one.
 
     Raises:
         InfeasibleBudget: if the loop leaves nothing, or the smallest size does not fit what it leaves.
     """
-    kept = replace(loop, ahead=0).kept(module, (), {})
+    rows, kept = loader.dataset, replace(loop, ahead=0).kept(module, (), {})
     total = parse_bytes(asked.budget)
     beside = asked.set_aside + kept.total
 
@@ -41,13 +43,14 @@ def largest_batch(
         return step(batch)
 
     def batches(n: int) -> tuple[Any, ...]:
-        batch = make_batch(n)
+        batch = prepare(loader.collate_fn([rows[i % len(rows)] for i in range(n)]))
         return batch, *(copy.deepcopy(batch) for _ in range(loop.ahead))
 
     was_training = module.training
     module.train()
     try:
         with torch.enable_grad():
+            options = {"largest": len(rows), **options}
             return max_batch_size(lambda: one_of, batches, max(1, total - beside), **options)
     except InfeasibleBudget as error:
         least = error.min_budget + beside

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import lightning
@@ -77,7 +78,7 @@ class WithinBudget(lightning.Callback):
                 f"{type(pl_module).__name__} has no forward to plan. Move into it what training_step computes, loss "
                 "included, and call self(...) there."
             )
-        wrap = _logging_behind(pl_module) if part == "training_step" else None
+        wrap = partial(_logging_behind, pl_module) if part == "training_step" else None
         self.planned = plan_call(pl_module, part, self._options, wrap)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -133,10 +134,8 @@ class BatchSizeFinder(lightning.Callback):
                 "A batch size is set on what makes the loader: give the module or the data module a batch_size, and "
                 "a train_dataloader that makes its DataLoader of it; and no loader to fit()."
             )
-        loader, part = owner.train_dataloader(), self._of
-        rows = loader.dataset
-        if part is None:
-            part = "training_step" if pl_module.automatic_optimization else "forward"
+        loader = owner.train_dataloader()
+        part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
         method = getattr(type(pl_module), part)
 
         def step(batch: Any) -> Any:
@@ -144,13 +143,8 @@ class BatchSizeFinder(lightning.Callback):
 
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
         loop = Loop([*_optimizers_in(pl_module.configure_optimizers())], accumulates, ahead=2, beside=self._beside)
-
-        def make_batch(n: int) -> Any:
-            return loader.collate_fn([rows[i % len(rows)] for i in range(n)])
-
-        options = {"largest": len(rows), **self._more}
         with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):
-            self.found = largest_batch(step, make_batch, self._asked, pl_module, loop, options)
+            self.found = largest_batch(step, loader, self._asked, pl_module, loop, self._more)
         owner.batch_size = self.found.size
 
 
@@ -165,21 +159,18 @@ def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers_in(one)
 
 
-def _logging_behind(module: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Delay the logging of a planned method until it has run, since no graph can hold it."""
 
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-            with _recorded(module, calls):
-                result = run(*args, **kwargs)
-            for name, given, named in calls:
-                getattr(module, name)(*given, **named)
-            return result
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        with _recorded(module, calls):
+            result = run(*args, **kwargs)
+        for name, given, named in calls:
+            getattr(module, name)(*given, **named)
+        return result
 
-        return step
-
-    return wrap
+    return step
 
 
 @contextmanager

@@ -81,7 +81,13 @@ class Loop:
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that it keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
-        updates = [*self._updates()]
+        updates = [
+            Update(optimizer, i, p)
+            for optimizer in map(plain_optimizer, self.optimizers)
+            for i, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if p.requires_grad
+        ]
         trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
         gradients = sum(p.nbytes for p in trained.values())
         ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -97,11 +103,6 @@ class Loop:
             outside=outside,
             update=_bytes_on_the_way(updates),
         )
-
-    def _updates(self) -> Iterable[Update]:
-        for optimizer in map(plain_optimizer, self.optimizers):
-            for i, group in enumerate(optimizer.param_groups):
-                yield from (Update(optimizer, i, p) for p in group["params"] if p.requires_grad)
 
 
 class PlannedCall(Planned):
