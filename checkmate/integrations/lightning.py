@@ -18,8 +18,7 @@ from typing_extensions import Unpack
 from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
-from checkmate.integrations.largest import largest_batch
-from checkmate.integrations.planned_call import Loop, PlannedCall, plan_call
+from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
 
 Part = Literal["training_step", "forward"]
 _LOGGING = ("log", "log_dict")
