@@ -27,9 +27,10 @@ PATCHES = (
     Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("ctc_lengths", OURS, "calls of CTC's loss", "lengths known before the step are asked"),
-    Patch("formulas", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
     Patch("is_compiling", OURS, "answers to is_compiling()", "told yes, libraries compute other bits"),
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
+    Patch("kernels", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
+    Patch("kernels", WITHIN, "svdvals, eigvalsh and what uses them", "idle vectors round otherwise"),
     Patch("leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
     Patch("logging_calls", OURS, "logging, print, warnings", "they are left out, and that is logged"),
     Patch("logging_calls", OURS, "raise", "an error of the user's leaves the step as in plain PyTorch"),
@@ -47,5 +48,4 @@ PATCHES = (
     Patch("results.statistics", PROCESS, "descriptions of normalizations", "the types of their statistics"),
     Patch("results.strides", WITHIN, "AOTAutograd's form of writes in place", "a write leaves strides as they are"),
     Patch("results.strides", PROCESS, "descriptions of some twenty kernels", "the strides of their results"),
-    Patch("results.values_only", WITHIN, "svdvals, eigvalsh and what uses them", "idle vectors round otherwise"),
 )

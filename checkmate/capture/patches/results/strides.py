@@ -32,8 +32,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from checkmate.capture.patches.kernels import without_vectors
 from checkmate.capture.patches.results.statistics import TYPES
-from checkmate.capture.patches.results.values_only import without_vectors
 from checkmate.torch_internals.descriptions import (
     FakeTensor,
     FakeTensorMode,
