@@ -16,6 +16,12 @@ describes one names its operands in another order than the kernel, the wrong one
 cannot be viewed, or sums in another order. Batch norm lays its result out in the memory format that its input suggests,
 the fake one in the strides of its input. Importing this module mends these rules, for the process: a backend is called
 when Dynamo has traced already.
+
+So it does the types of some results. Of an input in half precision and parameters in float32, as under autocast, the
+kernels make means and deviations in float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides).
+PyTorch's descriptions have them in the input's type, and the gradient of a group norm's input, or a soft margin loss,
+in a type of all operands, where the kernel has the input's. A plan would count other bytes, and a backward could not be
+measured with what is described.
 """
 
 from __future__ import annotations
@@ -33,7 +39,6 @@ from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from checkmate.capture.patches.kernels import without_vectors
-from checkmate.capture.patches.results.statistics import TYPES
 from checkmate.torch_internals.descriptions import (
     FakeTensor,
     FakeTensorMode,
@@ -83,6 +88,26 @@ _CONTIGUOUS = {
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
+Types = list[torch.dtype | None]  # of each result on the CPU; None: as described
+
+
+def _normalization(given: Mapping[str, Any]) -> Types:
+    """Types of means and deviations: the input's, or float32 if it is mixed with parameters of another type."""
+    x, running = given["input"], [given[name] for name in ("running_mean", "running_var") if name in given]
+    parameter = next((p for p in (given["weight"], given["bias"], *running) if p is not None), x)
+    made = x.dtype if parameter.dtype == x.dtype else torch.float32
+    return [None, made, made, *(t.dtype for t in running)]
+
+
+_TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
+    aten.native_layer_norm.default: _normalization,
+    aten.native_group_norm.default: _normalization,
+    aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
+    aten._native_batch_norm_legit_functional.default: _normalization,
+    aten._native_batch_norm_legit.no_stats: _normalization,
+    aten.soft_margin_loss.default: lambda given: [given["self"].dtype],
+    aten.soft_margin_loss_backward.default: lambda given: [given["self"].dtype],
+}
 
 
 def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -114,8 +139,10 @@ def eager_strides() -> Iterator[None]:
     functional = FunctionalTensorMode.__torch_dispatch__
     repeated: Any = WeakTensorKeyDictionary()  # views of what is expanded, and windows
 
-    def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it
-        return tensor in repeated or _repeats(tensor)
+    def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it: it is expanded, or a view of what is
+        known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
+        expanded = any(n > 1 and isinstance(step, int) and not step for n, step in known)
+        return tensor in repeated or (expanded and all(n for n, _ in known))
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,12 +233,6 @@ def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | 
         return None
     kept = all(n in (-1, size) for n, size in zip(sizes[leading:], tensor.shape, strict=True))
     return leading if kept else None
-
-
-def _repeats(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is expanded."""
-    known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
-    return all(n for n, _ in known) and any(n > 1 and isinstance(step, int) and not step for n, step in known)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -311,12 +332,12 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
 def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Describe the results of an op in the strides and types of the CPU's kernels."""
     results = _plain_dispatch(mode, op, types, args, kwargs)
-    if op in TYPES and args[0].device.type == "cpu":
+    if op in _TYPES and args[0].device.type == "cpu":
         names = [a.name for a in op._schema.arguments]
         given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
         made = results if isinstance(results, tuple) else (results,)
         with mode:
-            pairs = zip(made, TYPES[op](given), strict=True)
+            pairs = zip(made, _TYPES[op](given), strict=True)
             typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
         return tuple(typed) if made is results else typed[0]
     if op in _VIEWS and isinstance(results, FakeTensor):
