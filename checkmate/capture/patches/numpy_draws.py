@@ -39,10 +39,6 @@ class DrawnArray(RandomValueSource):
     """The source of an input that such a function makes."""
 
 
-def _describe(array: np.ndarray[Any, Any]) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]:
-    return array.shape, array.strides, array.dtype
-
-
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
     """Turn the result of a function into an array; None if it is neither an array nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
@@ -69,13 +65,12 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     if array is None:
         tx.output.random_calls.append((function, *given))
         return VariableTracker.build(tx, None)
-    place, expected = f"{tx.f_code.co_filename}:{tx.lineno}", _describe(array)
+    place, expected = f"{tx.f_code.co_filename}:{tx.lineno}", (array.shape, array.strides, array.dtype)
 
     def draw(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:  # at each later call
         array = _array(function(*args, **kwargs))
-        if array is None or _describe(array) != expected:
-            now = None if array is None else array.shape
-            raise GuardFailed(place, expected[0], now, None)
+        if array is None or (array.shape, array.strides, array.dtype) != expected:
+            raise GuardFailed(place, expected[0], None if array is None else array.shape, None)
         return array
 
     variable = _input(tx, array, (draw, *given))
@@ -133,14 +128,12 @@ def _is_of_torch(value: Any) -> bool:
 
 def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = type(self) is UserFunctionVariable and _only_draws(self.fn)
-    result = _handed_in(tx, self.fn, args, kwargs) if draws else None
-    return plain(self, tx, args, kwargs) if result is None else result
+    return (draws and _handed_in(tx, self.fn, args, kwargs)) or plain(self, tx, args, kwargs)
 
 
 def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = any(self.value is function for function in vars(np.random).values())
-    result = _handed_in(tx, self.value, args, kwargs) if draws else None
-    return plain(self, tx, args, kwargs) if result is None else result
+    return (draws and _handed_in(tx, self.value, args, kwargs)) or plain(self, tx, args, kwargs)
 
 
 follow("UserFunctionVariable.call_function", _call)
