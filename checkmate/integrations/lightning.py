@@ -19,6 +19,7 @@ from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
 from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
+from checkmate.torch_internals.trees import tree_leaves
 
 Part = Literal["training_step", "forward"]
 _LOGGING = ("log", "log_dict")
@@ -140,22 +141,14 @@ class BatchSizeFinder(lightning.Callback):
         def step(batch: Any) -> Any:
             return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
 
+        # One, several, with schedulers, or as dicts.
+        configured = tree_leaves(pl_module.configure_optimizers())
+        optimizers = [leaf for leaf in configured if isinstance(leaf, torch.optim.Optimizer)]
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
-        loop = Loop([*_optimizers_in(pl_module.configure_optimizers())], accumulates, ahead=2, beside=self._beside)
+        loop = Loop(optimizers, accumulates, ahead=2, beside=self._beside)
         with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):
             self.found = largest_batch(step, loader, self._asked, pl_module, loop, self._more)
         owner.batch_size = self.found.size
-
-
-def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers in what configure_optimizers gives: one, several, with schedulers, or as dicts."""
-    if isinstance(configured, torch.optim.Optimizer):
-        yield configured
-    elif isinstance(configured, dict):
-        yield from _optimizers_in(configured.get("optimizer"))
-    elif isinstance(configured, (list, tuple)):
-        for one in configured:
-            yield from _optimizers_in(one)
 
 
 def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,8 +124,7 @@ def compare_with_plain(
         found = first_difference(capture, backend.plans[-1], partial(run, calls=1), plain)
         if found is not None:
             return f" The first value that differs is {found}"
-        values = "the values of plain PyTorch"
-        return f" Each op of the captured step gives {values}: the difference lies outside the graph."
+        return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
 
     with reach.put_back():
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
@@ -231,20 +230,14 @@ def compare_whole(
 
 
 def _compare(
-    plain: Callable[[], StepState],
+    plain: Callable[[], StepState],  # runs the step, and puts its state back
     compiled: Callable[[], StepState],
     device: torch.device,
-    place: Callable[[], str] = lambda: "",
+    place: Callable[[], str] = lambda: "",  # where they differ, to be said in the error
     *,
-    updates: bool = False,
+    updates: bool = False,  # the step updates parameters, so that its state is computed from gradients
 ) -> tuple[StepState, StepState, bool, float]:
     """Run both from the same state, and compare the states after them.
-
-    Args:
-        plain, compiled: run the step, and put its state back.
-        device: of the step.
-        place: where they differ, to be said in the error.
-        updates: the step updates parameters, so that its state is computed from gradients.
 
     Returns a plain and a compiled run that are the same, whether plain PyTorch repeats its bits, and its `spread`.
 
