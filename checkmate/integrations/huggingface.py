@@ -90,6 +90,7 @@ class WithinBudget(TrainerCallback):
             )
         if (head := head_within(model)) is not None:
             # Plan the model below the head, and measure what the head takes.
+            base: Any
             base, forward = head
             if self.planned is None or self.planned.module is not base.base_model:
                 if self.planned is not None:

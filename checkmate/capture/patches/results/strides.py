@@ -162,7 +162,7 @@ def eager_strides() -> Iterator[None]:
             return result
         # Factors of tensors in half precision are rounded first.
         if op in _ROUND_FACTORS:
-            tensors, by = *args, *kwargs.values()
+            tensors, by = [*args, *kwargs.values()]
             factors = by if isinstance(by, list) else [by] * len(tensors)
             with outside_tracing():
                 rounded = [
