@@ -72,8 +72,7 @@ class Transformer(nn.Module):
         x = self.tokens(tokens) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class _Block(nn.Module):
@@ -109,8 +108,7 @@ class Bottlenecks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels, height, width) to (batch, classes)."""
-        out: Tensor = self.head(self.body(x).mean((2, 3)))
-        return out
+        return self.head(self.body(x).mean((2, 3)))
 
 
 class _Bottleneck(nn.Module):

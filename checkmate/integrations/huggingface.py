@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from typing_extensions import Unpack
 from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
-from checkmate.integrations.planned_call import Loop, Outside, PlannedCall, largest_batch, plan_call
+from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
 from checkmate.memory import aside, measure_peak
 
 log = logging.getLogger("checkmate.integrations")
@@ -96,7 +97,7 @@ class WithinBudget(TrainerCallback):
                 if self.planned is not None:
                     self.planned.stands_aside = True
                 self.planned = plan_call(base.base_model, "forward", self._options)
-            loop.outside = outside_of(self.planned, base, forward, refers=self._refers)
+            loop.outside = partial(_bytes_outside, self.planned, base, forward, self._refers)
         elif self.planned is None or self.planned.module is not model:
             if hasattr(model, "_original_forward"):
                 raise Unsupported(
@@ -168,42 +169,41 @@ def head_within(model: Any) -> tuple[nn.Module, Callable[..., Any]] | None:
     return (base, function) if code is not None and "fused_lm_head" in code.co_varnames else None
 
 
-def outside_of(planned: PlannedCall, base: nn.Module, forward: Callable[..., Any], *, refers: bool) -> Outside:
-    """Make a meter of the bytes that a forward takes outside of its planned part.
+def _bytes_outside(
+    planned: PlannedCall, base: nn.Module, forward: Callable[..., Any], refers: bool, args: Any, kwargs: Any
+) -> int:
+    """Measure the bytes that a forward takes outside of its planned part.
 
     Args:
         planned: the call of the part.
         base: the module of the forward.
         forward: ends in a head.
         refers: a model is called as a reference as well, without gradients, before the backward.
+        args, kwargs: of the part.
     """
+    part = planned.module
+    device = next(part.parameters()).device
+    hidden = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+    labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=device)
 
-    def measure(args: Any, kwargs: Any) -> int:
-        part = planned.module
-        device = next(part.parameters()).device
-        hidden = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
-        labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=device)
+    def refer() -> Any:
+        with torch.no_grad():
+            return planned.plainly(part, *args, **kwargs)
 
-        def refer() -> Any:
-            with torch.no_grad():
-                return planned.plainly(part, *args, **kwargs)
+    def run_head() -> None:
+        found = forward(base, *args, labels=labels, fused_lm_head=True, **kwargs)
+        weights = [p for p in base.get_output_embeddings().parameters() if p.requires_grad]  # type: ignore[operator]
+        torch.autograd.grad(found.loss, [leaf, *weights], allow_unused=True)
 
-        def run_head() -> None:
-            found = forward(base, *args, labels=labels, fused_lm_head=True, **kwargs)
-            weights = [p for p in base.get_output_embeddings().parameters() if p.requires_grad]  # type: ignore[operator]
-            torch.autograd.grad(found.loss, [leaf, *weights], allow_unused=True)
-
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            use = _peak(refer, device)
-        leaf = use.result.last_hidden_state.detach().requires_grad_()
-        planned.stub = replace(use.result, last_hidden_state=leaf)
-        try:
-            head = _peak(run_head, device).peak
-        finally:
-            planned.stub = None
-        return max(head, use.peak if refers else 0)
-
-    return measure
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        use = _peak(refer, device)
+    leaf = use.result.last_hidden_state.detach().requires_grad_()
+    planned.stub = replace(use.result, last_hidden_state=leaf)
+    try:
+        head = _peak(run_head, device).peak
+    finally:
+        planned.stub = None
+    return max(head, use.peak if refers else 0)
 
 
 def _peak(fn: Callable[[], Any], device: torch.device) -> Any:

@@ -169,14 +169,11 @@ def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
     """Keep what is logged within the block."""
 
-    def log(*args: Any, **kwargs: Any) -> None:
-        calls.append(("log", _detached(args), _detached(kwargs)))
+    def record(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: calls.append((name, _detached(args), _detached(kwargs)))
 
-    def log_dict(*args: Any, **kwargs: Any) -> None:
-        calls.append(("log_dict", _detached(args), _detached(kwargs)))
-
-    for name, record in zip(_LOGGING, (log, log_dict), strict=True):
-        object.__setattr__(module, name, record)
+    for name in _LOGGING:
+        object.__setattr__(module, name, record(name))
     try:
         yield
     finally:

@@ -258,7 +258,7 @@ def plain_optimizer(optimizer: Any) -> optim.Optimizer:
     >>> plain_optimizer(sgd) is sgd
     True
     """
-    while not isinstance(inner := getattr(optimizer, "optimizer", None), type(None)):
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 

@@ -219,11 +219,8 @@ def compare_whole(
         first_states = state_bytes(optimizers)
     # The optimizers' first states are among what is resident in a plan, and in the peak of the step that makes them.
     twice = first_states - state_bytes(optimizers) + state_bytes(strangers)
-
-    def run(step: Callable[[], Any]) -> StepState:
-        return reach.run(partial(measured, step))
-
-    expected, found, *_ = _compare(partial(run, plain), partial(run, planned), reach.device, updates=True)
+    runs = [partial(reach.run, partial(measured, step)) for step in (plain, planned)]
+    expected, found, *_ = _compare(*runs, reach.device, updates=True)
     if (plan := plan_now()) is not None:
         check_peak(plan.problem.resident - twice + found.use.peak, plan, reach.device, plan.budget)
     log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.tensors))

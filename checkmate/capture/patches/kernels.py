@@ -55,7 +55,7 @@ _VALUES = {  # functions that give values only, or are computed from these
     *(torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
     *(torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, torch.functional.norm, torch.nuclear_norm),
 }
-Call = Callable[..., Any]
+_WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"}  # by their second argument's default
 
 
 @contextmanager
@@ -149,8 +149,7 @@ def _call(op: str, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
     options: dict[str, Any] = {"keepdim": keepdim} if dims else {}
     if dtype is not None:
         options["dtype"] = dtype
-    result: Tensor = _REDUCTIONS[op](x, *dims, **options)
-    return result
+    return _REDUCTIONS[op](x, *dims, **options)
 
 
 class _Reduction(torch.autograd.Function):
@@ -168,27 +167,13 @@ class _Reduction(torch.autograd.Function):
 
 
 def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    result: Tensor = _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
-    return result
+    return _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
 
 
-def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
-    """Compute an op without vectors, by ``call`` of another; None: call it as it is."""
-    if op not in _OPS or (args[0].requires_grad and torch.is_grad_enabled()):
+def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+    """Compute an op without vectors, by ``call`` with other arguments; None: call it as it is."""
+    if op not in _WITH_VECTORS or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
     stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
-    return _OPS[op](call, *args, **kwargs) if stack[-1][1] in _VALUES else None
-
-
-def _svd(call: Call, a: Any, full_matrices: bool = False, compute_uv: bool = True, **kwargs: Any) -> Any:
-    return call(aten._linalg_svd.default, (a, full_matrices, False), kwargs)
-
-
-def _eigh(call: Call, a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
-    return call(aten._linalg_eigh.default, (a, uplo, False), {})
-
-
-_OPS: dict[Any, Call] = {
-    aten._linalg_svd.default: _svd,
-    aten._linalg_eigh.default: _eigh,
-}
+    second = args[1] if len(args) > 1 else _WITH_VECTORS[op]
+    return call(op, (args[0], second, False), kwargs) if stack[-1][1] in _VALUES else None

@@ -73,13 +73,9 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
             raise GuardFailed(place, expected[0], None if array is None else array.shape, None)
         return array
 
-    variable = _input(tx, array, (draw, *given))
-    return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
-
-
-def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
+    # Make the array an input, which Dynamo fills before each step as it does those of Python's generator.
     source = DrawnArray(len(tx.output.random_calls))
-    tx.output.random_calls.append(call)
+    tx.output.random_calls.append((draw, *given))
     example = torch.as_tensor(array)
     fixed = StatefulSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * array.ndim, tensor_source=source)
     tx.output.tracing_context.tensor_to_context[example] = fixed
@@ -90,7 +86,8 @@ def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
         source, example, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False, example_strong_ref=example
     )
     kind = NumpyNdarrayVariable if array.ndim else TensorVariable
-    return wrap_fx_proxy_cls(kind, tx, proxy, example_value=fake)
+    variable = wrap_fx_proxy_cls(kind, tx, proxy, example_value=fake)
+    return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
 
 
 def _names(code: types.CodeType) -> set[str]:
