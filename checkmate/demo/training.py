@@ -177,8 +177,7 @@ def paired_seconds(
 
     timed = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
     of_plain, of_ours = zip(*timed, strict=True)
-    ratio = median(b / a for a, b in timed)
-    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": ratio}
+    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": median(b / a for a, b in timed)}
 
 
 def _synchronize(device: torch.device) -> None:

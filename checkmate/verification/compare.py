@@ -65,9 +65,8 @@ class Certificate:
         def shown(count: int | None) -> str:
             return f"not compared: {why}" if count is None else format_bytes(count)
 
-        same = "the same bits as plain PyTorch"
-        if self.spread:
-            same = f"plain PyTorch within its spread, {self.spread:.3g}"
+        within = f"plain PyTorch within its spread, {self.spread:.3g}"
+        same = within if self.spread else "the same bits as plain PyTorch"
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
             ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
@@ -219,8 +218,8 @@ def compare_whole(
         first_states = state_bytes(optimizers)
     # The optimizers' first states are among what is resident in a plan, and in the peak of the step that makes them.
     twice = first_states - state_bytes(optimizers) + state_bytes(strangers)
-    runs = [partial(reach.run, partial(measured, step)) for step in (plain, planned)]
-    expected, found, *_ = _compare(*runs, reach.device, updates=True)
+    one, other = (partial(reach.run, partial(measured, step)) for step in (plain, planned))
+    expected, found, *_ = _compare(one, other, reach.device, updates=True)
     if (plan := plan_now()) is not None:
         check_peak(plan.problem.resident - twice + found.use.peak, plan, reach.device, plan.budget)
     log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.tensors))

@@ -141,8 +141,7 @@ def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: A
 follow("BuiltinVariable._handle_insert_op_in_graph", _call_operator)
 put_in_place("x[mask]", lambda: BuiltinVariable.call_function_handler_cache.clear())  # of methods as they were
 follow_method("__setitem__", _set)
-_FUNCTIONS: dict[Any, Any] = {torch.masked_select: _select, torch.nonzero: _place, torch.where: _place_of_true}
-for function, how in _FUNCTIONS.items():
-    follow_function(function, partial(_called, how))
-    if function is not torch.where:
-        follow_method(function.__name__, partial(_called, how))
+follow_function(torch.where, partial(_called, _place_of_true))
+for name, how in (("masked_select", _select), ("nonzero", _place)):
+    follow_function(getattr(torch, name), partial(_called, how))
+    follow_method(name, partial(_called, how))

@@ -10,11 +10,10 @@ refused, as the compiled step would not set it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.torch_internals.dynamo import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
@@ -32,7 +31,7 @@ class TokenVariable(VariableTracker):
         return Token
 
 
-def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
     if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
@@ -58,7 +57,7 @@ def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args:
     return plain(self, tx, name, args, kwargs)
 
 
-def _end(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _end(plain: Handler, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The end of a capture, at which no context variable is left set."""
     if left := vars(self).get(_VALUES):
         names = ", ".join(var.name for var in left)

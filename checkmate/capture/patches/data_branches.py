@@ -180,9 +180,7 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
         return None  # plain PyTorch has an error of its own
     if not tensor.dtype.is_floating_point:
         return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
-    if depends_on_inputs(node):
-        return None
-    return VariableTracker.build(tx, value.item())
+    return None if depends_on_inputs(node) else VariableTracker.build(tx, value.item())
 
 
 def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function
+from checkmate.capture.patches.only_our_captures import Answer, Handler, answer_now, follow, follow_function
 from checkmate.capture.provenance import FRAME, is_users
 from checkmate.torch_internals.dynamo import (
     BackendCompilerFailed,
@@ -97,7 +97,7 @@ def warn(told_yes: set[str]) -> None:
         )
 
 
-def _call(plain: Callable[..., Any], self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+def _call(plain: Handler, self: Any, fn: Any, args: Any, kwargs: Any) -> None:
     """A call of a function, which Dynamo refuses to follow if it marks a tensor for a compiler.
 
     Code that is told that it is not compiled marks what it makes for later calls.
@@ -108,7 +108,7 @@ def _call(plain: Callable[..., Any], self: Any, fn: Any, args: Any, kwargs: Any)
         plain(self, fn, args, kwargs)
 
 
-def _is_compiling(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_compiling(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_users(tx.f_code.co_filename):
         return plain(self, tx, *args, **kwargs)
     while tx.f_code.co_name.startswith("is_") and tx.parent is not None:

@@ -170,10 +170,10 @@ def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.
     return _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
 
 
-def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-    """Compute an op without vectors, by ``call`` with other arguments; None: call it as it is."""
+def without_vectors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op, by which it computes no vectors where eager PyTorch computes none."""
     if op not in _WITH_VECTORS or (args[0].requires_grad and torch.is_grad_enabled()):
-        return None
+        return args
     stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
     second = args[1] if len(args) > 1 else _WITH_VECTORS[op]
-    return call(op, (args[0], second, False), kwargs) if stack[-1][1] in _VALUES else None
+    return (args[0], second, False) if stack[-1][1] in _VALUES else args

@@ -18,7 +18,7 @@ computed, is no gradient's concern in between: until then its name stands for wh
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch import nn
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import readable, where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dynamo import unimplemented, wrap_fx_proxy
@@ -98,7 +98,7 @@ def _requires_grad(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+def _set_attribute(plain: Handler, self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
     """An attribute is set, which may be whether a tensor needs a gradient."""
     attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
     if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_parameter(obj)):
@@ -107,7 +107,7 @@ def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name
     return value
 
 
-def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Freeze a parameter until it is thawed; other methods, and other tensors, are Dynamo's."""
     if name != "requires_grad_" or not _is_parameter(self):
         return plain(self, tx, name, args, kwargs)
@@ -135,7 +135,7 @@ def _is_parameter(variable: Any) -> bool:
     return bool(variable.source) and isinstance(made_of.meta["example_value"], nn.Parameter)
 
 
-def _end(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _end(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """End a capture, unless a parameter is left frozen."""
     for variable in _frozen.pop(self.tracing_context, {}):
         _refuse_flag(variable, False, "and leaves it so")
@@ -148,7 +148,7 @@ def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
     unimplemented(gb_type="A flag is changed", context=name, explanation=explanation, hints=[])
 
 
-def _apply(plain: Callable[..., Any], self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An `autograd.Function`, given views where it is given one tensor twice."""
     given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first

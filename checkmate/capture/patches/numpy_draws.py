@@ -20,7 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from checkmate.capture.guards import GuardFailed
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.torch_internals.dynamo import (
     GraphArg,
     NumpyNdarrayVariable,
@@ -85,8 +85,7 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     proxy.node.meta["grapharg"] = GraphArg(
         source, example, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False, example_strong_ref=example
     )
-    kind = NumpyNdarrayVariable if array.ndim else TensorVariable
-    variable = wrap_fx_proxy_cls(kind, tx, proxy, example_value=fake)
+    variable = wrap_fx_proxy_cls(NumpyNdarrayVariable if array.ndim else TensorVariable, tx, proxy, example_value=fake)
     return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
 
 
@@ -123,12 +122,12 @@ def _is_of_torch(value: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == "torch"
 
 
-def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _call(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = type(self) is UserFunctionVariable and _only_draws(self.fn)
     return (draws and _handed_in(tx, self.fn, args, kwargs)) or plain(self, tx, args, kwargs)
 
 
-def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _call_numpy(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = any(self.value is function for function in vars(np.random).values())
     return (draws and _handed_in(tx, self.value, args, kwargs)) or plain(self, tx, args, kwargs)
 

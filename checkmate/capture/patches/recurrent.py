@@ -45,8 +45,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
 def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Autograd does not see it."""
     with torch.enable_grad(), _AutoDispatchBelowAutograd():
-        output, hidden, cell, workspace = LAYER(*args, **kwargs)
-        return output, hidden, cell, workspace
+        return LAYER(*args, **kwargs)
 
 
 def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from checkmate.capture.patches.only_our_captures import follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method
 from checkmate.torch_internals.dynamo import (
     AttrSource,
     FakeTensorObservedException,
@@ -22,7 +21,6 @@ from checkmate.torch_internals.dynamo import (
 from checkmate.torch_internals.kernels import _foreach_lerp_
 from checkmate.torch_internals.names import put_in_place
 
-Plain = Callable[..., Any]
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
     *("half", "bfloat16", "float", "double"),
@@ -46,7 +44,7 @@ def _guard_each_parameter() -> None:
         dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
 
-def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Give ``x`` itself for ``x.to(x.dtype)`` and its like, as plain PyTorch.
 
     Dynamo makes another object of it, which has lost what Python keeps with the tensor: assigned again to the name of
@@ -60,21 +58,21 @@ def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any
     return result
 
 
-def _leave_whole(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+def _leave_whole(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
     """Dynamo takes some ops apart, so that a number they take may be a tensor: the parts round otherwise.
 
     ``addcdiv`` with a ``value`` becomes a quotient, a product and a sum.
     """
 
 
-def _pass_over_flags(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _pass_over_flags(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
     described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
     return None if on_gpu else NullContextVariable()
 
 
-def _drop_of_nothing(plain: Plain, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Dropout of no elements is the tensor itself, of a type that has no draws, too; None: there are some."""
     x = kwargs.get("input", x)
     if x is None or not x.is_tensor() or not x.realize().valid_size():
@@ -82,7 +80,7 @@ def _drop_of_nothing(plain: Plain, self: Any, tx: Any, x: Any = None, *args: Any
     return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
 
 
-def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Errors that PyTorch's fake tensors have and its kernels may not have are refusals, which say so.
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
@@ -113,10 +111,10 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
         return "It is given a tensor of no elements."
     while within and tx is not None and tx.f_code.co_name != "backward":
         tx = tx.parent
-    return "Plain PyTorch runs a backward only where the result of its function is used." if within and tx else None
+    return "Handler PyTorch runs a backward only where the result of its function is used." if within and tx else None
 
 
-def _note_compiled(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _note_compiled(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Attention within a function of `torch.compile` is one kernel in plain PyTorch, and else dense: say which it is.
 
     Dynamo follows such a function as if it was not compiled. What the options of the call say the backward's have, too.

@@ -88,10 +88,9 @@ _CONTIGUOUS = {
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
-Types = list[torch.dtype | None]  # of each result on the CPU; None: as described
 
 
-def _normalization(given: Mapping[str, Any]) -> Types:
+def _normalization(given: Mapping[str, Any]) -> list[torch.dtype | None]:
     """Types of means and deviations: the input's, or float32 if it is mixed with parameters of another type."""
     x, running = given["input"], [given[name] for name in ("running_mean", "running_var") if name in given]
     parameter = next((p for p in (given["weight"], given["bias"], *running) if p is not None), x)
@@ -99,7 +98,7 @@ def _normalization(given: Mapping[str, Any]) -> Types:
     return [None, made, made, *(t.dtype for t in running)]
 
 
-_TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
+_TYPES: dict[Any, Callable[[Mapping[str, Any]], list[torch.dtype | None]]] = {  # of results; None: as described
     aten.native_layer_norm.default: _normalization,
     aten.native_group_norm.default: _normalization,
     aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
@@ -152,17 +151,15 @@ def eager_strides() -> Iterator[None]:
                 for _ in range(leading):
                     result = functional(mode, aten.unsqueeze.default, types, (result, 0))
                 return result
-            made = without_vectors(op, args, kwargs, lambda other, *given: functional(mode, other, types, *given))
-            if made is not None:
-                return made
-            result = functional(mode, op, types, args, kwargs)
+            result = functional(mode, op, types, without_vectors(op, args), kwargs)
             source = args[0] if args and getattr(op, "is_view", False) else None
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
                 repeated.update((view, True) for view in tree_leaves(result))
             return result
         # Factors of tensors in half precision are rounded first.
         if op in _ROUND_FACTORS:
-            tensors, by = [*args, *kwargs.values()]
+            arguments = [*args, *kwargs.values()]
+            tensors, by = arguments
             factors = by if isinstance(by, list) else [by] * len(tensors)
             with outside_tracing():
                 rounded = [
