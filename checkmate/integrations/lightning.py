@@ -141,7 +141,7 @@ class BatchSizeFinder(lightning.Callback):
         def step(batch: Any) -> Any:
             return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
 
-        # One, several, with schedulers, or as dicts.
+        # The optimizers come as one, several, with schedulers, or in dicts.
         configured = tree_leaves(pl_module.configure_optimizers())
         optimizers = [leaf for leaf in configured if isinstance(leaf, torch.optim.Optimizer)]
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization

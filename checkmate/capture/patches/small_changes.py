@@ -111,7 +111,7 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
         return "It is given a tensor of no elements."
     while within and tx is not None and tx.f_code.co_name != "backward":
         tx = tx.parent
-    return "Handler PyTorch runs a backward only where the result of its function is used." if within and tx else None
+    return "Plain PyTorch runs a backward only where the result of its function is used." if within and tx else None
 
 
 def _note_compiled(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
