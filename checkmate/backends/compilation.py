@@ -32,7 +32,6 @@ from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
-from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.only_our_captures import Answer
@@ -197,7 +196,6 @@ class _Compilation:
         )
         with (
             eager_kernels(),
-            eager_formulas(),
             eager_strides(),
             keeping_copies(),
             inductor_config.patch(fallback_random=True),  # keeps random ops that nobody reads

@@ -22,41 +22,38 @@ class Task:
     """A network to train: its description, its step, and its batches."""
 
     title: str
-    make: Callable[[], tuple[nn.Module, Step]]
+    network: Callable[[], nn.Module]
     batches: list[Batch]
+
+    def make(self) -> tuple[nn.Module, Step]:
+        """The network, each time with the same parameters, and the step that ends in its loss."""
+        torch.manual_seed(0)
+        module = self.network()
+        return module, step_of(module)
 
 
 def text_task(steps: int) -> Task:
     """A transformer that reads Python's documentation."""
     text, alphabet = documentation()
-
-    make = partial(Transformer, len(alphabet), positions=64, width=64, layers=4, heads=4)
+    network = partial(Transformer, len(alphabet), positions=64, width=64, layers=4, heads=4)
     title = (
         f"A transformer of 4 layers, on {len(text):,} characters of Python's documentation, 16 passages of 64 a step"
     )
-    return Task(title, partial(_made, make), text_batches(text, steps, size=16, length=64))
+    return Task(title, network, text_batches(text, steps, size=16, length=64))
 
 
 def digits_task(steps: int) -> Task:
     """A residual network that names digits."""
-    make = partial(Bottlenecks, (2, 2, 2, 2), width=16, classes=len(LIT), channels=1)
+    network = partial(Bottlenecks, (2, 2, 2, 2), width=16, classes=len(LIT), channels=1)
     title = "A residual network of 26 layers, on digits as clocks show them, 16 images of 64 x 64 a step"
-    return Task(title, partial(_made, make), digit_batches(steps, size=16, pixels=64))
-
-
-def _made(make: Callable[[], nn.Module]) -> tuple[nn.Module, Step]:
-    """A network, each time with the same parameters, and the step that ends in its loss."""
-    torch.manual_seed(0)
-    module = make()
-    return module, step_of(module)
+    return Task(title, network, digit_batches(steps, size=16, pixels=64))
 
 
 def step_of(module: nn.Module) -> Step:
     """The step of a network, that ends in its cross entropy."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        out = module(x)
-        return F.cross_entropy(out.flatten(0, -2), y.flatten())
+        return F.cross_entropy(module(x).flatten(0, -2), y.flatten())
 
     return step
 
@@ -75,8 +72,7 @@ class Transformer(nn.Module):
         x = self.tokens(tokens) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class _Block(nn.Module):
@@ -112,8 +108,7 @@ class Bottlenecks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels, height, width) to (batch, classes)."""
-        out: Tensor = self.head(self.body(x).mean((2, 3)))
-        return out
+        return self.head(self.body(x).mean((2, 3)))
 
 
 class _Bottleneck(nn.Module):
@@ -141,20 +136,20 @@ def documentation() -> tuple[Tensor, str]:
     return torch.tensor([index[character] for character in text]), alphabet
 
 
-def text_batches(text: Tensor, count: int, size: int, length: int, seed: int = 0) -> list[Batch]:
+def text_batches(text: Tensor, count: int, size: int, length: int) -> list[Batch]:
     """Batches of passages that begin anywhere: (size, length) each, and the character after each of theirs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     starts = torch.randint(len(text) - length, (count, size), generator=generator)
     passages = text[starts[..., None] + torch.arange(length + 1)]
     return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in passages]
 
 
-def digit_batches(count: int, size: int, pixels: int, seed: int = 0) -> list[Batch]:
+def digit_batches(count: int, size: int, pixels: int) -> list[Batch]:
     """Batches of digits in seven segments, each of its own place, size, slant and stroke, with noise.
 
     (size, 1, pixels, pixels) float32 from about 0 to 1, and (size,) int64, which digit each is.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lit = torch.tensor([[str(segment) in digit for segment in range(len(SEGMENTS))] for digit in LIT])
     x0, y0, x1, y1 = torch.tensor(SEGMENTS, dtype=torch.float32).T[..., None, None]
     down, across = torch.meshgrid(*2 * [torch.linspace(-1, 1, pixels)], indexing="ij")

@@ -67,18 +67,13 @@ class Row:
 
     def broken(self) -> list[str]:
         """The promises that do not hold, in words."""
-        found = []
-        if self.measured > self.budget:
-            found.append(
-                f"the measured peak of {exact_bytes(self.measured)} exceeds the budget of {exact_bytes(self.budget)}"
-            )
-        if self.measured != self.predicted:
-            found.append(
-                f"the measured peak of {exact_bytes(self.measured)} is not the predicted {exact_bytes(self.predicted)}"
-            )
-        if not self.bitwise:
-            found.append(f"at a budget of {exact_bytes(self.budget)} the numbers differ from plain PyTorch")
-        return found
+        budget, peak = exact_bytes(self.budget), f"the measured peak of {exact_bytes(self.measured)}"
+        promises = (
+            (self.measured <= self.budget, f"{peak} exceeds the budget of {budget}"),
+            (self.measured == self.predicted, f"{peak} is not the predicted {exact_bytes(self.predicted)}"),
+            (self.bitwise, f"at a budget of {budget} the numbers differ from plain PyTorch"),
+        )
+        return [broken for holds, broken in promises if not holds]
 
 
 _COLUMNS = (
@@ -153,30 +148,19 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
     )
     tight = int(TIGHT * lowest)
     budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
-    rows = [_row(task, budget, effort, expected) for budget in budgets]
+    rows: list[Row] = []
+    for budget in budgets:
+        module, step = task.make()
+        compiled = compiled_within(step, budget=budget, time_limit=effort.plan, wait="best")
+        found = train(module, compiled, task.batches)
+        solution = compiled.plans[0]
+        peak = solution.problem.resident + peak_of_step(module, compiled, task.batches[0])
+        steps = partial(run_step, module, step), partial(run_step, module, compiled)
+        times = paired_seconds(torch.device("cpu"), *steps, task.batches[0], effort.pairs)
+        spent = solution.overhead, solution.gap, times["seconds"], times["ratio"]
+        rows.append(Row(task.title, budget, solution.peak or 0, peak, *spent, not differing(found, expected)))
     say(str(table(_COLUMNS, rows)))
     return rows
-
-
-def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row:
-    module, plain = task.make()
-    compiled = compiled_within(plain, budget=budget, time_limit=effort.plan, wait="best")
-    found = train(module, compiled, task.batches)
-    solution = compiled.plans[0]
-    peak = peak_of_step(module, compiled, task.batches[0])
-    steps = partial(run_step, module, plain), partial(run_step, module, compiled)
-    times = paired_seconds(torch.device("cpu"), *steps, task.batches[0], effort.pairs)
-    return Row(
-        task.title,
-        budget,
-        solution.peak or 0,
-        solution.problem.resident + peak,
-        solution.overhead,
-        solution.gap,
-        times["seconds"],
-        times["ratio"],
-        not differing(found, expected),
-    )
 
 
 def paired_seconds(
@@ -193,8 +177,7 @@ def paired_seconds(
 
     timed = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
     of_plain, of_ours = zip(*timed, strict=True)
-    ratio = median(b / a for a, b in timed)
-    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": ratio}
+    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": median(b / a for a, b in timed)}
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,7 +6,10 @@ Trainer(..., callbacks=[WithinBudget("8 GB")])
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +20,8 @@ from typing_extensions import Unpack
 from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
-from checkmate.integrations.language_heads import head_within, outside_of
-from checkmate.integrations.largest import largest_batch
-from checkmate.integrations.planned_call import Loop, PlannedCall, plan_call
+from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
+from checkmate.memory import aside, measure_peak
 
 log = logging.getLogger("checkmate.integrations")
 
@@ -88,7 +90,14 @@ class WithinBudget(TrainerCallback):
                 "size. Or call find_batch_size(trainer, budget), and leave auto_find_batch_size out."
             )
         if (head := head_within(model)) is not None:
-            self._plan_below(head, loop)
+            # Plan the model below the head, and measure what the head takes.
+            base: Any
+            base, forward = head
+            if self.planned is None or self.planned.module is not base.base_model:
+                if self.planned is not None:
+                    self.planned.stands_aside = True
+                self.planned = plan_call(base.base_model, "forward", self._options)
+            loop.outside = partial(_bytes_outside, self.planned, base, forward, self._refers)
         elif self.planned is None or self.planned.module is not model:
             if hasattr(model, "_original_forward"):
                 raise Unsupported(
@@ -96,18 +105,12 @@ class WithinBudget(TrainerCallback):
                     "the Trainer is made, Trainer(..., callbacks=[WithinBudget(...)]), or by add_to(trainer) at once."
                 )
             self._plan(model)
-        _turn_checkpointing_off(model)
+        newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
+        if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
+            log.info("activation checkpointing is turned off: the plan decides what runs again")
+            (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
         assert self.planned is not None
         self.planned.begin(loop)
-
-    def _plan_below(self, head: tuple[Any, Any], loop: Loop) -> None:
-        """Plan the model below a head of TRL's, and measure what that takes."""
-        base, forward = head
-        if self.planned is None or self.planned.module is not base.base_model:
-            if self.planned is not None:
-                self.planned.stands_aside = True
-            self.planned = plan_call(base.base_model, "forward", self._options)
-        loop.outside = outside_of(self.planned, base, forward, refers=self._refers)
 
     def _plan(self, model: nn.Module) -> None:
         if head_within(model) is None:  # else what is below it, once it is known how the trainer calls it
@@ -141,23 +144,75 @@ def find_batch_size(
     trainer.create_optimizer()
     with torch.random.fork_rng():
         loader = trainer.get_train_dataloader()
-    rows, count = loader.dataset, args.gradient_accumulation_steps
-    found = largest_batch(
-        lambda batch: model(**batch),
-        lambda n: trainer._prepare_inputs(loader.collate_fn([rows[i % len(rows)] for i in range(n)])),
-        Options(budget, reserve=reserve),
-        model,
-        Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside),
-        {"largest": len(rows), **options},
-    )
+    count = args.gradient_accumulation_steps
+    loop = Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside)
+    asked, prepare = Options(budget, reserve=reserve), trainer._prepare_inputs
+    found = largest_batch(lambda batch: model(**batch), loader, asked, model, loop, options, prepare)
     args.per_device_train_batch_size = found.size
     trainer._train_batch_size = args.train_batch_size
     return found
 
 
-def _turn_checkpointing_off(model: Any) -> None:
-    """Turn off checkpointing within modules; a plan decides what runs again."""
-    newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
-    if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
-        log.info("activation checkpointing is turned off: the plan decides what runs again")
-        (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
+def head_within(model: Any) -> tuple[nn.Module, Callable[..., Any]] | None:
+    """The module whose forward ends in a head of TRL's, and that forward; None: there is none.
+
+    TRL's trainers compute log-probabilities in the model's forward, in tiles, by a function that is in no one graph.
+
+        log_probs = head(backbone(tokens)),  plan = backbone,  reserve = bytes of the head, and of a reference model
+
+    So the plan is of the model below the head, and what the head takes is measured before it is made.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = getattr(base, "_original_forward", base.forward)  # as it was before mixed precision
+    function = getattr(forward, "__func__", forward)
+    code = getattr(function, "__code__", None)
+    return (base, function) if code is not None and "fused_lm_head" in code.co_varnames else None
+
+
+def _bytes_outside(
+    planned: PlannedCall, base: nn.Module, forward: Callable[..., Any], refers: bool, args: Any, kwargs: Any
+) -> int:
+    """Measure the bytes that a forward takes outside of its planned part.
+
+    Args:
+        planned: the call of the part.
+        base: the module of the forward.
+        forward: ends in a head.
+        refers: a model is called as a reference as well, without gradients, before the backward.
+        args, kwargs: of the part.
+    """
+    part = planned.module
+    device = next(part.parameters()).device
+    hidden = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+    labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=device)
+
+    def refer() -> Any:
+        with torch.no_grad():
+            return planned.plainly(part, *args, **kwargs)
+
+    def run_head() -> None:
+        found = forward(base, *args, labels=labels, fused_lm_head=True, **kwargs)
+        weights = [p for p in base.get_output_embeddings().parameters() if p.requires_grad]  # type: ignore[operator]
+        torch.autograd.grad(found.loss, [leaf, *weights], allow_unused=True)
+
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        use = _peak(refer, device)
+    leaf = use.result.last_hidden_state.detach().requires_grad_()
+    planned.stub = replace(use.result, last_hidden_state=leaf)
+    try:
+        head = _peak(run_head, device).peak
+    finally:
+        planned.stub = None
+    return max(head, use.peak if refers else 0)
+
+
+def _peak(fn: Callable[[], Any], device: torch.device) -> Any:
+    """Measure the bytes of a call, in another thread if a profiler runs in this one, under the same autocast."""
+    kind = device.type
+    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def measured() -> Any:
+        with torch.autocast(kind, dtype) if on else nullcontext():
+            return measure_peak(fn, device)
+
+    return aside(measured)

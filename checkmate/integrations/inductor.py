@@ -116,8 +116,7 @@ class KnapsackSolver(CustomKnapsackSolver):
         if budget is None:
             least = least_peak(plans)
             budget = least.peak + int(share * (highest - least.peak))
-        choice = fewest_seconds(plans, budget)
-        if choice is None:
+        if (choice := fewest_seconds(plans, budget)) is None:
             least = least_peak(plans)
             raise InfeasibleBudget(
                 f"No plan of what is saved and what is made again once stays within {exact_bytes(budget)}. The "

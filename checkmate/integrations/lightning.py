@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import lightning
@@ -17,8 +18,8 @@ from typing_extensions import Unpack
 from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
-from checkmate.integrations.largest import largest_batch
-from checkmate.integrations.planned_call import Loop, PlannedCall, plan_call
+from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
+from checkmate.torch_internals.trees import tree_leaves
 
 Part = Literal["training_step", "forward"]
 _LOGGING = ("log", "log_dict")
@@ -77,7 +78,7 @@ class WithinBudget(lightning.Callback):
                 f"{type(pl_module).__name__} has no forward to plan. Move into it what training_step computes, loss "
                 "included, and call self(...) there."
             )
-        wrap = _logging_behind(pl_module) if part == "training_step" else None
+        wrap = partial(_logging_behind, pl_module) if part == "training_step" else None
         self.planned = plan_call(pl_module, part, self._options, wrap)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -133,67 +134,46 @@ class BatchSizeFinder(lightning.Callback):
                 "A batch size is set on what makes the loader: give the module or the data module a batch_size, and "
                 "a train_dataloader that makes its DataLoader of it; and no loader to fit()."
             )
-        loader, part = owner.train_dataloader(), self._of
-        rows = loader.dataset
-        if part is None:
-            part = "training_step" if pl_module.automatic_optimization else "forward"
+        loader = owner.train_dataloader()
+        part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
         method = getattr(type(pl_module), part)
 
         def step(batch: Any) -> Any:
             return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
 
+        # The optimizers come as one, several, with schedulers, or in dicts.
+        configured = tree_leaves(pl_module.configure_optimizers())
+        optimizers = [leaf for leaf in configured if isinstance(leaf, torch.optim.Optimizer)]
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
-        loop = Loop([*_optimizers_in(pl_module.configure_optimizers())], accumulates, ahead=2, beside=self._beside)
-
-        def make_batch(n: int) -> Any:
-            return loader.collate_fn([rows[i % len(rows)] for i in range(n)])
-
-        options = {"largest": len(rows), **self._more}
+        loop = Loop(optimizers, accumulates, ahead=2, beside=self._beside)
         with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):
-            self.found = largest_batch(step, make_batch, self._asked, pl_module, loop, options)
+            self.found = largest_batch(step, loader, self._asked, pl_module, loop, self._more)
         owner.batch_size = self.found.size
 
 
-def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers in what configure_optimizers gives: one, several, with schedulers, or as dicts."""
-    if isinstance(configured, torch.optim.Optimizer):
-        yield configured
-    elif isinstance(configured, dict):
-        yield from _optimizers_in(configured.get("optimizer"))
-    elif isinstance(configured, (list, tuple)):
-        for one in configured:
-            yield from _optimizers_in(one)
-
-
-def _logging_behind(module: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Delay the logging of a planned method until it has run, since no graph can hold it."""
 
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-            with _recorded(module, calls):
-                result = run(*args, **kwargs)
-            for name, given, named in calls:
-                getattr(module, name)(*given, **named)
-            return result
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        with _recorded(module, calls):
+            result = run(*args, **kwargs)
+        for name, given, named in calls:
+            getattr(module, name)(*given, **named)
+        return result
 
-        return step
-
-    return wrap
+    return step
 
 
 @contextmanager
 def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
     """Keep what is logged within the block."""
 
-    def log(*args: Any, **kwargs: Any) -> None:
-        calls.append(("log", _detached(args), _detached(kwargs)))
+    def record(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: calls.append((name, _detached(args), _detached(kwargs)))
 
-    def log_dict(*args: Any, **kwargs: Any) -> None:
-        calls.append(("log_dict", _detached(args), _detached(kwargs)))
-
-    for name, record in zip(_LOGGING, (log, log_dict), strict=True):
-        object.__setattr__(module, name, record)
+    for name in _LOGGING:
+        object.__setattr__(module, name, record(name))
     try:
         yield
     finally:

@@ -8,10 +8,11 @@ that they have, and planned at its first training call: by then there is an opti
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -23,12 +24,14 @@ from torch import nn, optim
 from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Options, Planner
 from checkmate.backends.tensor_state import tensors_within
+from checkmate.batch.max_batch_size import max_batch_size
+from checkmate.batch.result import LargestBatch
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.torch_internals.dynamo import OptimizedModule
 from checkmate.tracing import traced
-from checkmate.units import exact_bytes, format_bytes
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
 from checkmate.updates.optimizers import Update
 
 log = logging.getLogger("checkmate.integrations")
@@ -81,7 +84,13 @@ class Loop:
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that it keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
-        updates = [*self._updates()]
+        updates = [
+            Update(optimizer, i, p)
+            for optimizer in map(plain_optimizer, self.optimizers)
+            for i, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if p.requires_grad
+        ]
         trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
         gradients = sum(p.nbytes for p in trained.values())
         ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -98,11 +107,6 @@ class Loop:
             update=_bytes_on_the_way(updates),
         )
 
-    def _updates(self) -> Iterable[Update]:
-        for optimizer in map(plain_optimizer, self.optimizers):
-            for i, group in enumerate(optimizer.param_groups):
-                yield from (Update(optimizer, i, p) for p in group["params"] if p.requires_grad)
-
 
 class PlannedCall(Planned):
     """A method of a module that trains it, planned at its first training call."""
@@ -112,7 +116,7 @@ class PlannedCall(Planned):
         self._fn, self._is_bound = getattr(found, "__func__", found), hasattr(found, "__func__")
         self._options = options
         self._step: CompiledStep[..., Any] | None = None
-        self.module, self.name, self.loop = module, name, Loop(())
+        self.module, self.loop = module, Loop(())
         self.kept: Kept | None = None  # once it is planned
         self.stub: Any = None  # what it gives while what is around it is measured
         self.stands_aside = False  # nothing is planned here, but in a part of it
@@ -200,6 +204,53 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
     return planned
 
 
+def largest_batch(
+    step: Callable[[Any], Any],
+    loader: Any,
+    asked: Options,
+    module: nn.Module,
+    loop: Loop,
+    options: Mapping[str, Any],
+    prepare: Callable[[Any], Any] = lambda batch: batch,
+) -> LargestBatch:
+    """Find the largest batch of a module's step, within a budget of which the loop around it needs a part.
+
+    Batches are made of the rows of a loader's data, and prepared. Those that the loop holds beside the one at hand grow
+    with it: the step is given them too, and reads one.
+
+    Raises:
+        InfeasibleBudget: if the loop leaves nothing, or the smallest size does not fit what it leaves.
+    """
+    rows, kept = loader.dataset, replace(loop, ahead=0).kept(module, (), {})
+    total = parse_bytes(asked.budget)
+    beside = asked.set_aside + kept.total
+
+    def one_of(batch: Any, *others: Any) -> Any:
+        return step(batch)
+
+    def batches(n: int) -> tuple[Any, ...]:
+        batch = prepare(loader.collate_fn([rows[i % len(rows)] for i in range(n)]))
+        return batch, *(copy.deepcopy(batch) for _ in range(loop.ahead))
+
+    was_training = module.training
+    module.train()
+    try:
+        with torch.enable_grad():
+            options = {"largest": len(rows), **options}
+            return max_batch_size(lambda: one_of, batches, max(1, total - beside), **options)
+    except InfeasibleBudget as error:
+        least = error.min_budget + beside
+        raise InfeasibleBudget(
+            f"{error} Beside a step training keeps {kept}: {exact_bytes(least)} in all, of a budget of "
+            f"{format_bytes(total)}.",
+            budget=total,
+            min_budget=least,
+            op=error.op,
+        ) from None
+    finally:
+        module.train(was_training)
+
+
 def plain_optimizer(optimizer: Any) -> optim.Optimizer:
     """The optimizer within those that Accelerate and Lightning wrap around it.
 
@@ -207,13 +258,12 @@ def plain_optimizer(optimizer: Any) -> optim.Optimizer:
     >>> plain_optimizer(sgd) is sgd
     True
     """
-    while not isinstance(inner := getattr(optimizer, "optimizer", None), type(None)):
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 
 
 def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    """Parameters and buffers."""
     yield from module.parameters()
     yield from module.buffers()
 

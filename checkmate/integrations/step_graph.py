@@ -8,7 +8,7 @@ the kernels are two and the tensor is made. Such a node *melts* into each of its
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,23 +70,20 @@ def read_joint_graph(joint_graph: fx.Graph, node_info: Any) -> StepGraph:
     nodes = list(joint_graph.nodes)
     handed_in = [n for n in nodes if n.op == "placeholder" and _is_tangent(n)]
     inputs = [n for n in nodes if n.op in ("placeholder", "get_attr") and n not in handed_in]
-    forward = [n for n in nodes if n.op == "call_function" and node_info.is_required_fw(n)]
-    return _Reader([*inputs, *forward], _backward(nodes, {*forward}, handed_in), handed_in).read()
-
-
-def _backward(nodes: Sequence[fx.Node], forward: set[fx.Node], handed_in: Sequence[fx.Node]) -> list[fx.Node]:
+    forward = dict.fromkeys(n for n in nodes if n.op == "call_function" and node_info.is_required_fw(n))
     place = {node: i for i, node in enumerate(nodes)}
     begin = min((place[user] for n in handed_in for user in n.users), default=0)
-    found: dict[fx.Node, None] = {}
+    backward: dict[fx.Node, None] = {}
     for root in nodes[begin:]:
+        # Before each node put the ops that it depends on and that have not run.
         stack, missing = [root], set[fx.Node]()
         while stack:
             n = stack.pop()
-            if n.op == "call_function" and n not in forward and n not in found and n not in missing:
+            if n.op == "call_function" and n not in forward and n not in backward and n not in missing:
                 missing.add(n)
                 stack += n.all_input_nodes
-        found.update(dict.fromkeys(sorted(missing, key=place.__getitem__)))
-    return [*found]
+        backward.update(dict.fromkeys(sorted(missing, key=place.__getitem__)))
+    return _Reader([*inputs, *forward], [*backward], handed_in).read()
 
 
 class _Reader:
@@ -121,10 +118,16 @@ class _Reader:
                 nodes.append(None)
             for node in half:
                 if self._is_op(node) and node not in self.melted:
-                    ops.append(self._op(node, phase, len(ops)))
+                    read = dict.fromkeys(v for a in node.all_input_nodes for v in self._behind(a))
+                    made = () if is_mutating(node) else self._make(node, len(ops))
+                    inputs = tuple(v for v in read if v not in made)
+                    ops.append(Op(node.name, target_name(node), inputs, made, phase, self._pinned(node), where(node)))
                     nodes.append(node)
         if not ops:
             raise Unsupported("The graph has no op to plan.")
+        (output,) = next(iter(self.place)).graph.find_nodes(op="output")
+        shown = dict.fromkeys(v for n in leaf_nodes(tree_leaves(output.args)) for v in self._behind(n))
+        results = tuple(v for v in shown if self.values[v].producer is not None)
         profile = Profile(
             [self._seconds(op, node) for op, node in zip(ops, nodes, strict=True)],  # type: ignore[arg-type]
             [0] * len(ops),  # type: ignore[arg-type]
@@ -132,7 +135,7 @@ class _Reader:
             f"roofline estimate for {self.device.name}",
             estimated=tuple(range(len(ops))),
         )
-        return StepGraph(Problem(Graph(tuple(ops), tuple(self.values), self._results()), profile), tuple(nodes))
+        return StepGraph(Problem(Graph(tuple(ops), tuple(self.values), results), profile), tuple(nodes))
 
     def _is_op(self, node: fx.Node) -> bool:
         is_call = node.op == "call_function" and node.target is not operator.getitem and not _is_view(node)
@@ -163,12 +166,6 @@ class _Reader:
                 yield from self._readers(user)
             elif user in self.place or user.op == "output":
                 yield user
-
-    def _op(self, node: fx.Node, phase: Phase, k: int) -> Op:
-        read = dict.fromkeys(v for a in node.all_input_nodes for v in self._behind(a))
-        made = () if is_mutating(node) else self._make(node, k)
-        inputs = tuple(v for v in read if v not in made)
-        return Op(node.name, target_name(node), inputs, made, phase, self._pinned(node), where(node))
 
     def _pinned(self, node: fx.Node) -> str | None:
         """Why an op must not run again; None where it may."""
@@ -212,11 +209,6 @@ class _Reader:
                 values = [v for target in written(node) for v in self._behind(target)]
             self.shown[node] = tuple(dict.fromkeys(values))
         return self.shown[node]
-
-    def _results(self) -> tuple[int, ...]:
-        (output,) = next(iter(self.place)).graph.find_nodes(op="output")
-        shown = dict.fromkeys(v for n in leaf_nodes(tree_leaves(output.args)) for v in self._behind(n))
-        return tuple(v for v in shown if self.values[v].producer is not None)
 
     def _seconds(self, op: Op, node: fx.Node | None) -> float:
         if node is None:

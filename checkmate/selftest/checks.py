@@ -171,8 +171,7 @@ def attention(setting: Setting) -> Finding:
     for dtype in HALF_AND_FULL:
         for backend in (b for name, b in SDPBackend.__members__.items() if name not in ("ERROR", "OVERRIDEABLE")):
             name = f"{backend.name.lower().removesuffix('_attention')} {str(dtype).removeprefix('torch.')}"
-            repeats = _attention_repeats(backend, dtype, device, length)
-            found[name] = repeats
+            found[name] = repeats = _attention_repeats(backend, dtype, device, length)
             if repeats is False and (backend is SDPBackend.MATH or not may_waver(device)):
                 strays.append(name)
     verdicts = {True: "repeat", False: "waver", None: "not here"}

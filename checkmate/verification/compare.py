@@ -9,7 +9,7 @@ and wherever PyTorch is told to use deterministic algorithms, nothing but the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,9 +65,8 @@ class Certificate:
         def shown(count: int | None) -> str:
             return f"not compared: {why}" if count is None else format_bytes(count)
 
-        same = "the same bits as plain PyTorch"
-        if self.spread:
-            same = f"plain PyTorch within its spread, {self.spread:.3g}"
+        within = f"plain PyTorch within its spread, {self.spread:.3g}"
+        same = within if self.spread else "the same bits as plain PyTorch"
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
             ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
@@ -81,17 +80,13 @@ class Certificate:
                 ("plain", shown(self.plain_peak)),
             ]
         if self.allocated_peak is not None:
-            facts.append(("allocated", f"{shown(self.allocated_peak)} in blocks of PyTorch's allocator{self._slack}"))
+            above = self.budget is not None and self.allocated_peak > self.budget
+            slack = f", above the budget: {EXPANDABLE} has it give what is asked for" if above else ""
+            facts.append(("allocated", f"{shown(self.allocated_peak)} in blocks of PyTorch's allocator{slack}"))
             facts.append(("reserved", f"{shown(self.reserved_peak)} of the device by it"))
         if self.foretold is not None:
             facts.append(("foretold", " and ".join(map(shown, self.foretold)) + " of these two"))
         return "\n".join([f"verified: {same}", *(f"  {name:<11}{text}" for name, text in facts)])
-
-    @property
-    def _slack(self) -> str:
-        """The advice for blocks above the budget."""
-        above = self.budget is not None and (self.allocated_peak or 0) > self.budget
-        return f", above the budget: {EXPANDABLE} has it give what is asked for" if above else ""
 
 
 def compare_with_plain(
@@ -128,14 +123,12 @@ def compare_with_plain(
         found = first_difference(capture, backend.plans[-1], partial(run, calls=1), plain)
         if found is not None:
             return f" The first value that differs is {found}"
-        values = "the values of plain PyTorch"
-        return f" Each op of the captured step gives {values}: the difference lies outside the graph."
+        return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
 
     with reach.put_back():
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     # The bits.
-    compared = _compare(partial(run, plain), partial(run, compiled), device, place)
-    expected, found = compared.plain, compared.compiled
+    expected, found, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, place)
     plan = backend.plans[-1] if backend.plans else None
     # A step that returns more than a loss begins its backward outside of the plan, with whatever is allocated there.
     is_loss = [t.ndim for t in expected.outputs.values()] == [0]
@@ -146,10 +139,8 @@ def compare_with_plain(
     if followed is not None:
         check_peak(resident + found.use.peak, followed, device, backend.limit(followed))
         if followed.plan is not None and followed.plan.sent and backend.second_memories is not None:
-            held, said = (
-                backend.second_memories.on(device).use.peak,
-                simulate(followed.plan, followed.problem).host_peak,
-            )
+            held = backend.second_memories.on(device).use.peak
+            said = simulate(followed.plan, followed.problem).host_peak
             if held > said:
                 raise VerificationError(
                     f"{exact_bytes(held)} waited in the second memory at once, and not {exact_bytes(said)} as "
@@ -161,8 +152,8 @@ def compare_with_plain(
         outputs=len(expected.outputs),
         gradients=len(expected.gradients),
         tensors=len(expected.state),
-        repeats=compared.repeats,
-        spread=compared.spread,
+        repeats=repeats,
+        spread=spread,
         budget=backend.limit(plan) if plan else None,
         predicted_peak=plan.peak if plan else None,
         measured_peak=resident + found.use.peak if followed else None,
@@ -180,17 +171,13 @@ def _differentiated(
     """Outputs and gradients of a step. Several calls are differentiated at once, with factors 1, -1/2, 1/3, ..."""
     made = [(i, t) for i in range(calls) for t in tree_leaves(step()) if isinstance(t, torch.Tensor)]
     roots = [t for _, t in made if t.requires_grad]
-    leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
+    nodes = (node for root in roots for node in reachable([root.grad_fn]))
+    leaves = list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
     factors = [torch.full_like(t, (-1) ** i / (i + 1)) for i, t in made if t.requires_grad]
     with torch.autocast(reach.device.type, enabled=False):  # as a backward after the block
         grads = torch.autograd.grad(roots, leaves, factors, allow_unused=True) if leaves else ()
     names = [f"the gradient of {reach.name(leaf)}" for leaf in leaves]
     return [t for _, t in made], dict(zip(names, grads, strict=True))
-
-
-def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaf tensors that a result depends on."""
-    return (node.variable for node in reachable([root.grad_fn]) if hasattr(node, "variable"))
 
 
 def compare_whole(
@@ -231,41 +218,24 @@ def compare_whole(
         first_states = state_bytes(optimizers)
     # The optimizers' first states are among what is resident in a plan, and in the peak of the step that makes them.
     twice = first_states - state_bytes(optimizers) + state_bytes(strangers)
-
-    def run(step: Callable[[], Any]) -> StepState:
-        return reach.run(partial(measured, step))
-
-    compared = _compare(partial(run, plain), partial(run, planned), reach.device, updates=True)
+    one, other = (partial(reach.run, partial(measured, step)) for step in (plain, planned))
+    expected, found, *_ = _compare(one, other, reach.device, updates=True)
     if (plan := plan_now()) is not None:
-        check_peak(plan.problem.resident - twice + compared.compiled.use.peak, plan, reach.device, plan.budget)
-    log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(compared.plain.tensors))
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """A plain and a compiled run that were found to be the same."""
-
-    plain: StepState
-    compiled: StepState
-    repeats: bool  # plain PyTorch gives the same bits twice
-    spread: float  # of plain runs, in what the compiled run did not repeat bit for bit
+        check_peak(plan.problem.resident - twice + found.use.peak, plan, reach.device, plan.budget)
+    log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.tensors))
 
 
 def _compare(
-    plain: Callable[[], StepState],
+    plain: Callable[[], StepState],  # runs the step, and puts its state back
     compiled: Callable[[], StepState],
     device: torch.device,
-    place: Callable[[], str] = lambda: "",
+    place: Callable[[], str] = lambda: "",  # where they differ, to be said in the error
     *,
-    updates: bool = False,
-) -> _Compared:
+    updates: bool = False,  # the step updates parameters, so that its state is computed from gradients
+) -> tuple[StepState, StepState, bool, float]:
     """Run both from the same state, and compare the states after them.
 
-    Args:
-        plain, compiled: run the step, and put its state back.
-        device: of the step.
-        place: where they differ, to be said in the error.
-        updates: the step updates parameters, so that its state is computed from gradients.
+    Returns a plain and a compiled run that are the same, whether plain PyTorch repeats its bits, and its `spread`.
 
     Raises:
         VerificationError: naming what differs.
@@ -289,7 +259,7 @@ def _compare(
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place()}"
         )
-    return _Compared(expected, found, repeats, spread)
+    return expected, found, repeats, spread
 
 
 def names_that_differ(expected: StepState, found: StepState) -> list[str]:

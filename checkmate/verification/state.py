@@ -91,7 +91,12 @@ class Reach:
             for optimizer, of, values in zip(self._optimizers, states, copies, strict=True):
                 optimizer.state.clear()
                 for (parameter, held), before in zip(of.items(), values, strict=True):
-                    optimizer.state[parameter] = {name: _as_before(held[name], was) for name, was in before.items()}
+                    # A tensor gets its values back: others may hold it too.
+                    with torch.no_grad():
+                        optimizer.state[parameter] = {
+                            name: held[name].copy_(was) if isinstance(held[name], torch.Tensor) else was
+                            for name, was in before.items()
+                        }
             for tensor, gradient in gradients:
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
@@ -99,11 +104,3 @@ class Reach:
 
 def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().to(CPU, copy=True) for name, t in tensors.items()}
-
-
-def _as_before(held: Any, was: Any) -> Any:
-    """Give a tensor of an optimizer's state its values back: others may hold it too."""
-    if not isinstance(held, torch.Tensor):
-        return was
-    with torch.no_grad():
-        return held.copy_(was)

@@ -68,8 +68,8 @@ def _is_mask(value: Any) -> bool:
     return value.is_tensor() and value.dtype is torch.bool and bool(value.ndim)
 
 
-def _places(tx: Any, mask: Any) -> Any:
-    """The places where a tensor is not zero: int64, (number of places, dimensions); None: not known."""
+def _places(tx: Any, mask: Any, as_tuple: bool = True) -> Any:
+    """The places where a tensor is not zero: int64, (number of places, dimensions), or its columns; None: not known."""
     if not mask.ndim:
         return None
     try:
@@ -81,9 +81,9 @@ def _places(tx: Any, mask: Any) -> Any:
     if not answer.asks_sizes:
         return None
     size = decide(tx, mask.call_method(tx, "count_nonzero", [], {}), int)
-    return wrap_fx_proxy(
-        tx, tx.output.create_proxy("call_function", torch.nonzero_static, (mask.as_proxy(),), {"size": size})
-    )
+    proxy = tx.output.create_proxy("call_function", torch.nonzero_static, (mask.as_proxy(),), {"size": size})
+    places = wrap_fx_proxy(tx, proxy)
+    return places.call_method(tx, "unbind", [VariableTracker.build(tx, 1)], {}) if as_tuple else places
 
 
 def _by_place(tx: Any, key: Any) -> Any:
@@ -92,19 +92,14 @@ def _by_place(tx: Any, key: Any) -> Any:
     indices: list[Any] = []
     found = False
     for index in [item.realize() for item in (key.items if isinstance(key, TupleVariable) else [key])]:
-        columns = _columns(tx, _places(tx, index)) if _is_mask(index) else None
+        columns = _places(tx, index) if _is_mask(index) else None
         found = found or columns is not None
         indices += [index] if columns is None else columns.items
     return TupleVariable(indices) if found else None
 
 
-def _columns(tx: Any, places: Any) -> Any:
-    return None if places is None else places.call_method(tx, "unbind", [VariableTracker.build(tx, 1)], {})
-
-
 def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """An operator, which may be ``x[index]``."""
-    if self.fn is operator.getitem and args[0].is_tensor():
+    if self.fn is operator.getitem and args[0].is_tensor():  # ``x[index]``
         args = [args[0], _by_place(tx, args[1]) or args[1]]
     return plain(self, tx, args, kwargs)
 
@@ -127,13 +122,12 @@ def _select(tx: Any, x: Any, mask: Any) -> Any:
 
 def _place(tx: Any, mask: Any, as_tuple: Any = None) -> Any:
     """``mask.nonzero()``."""
-    places = _places(tx, mask.realize())
-    return _columns(tx, places) if as_tuple is not None and as_tuple.as_python_constant() else places
+    return _places(tx, mask.realize(), as_tuple is not None and as_tuple.as_python_constant())
 
 
 def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
     """``torch.where(mask)``."""
-    return None if others else _columns(tx, _places(tx, mask))
+    return None if others else _places(tx, mask)
 
 
 def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +141,7 @@ def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: A
 follow("BuiltinVariable._handle_insert_op_in_graph", _call_operator)
 put_in_place("x[mask]", lambda: BuiltinVariable.call_function_handler_cache.clear())  # of methods as they were
 follow_method("__setitem__", _set)
-_FUNCTIONS: dict[Any, Any] = {torch.masked_select: _select, torch.nonzero: _place, torch.where: _place_of_true}
-for function, how in _FUNCTIONS.items():
-    follow_function(function, partial(_called, how))
-    if function is not torch.where:
-        follow_method(function.__name__, partial(_called, how))
+follow_function(torch.where, partial(_called, _place_of_true))
+for name, how in (("masked_select", _select), ("nonzero", _place)):
+    follow_function(getattr(torch, name), partial(_called, how))
+    follow_method(name, partial(_called, how))

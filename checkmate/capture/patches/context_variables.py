@@ -10,11 +10,10 @@ refused, as the compiled step would not set it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.torch_internals.dynamo import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
@@ -32,8 +31,7 @@ class TokenVariable(VariableTracker):
         return Token
 
 
-def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A method of an object, which may be a context variable."""
+def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
     if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
@@ -50,21 +48,16 @@ def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args:
         return VariableTracker.build(tx, None)
     if name == "get" and var in known:
         return known[var]
-    if name == "get" and self.source is not None and _has_value(var):
-        source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
-        return VariableTracker.build(tx, var.get(), source)
+    if name == "get" and self.source is not None:
+        try:
+            value = var.get()
+        except LookupError:
+            return plain(self, tx, name, args, kwargs)
+        return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))
     return plain(self, tx, name, args, kwargs)
 
 
-def _has_value(var: ContextVar[Any]) -> bool:
-    try:
-        var.get()
-    except LookupError:
-        return False
-    return True
-
-
-def _end(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _end(plain: Handler, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The end of a capture, at which no context variable is left set."""
     if left := vars(self).get(_VALUES):
         names = ", ".join(var.name for var in left)

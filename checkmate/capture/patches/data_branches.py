@@ -82,7 +82,14 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
     try:
         value = value_now(tx, proxy.node)
     except CannotTellError as reason:
-        _refuse(reason, _where_sized(asked))
+        sized = _where_sized(asked)
+        made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
+        unimplemented(
+            gb_type=ASKS,
+            context=str(reason),
+            explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{made}",
+            hints=[],
+        )
     try:
         found = kind(value)
     except RuntimeError as error:  # of more than one element: plain PyTorch says the same
@@ -98,16 +105,6 @@ def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
     except ObservedException:
         RAISED.add(get_raised_exception(tx.exn_vt_stack))
         raise
-
-
-def _refuse(reason: CannotTellError, sized: str | None) -> None:
-    made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
-    unimplemented(
-        gb_type=ASKS,
-        context=str(reason),
-        explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{made}",
-        hints=[],
-    )
 
 
 def _where_sized(asked: VariableTracker) -> str | None:
@@ -183,9 +180,7 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
         return None  # plain PyTorch has an error of its own
     if not tensor.dtype.is_floating_point:
         return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
-    if depends_on_inputs(node):
-        return None
-    return VariableTracker.build(tx, value.item())
+    return None if depends_on_inputs(node) else VariableTracker.build(tx, value.item())
 
 
 def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
@@ -251,11 +246,6 @@ def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, 
     return raise_as_users(tx, error, [said])
 
 
-def _not_rewritten(plain: Callable[..., Any], *args: Any) -> bool:
-    """Tell whether there is an ``assert`` that Dynamo makes an op of the graph: it is a jump as any other."""
-    return False
-
-
 def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
     yield kind
     for special in kind.__subclasses__():
@@ -271,7 +261,7 @@ def _install() -> None:
 
 
 put_in_place("branches on data", _install)
-follow("_detect_and_normalize_assert_statement", _not_rewritten)
+follow("_detect_and_normalize_assert_statement", lambda plain, *args: False)  # an assert is a jump as any other
 follow("TensorVariable.nb_bool_impl", _truth)
 follow("SymNodeVariable.nb_bool_impl", _truth)
 follow("SymNodeVariable.evaluate_expr", _number)

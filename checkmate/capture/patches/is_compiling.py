@@ -12,15 +12,15 @@ by its name cannot try again: there the error says who asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function
+from checkmate.capture.patches.only_our_captures import Answer, Handler, answer_now, follow, follow_function
 from checkmate.capture.provenance import FRAME, is_users
 from checkmate.torch_internals.dynamo import (
     BackendCompilerFailed,
@@ -49,11 +49,9 @@ _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothi
 _said: set[str] = set()  # places that the user was told of
 
 
-@contextmanager
-def not_compiling() -> Iterator[None]:
+def not_compiling() -> AbstractContextManager[Any]:
     """Make PyTorch's own code behave as if it ran, not compiled, within the block: an optimizer takes another way."""
-    with patch.object(torch.compiler, "_is_compiling_flag", False):
-        yield
+    return patch.object(torch.compiler, "_is_compiling_flag", False)
 
 
 def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
@@ -74,7 +72,8 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
                     first = first or error
                     if not told_no or getattr(error, "is_users", False):
                         answer.compiled.intersection_update(before)  # it made no difference
-                        if error is not first and _is_raised_by_python(error):
+                        # Code that was told yes went a way on which plain PyTorch never is, and failed there.
+                        if error is not first and getattr(error, "users", None) is not None and not error.is_users:
                             raise first from None
                         raise
                     log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
@@ -85,11 +84,6 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
             warn(answer.compiled - before)
 
     return plainly
-
-
-def _is_raised_by_python(error: TorchDynamoException) -> bool:
-    """Tell whether code that was told yes went a way on which plain PyTorch never is, and failed there."""
-    return getattr(error, "users", None) is not None and not error.is_users
 
 
 def warn(told_yes: set[str]) -> None:
@@ -103,7 +97,7 @@ def warn(told_yes: set[str]) -> None:
         )
 
 
-def _call(plain: Callable[..., Any], self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+def _call(plain: Handler, self: Any, fn: Any, args: Any, kwargs: Any) -> None:
     """A call of a function, which Dynamo refuses to follow if it marks a tensor for a compiler.
 
     Code that is told that it is not compiled marks what it makes for later calls.
@@ -114,12 +108,7 @@ def _call(plain: Callable[..., Any], self: Any, fn: Any, args: Any, kwargs: Any)
         plain(self, fn, args, kwargs)
 
 
-def _not_recorded(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Libraries ask in one breath whether a stream is being recorded; Dynamo cannot capture this question."""
-    return VariableTracker.build(tx, False)
-
-
-def _is_compiling(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_compiling(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_users(tx.f_code.co_filename):
         return plain(self, tx, *args, **kwargs)
     while tx.f_code.co_name.startswith("is_") and tx.parent is not None:
@@ -136,8 +125,9 @@ def _is_compiling(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **k
 
 def _install() -> None:
     TorchInGraphFunctionVariable._get_handlers()  # where there are none, the map below is left as it is
+    # Libraries ask in one breath whether a stream is being recorded, which Dynamo cannot capture: none is.
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        follow_function(question, _not_recorded)
+        follow_function(question, lambda plain, self, tx, *args, **kwargs: VariableTracker.build(tx, False))
         manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
     get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
     for question in _QUESTIONS:

@@ -1,4 +1,4 @@
-"""Set aside decompositions in Python while a step is traced: their bits are not those of eager PyTorch's kernels.
+"""Trace ops as eager PyTorch runs them, where tracing takes decompositions, formulas or routines with other bits.
 
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
@@ -6,49 +6,72 @@ aside; PyTorch then records the op itself and its own backward. None of them is 
 of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`. Matrix
 products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for the choice between a
 product of batches and one of matrices, which is made here as C++ makes it.
+
+Of a few reductions autograd's formula depends on the data: it asks whether a number is zero, or is none, and goes on
+accordingly. Of tensors that are traced it cannot ask, and takes a formula for all cases, which rounds differently or
+has minus zero where eager has zero. While a step is captured, the gradient of such an op is traced as one op, which
+leaves the choice to eager PyTorch's autograd when it runs.
+
+``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
+rounds otherwise; not so ``eigvals``. While they are traced PyTorch takes it that a gradient may be needed (ATen's
+``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.fx import traceback
 
 from checkmate.torch_internals.descriptions import decompositions
 from checkmate.torch_internals.dispatcher import (
     DispatchKey,
-    OpOverload,
+    DispatchKeySet,
     TorchDispatchMode,
+    _AutoDispatchBelowAutograd,
+    _DisablePythonDispatcher,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
     outside_tracing,
 )
 
-_DROPOUT = torch.ops.aten.dropout.default
+aten = torch.ops.aten
+_DROPOUT = aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
     *("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink"),
     *("rnn_tanh", "rnn_relu", "gru", "lstm", "broadcast_tensors", "unsafe_chunk"),
 )
+_OF_ALL = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
+_REDUCTIONS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int)}
+_VALUES = {  # functions that give values only, or are computed from these
+    *(torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
+    *(torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, torch.functional.norm, torch.nuclear_norm),
+}
+_WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"}  # by their second argument's default
 
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Within the block, ops that tracing would decompose inexactly are traced as themselves."""
-    kept = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in _inexact()}
-    dropout = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
-    with kernels_in_python({**kept, _DROPOUT: dropout}), patch.object(decompositions, "should_fold", _folds):
-        yield
-
-
-@contextmanager
-def kernels_in_python(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Within the block, ops have these kernels in Python and no others, each by its dispatch key."""
+    """Within the block, ops that tracing takes apart inexactly, and gradients of reductions, are traced as one op."""
+    packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
+    inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
+    kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
+    for name, op in _REDUCTIONS.items():
+        kernels[op] = {**op.py_kernels, DispatchKey.Autograd: partial(_reduce, name)}
     before = {op: dict(op.py_kernels) for op in kernels}
     try:
         _set(kernels)
-        yield
+        with patch.object(decompositions, "should_fold", _folds):
+            yield
     finally:
         _set(before)
 
@@ -60,7 +83,7 @@ def _set(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> None:
         op._dispatch_cache.clear()
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
     """Drop out as eager PyTorch: the tensor itself at p = 0, a product without a draw at p = 1."""
     if not train or p == 0 or x.numel() == 0:
         return x
@@ -77,11 +100,11 @@ class _Products(TorchDispatchMode):
     folded = True
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.folded = self.folded and op is not torch.ops.aten.bmm.default
+        self.folded = self.folded and op is not aten.bmm.default
         return op(*args, **(kwargs or {}))
 
 
-def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
+def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
     """Tell whether a product of batches calls the kernel for one matrix: asked of the running version, without data.
 
     It depends on shapes, on strides, and on whether the smaller one needs a gradient, in each version otherwise.
@@ -94,6 +117,63 @@ def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
     return seen.folded
 
 
-def _inexact() -> list[OpOverload]:
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+@torch.library.custom_op("checkmate::gradient", mutates_args=())
+def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    """The gradient with respect to ``x`` of a reduction over ``dims``, or over all, given that of its result.
+
+    Args:
+        op: its name, such as ``aten.prod.dim_int``.
+        grad: in the shape and type of the result.
+        dims, keepdim, dtype: with which it was called. ``dims`` has at most one element.
+    """
+    by_autograd = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
+    included, excluded = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    as_called = _ForceDispatchKeyGuard(included, excluded - by_autograd)
+    with as_called, _DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
+    return _empty(op, x).copy_(found)
+
+
+@gradient.register_fake
+def _describe(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    return _empty(op, x)
+
+
+def _empty(op: str, x: Tensor) -> Tensor:
+    strides = torch.contiguous_format if _REDUCTIONS[op] in _OF_ALL else torch.preserve_format
+    return torch.empty_like(x, memory_format=strides)
+
+
+def _call(op: str, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    options: dict[str, Any] = {"keepdim": keepdim} if dims else {}
+    if dtype is not None:
+        options["dtype"] = dtype
+    return _REDUCTIONS[op](x, *dims, **options)
+
+
+class _Reduction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, x: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.called = op, rest
+        with _AutoDispatchBelowAutograd():
+            return _call(op, x, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        op, rest = ctx.called
+        return None, gradient(op, grad, *ctx.saved_tensors, *rest), None, None, None
+
+
+def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    return _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
+
+
+def without_vectors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op, by which it computes no vectors where eager PyTorch computes none."""
+    if op not in _WITH_VECTORS or (args[0].requires_grad and torch.is_grad_enabled()):
+        return args
+    stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
+    second = args[1] if len(args) > 1 else _WITH_VECTORS[op]
+    return (args[0], second, False) if stack[-1][1] in _VALUES else args

@@ -18,7 +18,7 @@ computed, is no gradient's concern in between: until then its name stands for wh
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch import nn
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import readable, where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dynamo import unimplemented, wrap_fx_proxy
@@ -49,17 +49,10 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
                 "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
                 "the intermediate outside, and pass it in with requires_grad_()."
             )
-    if leaves and not {*results} <= _trains(module, inputs):
-        raise Unsupported(
-            f"{where(leaves[0][1])}: a result needs a gradient only for an intermediate that is given "
-            "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
-            "compute the intermediate outside, and pass it in with requires_grad_()."
-        )
-
-
-def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
-    """The nodes of a graph that depend on an input that needs a gradient by what needs one."""
-    found = {
+    if not leaves:
+        return
+    # A result has to depend on an input that needs a gradient, by what needs one.
+    trained = {
         node
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
         if isinstance(given, torch.Tensor) and given.requires_grad
@@ -67,9 +60,14 @@ def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         needs = not isinstance(value, torch.Tensor) or value.requires_grad  # the results of a part, or it is not known
-        if node.op == "get_attr" or (needs and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "get_attr" or (needs and not trained.isdisjoint(node.all_input_nodes)):
+            trained.add(node)
+    if not trained.issuperset(results):
+        raise Unsupported(
+            f"{where(leaves[0][1])}: a result needs a gradient only for an intermediate that is given "
+            "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
+            "compute the intermediate outside, and pass it in with requires_grad_()."
+        )
 
 
 def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -100,11 +98,7 @@ def _requires_grad(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _leaves_pass(plain: Callable[..., None], self: Any, *args: Any) -> None:
-    """A check for such intermediates."""
-
-
-def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+def _set_attribute(plain: Handler, self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
     """An attribute is set, which may be whether a tensor needs a gradient."""
     attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
     if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_parameter(obj)):
@@ -113,7 +107,7 @@ def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name
     return value
 
 
-def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Freeze a parameter until it is thawed; other methods, and other tensors, are Dynamo's."""
     if name != "requires_grad_" or not _is_parameter(self):
         return plain(self, tx, name, args, kwargs)
@@ -141,7 +135,7 @@ def _is_parameter(variable: Any) -> bool:
     return bool(variable.source) and isinstance(made_of.meta["example_value"], nn.Parameter)
 
 
-def _end(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _end(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """End a capture, unless a parameter is left frozen."""
     for variable in _frozen.pop(self.tracing_context, {}):
         _refuse_flag(variable, False, "and leaves it so")
@@ -154,29 +148,23 @@ def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
     unimplemented(gb_type="A flag is changed", context=name, explanation=explanation, hints=[])
 
 
-def _apply(plain: Callable[..., Any], self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An `autograd.Function`, given views where it is given one tensor twice."""
-    return plain(self, tx, _each_once(tx, args), kwargs)
-
-
-def _each_once(tx: Any, args: Sequence[Any]) -> list[Any]:
-    given, first = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
+    given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
-        if first[i] is not None and (first[i] in first[:i] or _needs_one_now(args[i], first[i])):
-            given[i] = wrap_fx_proxy(
-                tx, tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
-            )
-    return given
-
-
-def _needs_one_now(variable: Any, node: Any) -> bool:
-    """Tell whether a tensor needs a gradient that needed none when it was made: a view of what was written to since."""
-    value = node.meta.get("example_value")
-    return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if (node := nodes[i]) is None:
+            continue
+        # A view of what was written to since it was made may need a gradient now.
+        value = node.meta.get("example_value")
+        needs = not args[i].requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if needs or node in nodes[:i]:
+            proxy = tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
+            given[i] = wrap_fx_proxy(tx, proxy)
+    return plain(self, tx, given, kwargs)
 
 
 follow("OutputGraph.compile_subgraph", _end)
 follow("TensorVariable.call_method", _call_method)
-follow("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
+follow("OutputGraph._check_requires_grad_intermediate_outputs", lambda plain, self, *args: None)
 follow("SetAttrBuiltinVariable._call_setattr", _set_attribute)
 follow("AutogradFunctionApplyVariable.call_function", _apply)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +17,7 @@ import torch
 
 from checkmate.capture.guards import CannotTellError
 from checkmate.capture.patches.data_branches import RAISED, is_question, value_now
-from checkmate.capture.patches.only_our_captures import answer_now, follow
+from checkmate.capture.patches.only_our_captures import Handler, answer_now, follow
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     BuiltinVariable,
@@ -33,7 +32,6 @@ from checkmate.torch_internals.dynamo import (
 )
 
 log = logging.getLogger("checkmate.capture.patches.logging_calls")
-Plain = Callable[..., Any]
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
 
@@ -82,7 +80,7 @@ def _leave_out(tx: Any, who: str) -> VariableTracker:
     return VariableTracker.build(tx, None)
 
 
-def _call_logger(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_logger(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     method = getattr(self.value, name, None)
     if method is not None and _LOGS.search(name):
         return _leave_out(tx, f"{self.value.name}.{name}")
@@ -91,7 +89,7 @@ def _call_logger(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs:
     return plain(self, tx, name, args, kwargs)
 
 
-def _call_builtin(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _call_builtin(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is print:
         return _leave_out(tx, "print")
     if self.fn is AssertionError:  # Dynamo's own takes constant texts only
@@ -99,7 +97,7 @@ def _call_builtin(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> A
     return plain(self, tx, args, kwargs)
 
 
-def _call_function(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _call_function(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """A function, followed or not, which may be one of logging or of warnings."""
     function: Any = getattr(self, "fn", None) or getattr(self, "value", None)
     if function is warnings.warn:
@@ -113,7 +111,7 @@ def _call_function(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> 
     return plain(self, tx, args, kwargs)
 
 
-def _format(plain: Plain, self: Any, spec: Any, flags: int) -> None:
+def _format(plain: Handler, self: Any, spec: Any, flags: int) -> None:
     """A value in an f-string: a number from a tensor stays one until the text is said."""
     if not is_question(self.stack[-1]):
         plain(self, spec, flags)
@@ -136,12 +134,15 @@ def _made(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseExc
     return kind(*values, **{name: value_of(tx, argument) for name, argument in kwargs.items()})
 
 
-def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """A class: what an exception of the user's own class is made of is remembered."""
     try:
         result = plain(self, tx, args, kwargs)
     except Unsupported:  # of a constructor that hands something else on to that of Exception
-        if not issubclass(self.value, Exception) or not _are_constant([*args, *kwargs.values()]):
+        # Constants and texts cannot decide what the captured code does next.
+        if not issubclass(self.value, Exception) or not all(
+            a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in (*args, *kwargs.values())
+        ):
             raise
         error = _made(tx, self.value, args, kwargs)
         given = [VariableTracker.build(tx, argument) for argument in error.args]
@@ -151,12 +152,7 @@ def _call_class(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any
     return result
 
 
-def _are_constant(arguments: list[Any]) -> bool:
-    """Tell whether their values cannot decide what the captured code does next: constants, and texts."""
-    return all(a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in arguments)
-
-
-def _handle_exception(plain: Plain, self: Any, raised: Any) -> None:
+def _handle_exception(plain: Handler, self: Any, raised: Any) -> None:
     """The search for who handles an exception: one of the user's that nobody does goes with the error, whole."""
     try:
         current = get_raised_exception(self.exn_vt_stack)

@@ -20,7 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from checkmate.capture.guards import GuardFailed
-from checkmate.capture.patches.only_our_captures import follow
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.torch_internals.dynamo import (
     GraphArg,
     NumpyNdarrayVariable,
@@ -31,7 +31,6 @@ from checkmate.torch_internals.dynamo import (
     wrap_fx_proxy_cls,
 )
 
-Described = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
 _SEEDS = (np.random.seed, np.random.set_state)  # which return nothing
 _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what was drawn for the capture
 
@@ -40,27 +39,10 @@ class DrawnArray(RandomValueSource):
     """The source of an input that such a function makes."""
 
 
-def _describe(array: np.ndarray[Any, Any]) -> Described:
-    return array.shape, array.strides, array.dtype
-
-
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
     """Turn the result of a function into an array; None if it is neither an array nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
     return found if found is not None and found.dtype.kind in "biuf" else None
-
-
-def _drawing(function: Callable[..., Any], expected: Described, place: str) -> Callable[..., Any]:
-    """The function, for each later call."""
-
-    def draw(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
-        array = _array(function(*args, **kwargs))
-        if array is None or _describe(array) != expected:
-            now = None if array is None else array.shape
-            raise GuardFailed(place, expected[0], now, None)
-        return array
-
-    return draw
 
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
@@ -83,14 +65,17 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     if array is None:
         tx.output.random_calls.append((function, *given))
         return VariableTracker.build(tx, None)
-    place = f"{tx.f_code.co_filename}:{tx.lineno}"
-    variable = _input(tx, array, (_drawing(function, _describe(array), place), *given))
-    return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
+    place, expected = f"{tx.f_code.co_filename}:{tx.lineno}", (array.shape, array.strides, array.dtype)
 
+    def draw(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:  # at each later call
+        array = _array(function(*args, **kwargs))
+        if array is None or (array.shape, array.strides, array.dtype) != expected:
+            raise GuardFailed(place, expected[0], None if array is None else array.shape, None)
+        return array
 
-def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
+    # Make the array an input, which Dynamo fills before each step as it does those of Python's generator.
     source = DrawnArray(len(tx.output.random_calls))
-    tx.output.random_calls.append(call)
+    tx.output.random_calls.append((draw, *given))
     example = torch.as_tensor(array)
     fixed = StatefulSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * array.ndim, tensor_source=source)
     tx.output.tracing_context.tensor_to_context[example] = fixed
@@ -100,8 +85,8 @@ def _input(tx: Any, array: np.ndarray[Any, Any], call: tuple[Any, ...]) -> Any:
     proxy.node.meta["grapharg"] = GraphArg(
         source, example, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False, example_strong_ref=example
     )
-    kind = NumpyNdarrayVariable if array.ndim else TensorVariable
-    return wrap_fx_proxy_cls(kind, tx, proxy, example_value=fake)
+    variable = wrap_fx_proxy_cls(NumpyNdarrayVariable if array.ndim else TensorVariable, tx, proxy, example_value=fake)
+    return variable if isinstance(value, np.ndarray) else variable.call_method(tx, "item", [], {})
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -137,18 +122,14 @@ def _is_of_torch(value: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == "torch"
 
 
-def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A function of the user's."""
+def _call(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = type(self) is UserFunctionVariable and _only_draws(self.fn)
-    result = _handed_in(tx, self.fn, args, kwargs) if draws else None
-    return plain(self, tx, args, kwargs) if result is None else result
+    return (draws and _handed_in(tx, self.fn, args, kwargs)) or plain(self, tx, args, kwargs)
 
 
-def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A function of NumPy's."""
+def _call_numpy(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     draws = any(self.value is function for function in vars(np.random).values())
-    result = _handed_in(tx, self.value, args, kwargs) if draws else None
-    return plain(self, tx, args, kwargs) if result is None else result
+    return (draws and _handed_in(tx, self.value, args, kwargs)) or plain(self, tx, args, kwargs)
 
 
 follow("UserFunctionVariable.call_function", _call)

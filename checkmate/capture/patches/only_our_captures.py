@@ -45,7 +45,7 @@ def answer_now() -> Answer | None:
 
 def only_ours(ours: Handler, plain: Handler | None) -> Handler:
     """A handler that is ours in what our backends capture, and else Dynamo's; of some functions it has none."""
-    theirs = plain or _as_any
+    theirs = plain or (lambda *args, **kwargs: None)  # Dynamo makes a call without a handler a node
 
     @wraps(theirs)
     def handled(*args: Any, **kwargs: Any) -> Any:
@@ -54,10 +54,6 @@ def only_ours(ours: Handler, plain: Handler | None) -> Handler:
     _, *taken = inspect.signature(ours).parameters.values()
     handled.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     return handled
-
-
-def _as_any(*args: Any, **kwargs: Any) -> None:
-    """Leave a function without a handler to Dynamo, which makes it a node."""
 
 
 def follow(name: str, ours: Handler) -> None:

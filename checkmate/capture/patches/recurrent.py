@@ -22,10 +22,7 @@ from checkmate.torch_internals.descriptions import (
     mkldnn_rnn_layer_backward,
     register_op_impl,
 )
-from checkmate.torch_internals.dispatcher import (
-    _AutoDispatchBelowAutograd,
-    outside_tracing,
-)
+from checkmate.torch_internals.dispatcher import _AutoDispatchBelowAutograd, outside_tracing
 from checkmate.torch_internals.dynamo import dynamo_config
 from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
@@ -48,8 +45,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
 def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Autograd does not see it."""
     with torch.enable_grad(), _AutoDispatchBelowAutograd():
-        output, hidden, cell, workspace = LAYER(*args, **kwargs)
-        return output, hidden, cell, workspace
+        return LAYER(*args, **kwargs)
 
 
 def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from checkmate.capture.patches.only_our_captures import follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method
 from checkmate.torch_internals.dynamo import (
     AttrSource,
     FakeTensorObservedException,
@@ -22,7 +21,6 @@ from checkmate.torch_internals.dynamo import (
 from checkmate.torch_internals.kernels import _foreach_lerp_
 from checkmate.torch_internals.names import put_in_place
 
-Plain = Callable[..., Any]
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
     *("half", "bfloat16", "float", "double"),
@@ -46,7 +44,7 @@ def _guard_each_parameter() -> None:
         dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
 
-def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Give ``x`` itself for ``x.to(x.dtype)`` and its like, as plain PyTorch.
 
     Dynamo makes another object of it, which has lost what Python keeps with the tensor: assigned again to the name of
@@ -54,30 +52,27 @@ def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any
     and the assignment is refused.
     """
     result = plain(self, tx, name, args, kwargs)
-    if name in _CONVERT and type(result) is type(self) and _example(result) is _example(self):
-        return self
+    if name in _CONVERT and type(result) is type(self):
+        made, given = (variable.as_proxy().node.meta["example_value"] for variable in (result, self))
+        return self if made is given else result
     return result
 
 
-def _example(variable: Any) -> Any:
-    return variable.as_proxy().node.meta["example_value"]
-
-
-def _leave_whole(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+def _leave_whole(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
     """Dynamo takes some ops apart, so that a number they take may be a tensor: the parts round otherwise.
 
     ``addcdiv`` with a ``value`` becomes a quotient, a product and a sum.
     """
 
 
-def _pass_over_flags(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _pass_over_flags(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
     described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
     return None if on_gpu else NullContextVariable()
 
 
-def _drop_of_nothing(plain: Plain, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Dropout of no elements is the tensor itself, of a type that has no draws, too; None: there are some."""
     x = kwargs.get("input", x)
     if x is None or not x.is_tensor() or not x.realize().valid_size():
@@ -85,7 +80,7 @@ def _drop_of_nothing(plain: Plain, self: Any, tx: Any, x: Any = None, *args: Any
     return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
 
 
-def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Errors that PyTorch's fake tensors have and its kernels may not have are refusals, which say so.
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
@@ -96,10 +91,11 @@ def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> An
     try:
         return plain(node, tx, *args, **kwargs)
     except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
-        reason = _reason(given, tx, error)
-        if reason is None:
+        if (reason := _reason(given, tx, error)) is None:
             raise
-        why = f"PyTorch says: {_said(error)}. {reason}"
+        found = re.search(r"got \w+\((.*)", str(error))  # PyTorch's own sentence
+        said = (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
+        why = f"PyTorch says: {said}. {reason}"
         unimplemented(gb_type="What an op makes cannot be told", context=str(error), explanation=why, hints=[])
 
 
@@ -118,41 +114,29 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
     return "Plain PyTorch runs a backward only where the result of its function is used." if within and tx else None
 
 
-def _said(error: Exception) -> str:
-    """PyTorch's own sentence."""
-    found = re.search(r"got \w+\((.*)", str(error))
-    return (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
-
-
-def _note_compiled(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def _note_compiled(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Attention within a function of `torch.compile` is one kernel in plain PyTorch, and else dense: say which it is.
 
     Dynamo follows such a function as if it was not compiled. What the options of the call say the backward's have, too.
     """
-    return _noting(self.wrapper_obj, plain, self, tx, args, kwargs)
-
-
-def _note_compiled_attribute(plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """PyTorch 2.11 takes a compiled function that a module holds for the plain one; where it was found tells."""
     source = self.source
-    if not isinstance(source, AttrSource) or source.member != "_torchdynamo_inline":
+    if hasattr(self, "wrapper_obj"):
+        compiled = self.wrapper_obj
+    elif isinstance(source, AttrSource) and source.member == "_torchdynamo_inline":
+        # PyTorch 2.11 takes a compiled function that a module holds for the plain one; where it was found tells.
+        scopes = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+        compiled = source.base.get_value(scopes, {}, weakref.WeakKeyDictionary())
+    else:
         return plain(self, tx, args, kwargs)
-    scopes = {"L": tx.output.local_scope, "G": tx.output.global_scope}
-    compiled = source.base.get_value(scopes, {}, weakref.WeakKeyDictionary())
-    return _noting(compiled, plain, self, tx, args, kwargs)
-
-
-def _noting(compiled: Any, plain: Plain, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     attention: Any = {"op": "call_function", "target": torch.ops.higher_order.flex_attention}
     before = set(tx.output.graph.find_nodes(**attention))
     result = plain(self, tx, args, kwargs)
-    config = _config(compiled)
-    if config is not None:
+    if (config := _config(compiled)) is not None:
         usual = _config(torch.compile(_config)) or {}
         changed = {name: value for name, value in config.items() if usual.get(name) != value}
+        position = OPTIONS["flex_attention"]
         for node in tx.output.graph.find_nodes(**attention):
             if node not in before:
-                position = OPTIONS["flex_attention"]
                 options: Any = node.args[position]
                 node.update_arg(position, {**options, COMPILED: changed})
     return result
@@ -168,7 +152,7 @@ put_in_place("guards of parameters", _guard_each_parameter)
 follow("TensorVariable.call_method", _convert)
 follow("get_fake_value", _describe)
 follow("WrapperUserFunctionVariable.call_function", _note_compiled)
-follow("UserFunctionVariable.call_function", _note_compiled_attribute)
+follow("UserFunctionVariable.call_function", _note_compiled)
 follow_function(torch.backends.cudnn.flags, _pass_over_flags)
 for dropout in (torch.dropout, torch.nn.functional.dropout):
     follow_function(dropout, _drop_of_nothing)

@@ -1,1 +1,1 @@
-"""Describe results as the kernels make them: in their strides, of their types, by their routines."""
+"""Describe results as the kernels make them: in their strides, of their types."""

@@ -39,9 +39,7 @@ def next_averages(
 
 
 @next_averages.register_fake
-def _describe(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _describe(x: Tensor, mean: Tensor, var: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(mean), torch.empty_like(var)
 
 
@@ -51,13 +49,8 @@ def _forward(norm: Any, input: Tensor) -> Tensor:
     tracks = norm.training and norm.track_running_stats
     mean, var = (norm.running_mean, norm.running_var) if tracks or not norm.training else (None, None)
     by_batch = norm.training or (mean is None and var is None)
-    if (
-        tracks
-        and norm.momentum is None
-        and norm.num_batches_tracked is not None
-        and mean is not None
-        and var is not None
-    ):
+    counts = tracks and norm.momentum is None and norm.num_batches_tracked is not None
+    if counts and mean is not None and var is not None:
         norm.num_batches_tracked.add_(1)
         with torch.no_grad():
             averages = next_averages(input, mean, var, norm.weight, norm.bias, norm.num_batches_tracked, norm.eps)

@@ -16,6 +16,12 @@ describes one names its operands in another order than the kernel, the wrong one
 cannot be viewed, or sums in another order. Batch norm lays its result out in the memory format that its input suggests,
 the fake one in the strides of its input. Importing this module mends these rules, for the process: a backend is called
 when Dynamo has traced already.
+
+So it does the types of some results. Of an input in half precision and parameters in float32, as under autocast, the
+kernels make means and deviations in float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides).
+PyTorch's descriptions have them in the input's type, and the gradient of a group norm's input, or a soft margin loss,
+in a type of all operands, where the kernel has the input's. A plan would count other bytes, and a backward could not be
+measured with what is described.
 """
 
 from __future__ import annotations
@@ -32,8 +38,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from checkmate.capture.patches.results.statistics import TYPES
-from checkmate.capture.patches.results.values_only import without_vectors
+from checkmate.capture.patches.kernels import without_vectors
 from checkmate.torch_internals.descriptions import (
     FakeTensor,
     FakeTensorMode,
@@ -85,6 +90,25 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
 
 
+def _normalization(given: Mapping[str, Any]) -> list[torch.dtype | None]:
+    """Types of means and deviations: the input's, or float32 if it is mixed with parameters of another type."""
+    x, running = given["input"], [given[name] for name in ("running_mean", "running_var") if name in given]
+    parameter = next((p for p in (given["weight"], given["bias"], *running) if p is not None), x)
+    made = x.dtype if parameter.dtype == x.dtype else torch.float32
+    return [None, made, made, *(t.dtype for t in running)]
+
+
+_TYPES: dict[Any, Callable[[Mapping[str, Any]], list[torch.dtype | None]]] = {  # of results; None: as described
+    aten.native_layer_norm.default: _normalization,
+    aten.native_group_norm.default: _normalization,
+    aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
+    aten._native_batch_norm_legit_functional.default: _normalization,
+    aten._native_batch_norm_legit.no_stats: _normalization,
+    aten.soft_margin_loss.default: lambda given: [given["self"].dtype],
+    aten.soft_margin_loss_backward.default: lambda given: [given["self"].dtype],
+}
+
+
 def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A copy in a shape that ``x`` broadcasts to, with these strides and of this type."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
@@ -114,69 +138,70 @@ def eager_strides() -> Iterator[None]:
     functional = FunctionalTensorMode.__torch_dispatch__
     repeated: Any = WeakTensorKeyDictionary()  # views of what is expanded, and windows
 
-    def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it
-        return tensor in repeated or _repeats(tensor)
+    def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it: it is expanded, or a view of what is
+        known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
+        expanded = any(n > 1 and isinstance(step, int) and not step for n, step in known)
+        return tensor in repeated or (expanded and all(n for n, _ in known))
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not isinstance(op, OpOverload) or not op._schema.is_mutable:
             if op is aten.expand.default and (leading := _only_leading(*args)) is not None:
                 result = functional(mode, aten.alias.default, types, args[:1])
                 for _ in range(leading):
                     result = functional(mode, aten.unsqueeze.default, types, (result, 0))
                 return result
-            made = without_vectors(op, args, kwargs or {}, lambda other, *given: functional(mode, other, types, *given))
-            if made is not None:
-                return made
-            result = functional(mode, op, types, args, kwargs)
+            result = functional(mode, op, types, without_vectors(op, args), kwargs)
             source = args[0] if args and getattr(op, "is_view", False) else None
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
                 repeated.update((view, True) for view in tree_leaves(result))
             return result
+        # Factors of tensors in half precision are rounded first.
         if op in _ROUND_FACTORS:
-            op, args, kwargs = aten._foreach_mul_.ScalarList, _with_rounded_factors(*args, *(kwargs or {}).values()), {}
-        in_order = _rewrites(op, args)
-        for tensor in written(op, args, kwargs or {}):
-            if not isinstance(tensor, FunctionalTensor):
-                continue
-            if is_lost(tensor) or (_overlaps(tensor) and not (in_order and _is_read_nowhere_else(op, args, kwargs))):
+            arguments = [*args, *kwargs.values()]
+            tensors, by = arguments
+            factors = by if isinstance(by, list) else [by] * len(tensors)
+            with outside_tracing():
+                rounded = [
+                    torch.tensor(factor, dtype=t.dtype).item() if t.dtype in (torch.bfloat16, torch.float16) else factor
+                    for t, factor in zip(tensors, factors, strict=True)
+                ]
+            op, args, kwargs = aten._foreach_mul_.ScalarList, (tensors, rounded), {}
+        # Refuse a write to elements that share memory, but one that can be traced as itself.
+        changes_shape = torch.Tag.inplace_view in op.tags
+        in_place = op.namespace == "aten" and _name(op).endswith("_") and not changes_shape
+        rewrites = in_place and isinstance(args[0], FunctionalTensor) and not args[0].is_contiguous()
+        targets = [t for t in written(op, args, kwargs) if isinstance(t, FunctionalTensor)]
+        for tensor in targets:
+            if is_lost(tensor) or (_overlaps(tensor) and not (rewrites and _is_read_nowhere_else(args, kwargs))):
                 raise RuntimeError(f"{_name(op)} writes to a tensor whose elements share memory")
-        if in_order:
-            given = tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
+        # Trace a write whose numbers or strides would be others as itself, into a copy.
+        if rewrites:
+            given = tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs))
             if _depends_on_strides(op, *given):
                 write = draw_copy if torch.Tag.nondeterministic_seeded in op.tags else write_copy
                 _set(args[0], _record(write, (op, *given[0]), given[1]))
                 return args[0]
         result = functional(mode, op, types, args, kwargs)
-        for tensor in written(op, args, kwargs or {}):
-            if isinstance(tensor, FunctionalTensor) and torch.Tag.inplace_view not in op.tags:
-                _keep_strides(tensor)
+        if changes_shape:
+            return result
+        # For a storage functionalization keeps the value of its base, from which views are taken again: lay that out.
+        for tensor in targets:
+            base: Any = tensor if tensor._base is None else tensor._base
+            value = base.from_functional()
+            if value.shape == base.shape and value.numel() and _strides(value) != _strides(base):
+                _set(base, _record(lay_out, (value, tuple(base.shape), base.stride(), value.dtype), {}))
         return result
 
     with patch.object(FunctionalTensorMode, "__torch_dispatch__", keeping):
         yield
 
 
-def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[Any]]:
-    """Tensors, and what each is multiplied by in place: of those in half precision it is rounded first."""
-    factors = by if isinstance(by, list) else [by] * len(tensors)
-    with outside_tracing():
-        return tensors, [
-            torch.tensor(factor, dtype=t.dtype).item() if t.dtype in (torch.bfloat16, torch.float16) else factor
-            for t, factor in zip(tensors, factors, strict=True)
-        ]
-
-
-def _is_read_nowhere_else(op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
+def _is_read_nowhere_else(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether the memory of what an op in place writes, its first argument, is that of no other argument."""
-    tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FunctionalTensor)]
     storages = [t.elem.untyped_storage()._cdata for t in tensors]  # `detach` gives a view that has no base
     return storages.count(storages[0]) == 1
-
-
-def _rewrites(op: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Tell whether an op is one of PyTorch's that write in place, on a tensor that is not contiguous."""
-    in_place = op.namespace == "aten" and _name(op).endswith("_") and torch.Tag.inplace_view not in op.tags
-    return in_place and isinstance(args[0], FunctionalTensor) and not args[0].is_contiguous()
 
 
 def _name(op: OpOverload) -> str:
@@ -205,12 +230,6 @@ def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | 
         return None
     kept = all(n in (-1, size) for n, size in zip(sizes[leading:], tensor.shape, strict=True))
     return leading if kept else None
-
-
-def _repeats(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is expanded."""
-    known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
-    return all(n for n, _ in known) and any(n > 1 and isinstance(step, int) and not step for n, step in known)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -243,17 +262,6 @@ def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     return [leaf for name, arg in given if name in names for leaf in tree_leaves(arg)]
 
 
-def _keep_strides(tensor: FunctionalTensor) -> None:
-    """Lay out as before what stands for a tensor after a write.
-
-    For a storage functionalization keeps the value of its base, from which each view is taken again when it is read.
-    """
-    base: Any = tensor if tensor._base is None else tensor._base
-    value = base.from_functional()
-    if value.shape == base.shape and value.numel() and _strides(value) != _strides(base):
-        _set(base, _record(lay_out, (value, tuple(base.shape), base.stride(), value.dtype), {}))
-
-
 def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
     """Set the traced value of a tensor and of all that share its storage."""
     tensor.replace_(value)
@@ -274,17 +282,16 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _in_the_layout_of_the_kernel(helper: Callable[..., Any]) -> Callable[..., Any]:
+_plain_helper, _plain_dispatch = decompositions.native_batch_norm_helper, FakeTensorMode._dispatch_impl
+
+
+@wraps(_plain_helper)
+def _normalize(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The decomposition of every batch norm, which gives the fake results too, with the strides of the CPU's kernel."""
-
-    @wraps(helper)
-    def normalized(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, *statistics = helper(x, *args, **kwargs)
-        if x.device.type == "cpu":
-            output = output.contiguous(memory_format=suggest_memory_format(x))
-        return output, *statistics
-
-    return normalized
+    output, *statistics = _plain_helper(x, *args, **kwargs)
+    if x.device.type == "cpu":
+        output = output.contiguous(memory_format=suggest_memory_format(x))
+    return output, *statistics
 
 
 def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
@@ -318,37 +325,33 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
         return aten.as_strided.default(args[0], view.shape, view.stride(), result.storage_offset())
 
 
-def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the dispatch of fake tensors so that results have the strides and types of the CPU's kernels."""
+@wraps(_plain_dispatch)
+def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Describe the results of an op in the strides and types of the CPU's kernels."""
+    results = _plain_dispatch(mode, op, types, args, kwargs)
+    if op in _TYPES and args[0].device.type == "cpu":
+        names = [a.name for a in op._schema.arguments]
+        given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+        made = results if isinstance(results, tuple) else (results,)
+        with mode:
+            pairs = zip(made, _TYPES[op](given), strict=True)
+            typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
+        return tuple(typed) if made is results else typed[0]
+    if op in _VIEWS and isinstance(results, FakeTensor):
+        return _as_eager_views(mode, op, args, results)
+    if op not in _DESCRIBED_WRONG:
+        return results
 
-    @wraps(describe)
-    def described(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        results = describe(mode, op, types, args, kwargs)
-        if op in TYPES and args[0].device.type == "cpu":
-            names = [a.name for a in op._schema.arguments]
-            given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-            made = results if isinstance(results, tuple) else (results,)
-            with mode:
-                pairs = zip(made, TYPES[op](given), strict=True)
-                typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
-            return tuple(typed) if made is results else typed[0]
-        if op in _VIEWS and isinstance(results, FakeTensor):
-            return _as_eager_views(mode, op, args, results)
-        if op not in _DESCRIBED_WRONG:
-            return results
+    def as_the_kernel(result: torch.Tensor) -> torch.Tensor:
+        strides = _strides_of_the_kernel(op, [*args, *kwargs.values()], result)
+        if result.device.type != "cpu" or strides == result.stride():
+            return result
+        with mode:
+            return lay_out(result, tuple(result.shape), strides, result.dtype)
 
-        def as_the_kernel(result: torch.Tensor) -> torch.Tensor:
-            strides = _strides_of_the_kernel(op, [*args, *kwargs.values()], result)
-            if result.device.type != "cpu" or strides == result.stride():
-                return result
-            with mode:
-                return lay_out(result, tuple(result.shape), strides, result.dtype)
-
-        return tree_map_only(FakeTensor, as_the_kernel, results)
-
-    return described
+    return tree_map_only(FakeTensor, as_the_kernel, results)
 
 
-FakeTensorMode._dispatch_impl = _as_the_kernels_lay_out(FakeTensorMode._dispatch_impl)
-decompositions.native_batch_norm_helper = _in_the_layout_of_the_kernel(decompositions.native_batch_norm_helper)
+FakeTensorMode._dispatch_impl = _dispatch
+decompositions.native_batch_norm_helper = _normalize
 FakeTensorMode.cache_clear()  # of results in the old strides
