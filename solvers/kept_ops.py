@@ -203,22 +203,14 @@ def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
     if len(plans.free) <= FEW:
         yield from map(plans.of, chain.from_iterable(combinations(plans.free, n) for n in range(FEW + 1)))
         return
-    yield from _by_cuts(plans)
-    yield from _by_parts(plans, budget)
-
-
-def _by_cuts(plans: KeptOps) -> Iterator[Choice]:
-    """Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes."""
+    # Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes.
     tables, may = plans.tables, candidates(plans.problem)
     seconds = {k: tables.seconds[k] for k in may}
     weight = {k: plans.bytes_of[k] for k in may}
     for i in range(CUTS):
         saved = cut(plans.problem, most_seconds(seconds, weight, sum(weight.values()) * i // CUTS))
         yield plans.of({*plans.free}.difference(tables.producer[v] for v in saved))
-
-
-def _by_parts(plans: KeptOps, budget: int) -> Iterator[Choice]:
-    """Plans by parts: for each division and share those around the fewest parts that run again within a budget."""
+    # Plans by parts: for each division and share those around the fewest parts that run again within the budget.
     seen: set[tuple[int, ...]] = set()
     for parts in range(1, min(MOST_PARTS, len(plans.borders) + 1) + 1):
         for share in SHARES:

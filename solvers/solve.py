@@ -152,17 +152,52 @@ def attempt(
         elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:
-            solution = _without_host(chosen, incumbent, options)
+            # A method that knows of no second memory: take its plan, and none of its bounds.
+            alone = Incumbent(replace(task, problem=problem.with_host(None)))
+            remarks = _remarks(chosen, alone, options)
+            if alone.R is not None:
+                incumbent.offer(alone.R, method)
+            solution = incumbent.solution(method, remarks)
     log.info("%s", solution)
     return solution
 
 
 def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     """An answer without a plan, with why there is none, and what would work."""
+    problem, budget = solution.problem, solution.budget
     patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if solution.method == "auto" else PATIENCE
-    if solution.budget < solution.problem.unavoidable_bytes.max():
-        return _infeasible(solution, patience)
-    return _explain(solution, patience, in_time=solution.seconds < time_limit)
+    ends = min_budget(problem, time_limit=patience)
+    # The op that is in the way, and why: one may need more alone, with what every schedule holds while it runs.
+    alone = budget < problem.unavoidable_bytes.max()
+    if alone:
+        k = int(np.argmax(problem.unavoidable_bytes))
+        reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
+    elif budget < ends.bound:
+        solution = replace(solution, status=Status.INFEASIBLE, bound=inf)
+        k = bottleneck(problem)
+        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
+    else:
+        k = bottleneck(problem) if solution.stuck is None else solution.stuck
+        reason = f"{_name(problem, k)} stands in the way"
+        if solution.message and solution.status is not Status.INFEASIBLE:
+            reason = solution.message
+        elif solution.seconds >= time_limit:
+            reason = f"the time was over, after {format_seconds(solution.seconds)}"
+    # The budget that works, and what it costs.
+    way_out = "Method 'auto' has one."
+    if alone or ends.peak > budget:
+        parts = " and ".join(split.partition(": ")[0] for split in problem.splits)
+        works = f"Smallest budget that works: {exact_bytes(ends.peak)}{f', with {parts}' if parts else ''}."
+        below = "it" if ends.proven else exact_bytes(ends.bound)
+        way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
+    # The answer, with what rules cost.
+    proven = alone or solution.status is Status.INFEASIBLE
+    claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
+    failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
+    without = smallest_without(problem, patience) if ends.peak > budget else {}
+    refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
+    message = f"{failures}{claim} {format_bytes(budget)}: {reason}. {way_out}{_rules_in_words(problem, ends, without)}"
+    return replace(solution, refusal=refusal, message=message)
 
 
 def cheapest_split(
@@ -207,13 +242,10 @@ def cheapest_split(
     moment = FIRST_SECONDS + PER_OP * len(problem.graph.ops)
     best = look(problem.splits_in_turn(), moment if moment < time_limit else inf)
     if best is None and moment < time_limit and not any(answer.interrupted for _, answer in answers.values()):
-        best = look([one for one, answer in answers.values() if _gave_up(answer)], inf)
+        # There may be a plan after more than a moment. Methods but "auto" have taken all the time.
+        gave_up = [one for one, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
+        best = look(gave_up, inf)
     return best or [*answers.values()][-1][1]
-
-
-def _gave_up(answer: Solution) -> bool:
-    """Tell whether there was no plan after a moment, and may be one after more: methods but "auto" take all time."""
-    return answer.status is Status.NOT_FOUND and answer.method == "auto"
 
 
 def with_halved(solution: Solution) -> Solution:
@@ -261,16 +293,6 @@ def check_limits(time_limit: float, gap: float) -> None:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
 
 
-def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Solution:
-    """Ask a method that knows of no second memory: take its plan, and none of its bounds."""
-    task = incumbent.task
-    alone = Incumbent(replace(task, problem=task.problem.with_host(None)))
-    remarks = _remarks(method, alone, options)
-    if alone.R is not None:
-        incumbent.offer(alone.R, method.name)
-    return incumbent.solution(method.name, remarks)
-
-
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
     """Run the method; that it was interrupted or failed loses nothing that it had offered."""
     try:
@@ -285,52 +307,6 @@ def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> R
     except SolverError as error:
         log.warning("%s failed: %s", method.name, error)
         return Remarks(f"{method.name} failed", {"failed": [str(error)]})
-
-
-def _infeasible(solution: Solution, patience: float) -> Solution:
-    """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
-    problem, budget = solution.problem, solution.budget
-    k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
-    reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
-    message = f"No schedule fits {format_bytes(budget)}: {reason}. {_way_out(problem, ends)}"
-    return _without_plan(replace(solution, message=message), ends, k, reason, patience)
-
-
-def _explain(solution: Solution, patience: float, *, in_time: bool) -> Solution:
-    """Add to an answer without a plan why, and what would work; and that nothing does, where that is proven."""
-    spent = format_seconds(solution.seconds)
-    problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
-    if solution.budget < ends.bound:
-        solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
-        k = bottleneck(problem)
-        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
-    else:
-        k = bottleneck(problem) if solution.stuck is None else solution.stuck
-        says_why = solution.message and solution.status is not Status.INFEASIBLE
-        unsaid = f"{_name(problem, k)} stands in the way" if in_time else f"the time was over, after {spent}"
-        reason = solution.message if says_why else unsaid
-    proven = solution.status is Status.INFEASIBLE
-    claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
-    failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
-    way_out = _way_out(problem, ends) if ends.peak > solution.budget else "Method 'auto' has one."
-    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. {way_out}"
-    return _without_plan(replace(solution, message=message), ends, k, f"{failures}{reason}", patience)
-
-
-def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, patience: float) -> Solution:
-    problem = solution.problem
-    without = smallest_without(problem, patience) if ends.peak > solution.budget else {}
-    refusal = Refusal(ends.peak, problem.graph.ops[k].name, reason, without)
-    return replace(solution, refusal=refusal, message=f"{solution.message}{_rules_in_words(problem, ends, without)}")
-
-
-def _way_out(problem: Problem, ends: MinBudget) -> str:
-    parts = f", with {' and '.join(split.partition(': ')[0] for split in problem.splits)}" if problem.splits else ""
-    below = "it" if ends.proven else exact_bytes(ends.bound)
-    return (
-        f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "
-        f"No plan fits below {below}.{_what_it_costs(problem)}"
-    )
 
 
 def _what_it_costs(problem: Problem) -> str:
