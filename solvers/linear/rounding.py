@@ -68,16 +68,10 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
 
 def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
     """Offer R without the runs that it can do without, if it fits and may then be cheaper than the best."""
-    if cost_of(task.problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R):
-        return False
-    if not obeys_limits(task.problem, R):
-        return False
-    return incumbent.offer(_without_needless(task, R), METHOD)
-
-
-def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
-    """R without repeated runs, the most expensive first, whose outputs can be kept since the run before instead."""
     problem = task.problem
+    if cost_of(problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R) or not obeys_limits(problem, R):
+        return False
+    # Drop repeated runs, the most expensive first, whose outputs can be kept since the run before instead.
     again = np.argwhere(np.tril(R, -1))
     for t, k in again[np.argsort(-problem.seconds[again[:, 1]], kind="stable")]:
         if R[t, k] and not task.clock.is_over:
@@ -85,7 +79,7 @@ def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
             R = fewer if fits(problem, task.budget, fewer) else R
-    return R
+    return incumbent.offer(R, METHOD)
 
 
 def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) -> Iterator[np.ndarray]:
