@@ -86,7 +86,7 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
     >>> solve(chain, 4, method="chen-sqrt").cost, solve(chain, 3, method="chen-sqrt").status
     (10.0, Status.NOT_FOUND)
     """
-    name = _name(kind)
+    name = "chen" if kind == "chain" else kind
     remedy = f", and it has no other schedule; {name}-greedy adapts to the budget"
 
     def run(task: Task, incumbent: Incumbent) -> Remarks:
@@ -96,12 +96,9 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
         candidates = CANDIDATES[kind](problem)
         k = max(1, isqrt(len(candidates)))
         checkpoints = candidates[k - 1 :: k]
-
-        def runs(_: int) -> np.ndarray:
-            return kept_by_the_forward(problem, kept(problem, checkpoints))
-
+        R = kept_by_the_forward(problem, kept(problem, checkpoints))
         details = {"candidates": len(candidates), "checkpoints": len(checkpoints)}
-        return cheapest(task, incumbent, f"{name}-sqrt", 1, runs, lambda _: details, remedy=remedy)
+        return cheapest(task, incumbent, f"{name}-sqrt", 1, lambda _: R, lambda _: details, remedy=remedy)
 
     return run
 
@@ -111,6 +108,7 @@ def greedy(kind: str) -> Callable[..., Remarks]:
 
     Its option ``tries`` says how many b are simulated. No plan where it does not apply, or no b fits.
     """
+    name = "chen-greedy" if kind == "chain" else f"{kind}-greedy"
 
     def run(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
         problem, graph = task.problem, task.problem.graph
@@ -128,13 +126,9 @@ def greedy(kind: str) -> Callable[..., Remarks]:
             about = {"candidates": len(candidates), "selections": len(choices)}
             return about if best is None else {**about, "checkpoints": len(choices[best])}
 
-        return cheapest(task, incumbent, f"{_name(kind)}-greedy", len(choices), runs, details, tries=tries)
+        return cheapest(task, incumbent, name, len(choices), runs, details, tries=tries)
 
     return run
-
-
-def _name(kind: str) -> str:
-    return "chen" if kind == "chain" else kind
 
 
 def cheapest(
@@ -311,10 +305,9 @@ def why_no_chain(problem: Problem) -> str | None:
 
 def does_not_apply(problem: Problem, instead: str) -> Remarks | None:
     """Remarks of a method for chains where the forward is none, naming others to ask for; None where it is one."""
-    reason = why_no_chain(problem)
-    if reason is None:
-        return None
-    return Remarks(f"it is for chains, and this forward is none ({reason}); {instead} apply to any graph")
+    if reason := why_no_chain(problem):
+        return Remarks(f"it is for chains, and this forward is none ({reason}); {instead} apply to any graph")
+    return None
 
 
 CANDIDATES: dict[str, Callable[[Problem], tuple[int, ...]]] = {

@@ -96,10 +96,9 @@ def dtr(
                 stuck = stages
             else:
                 R = without_useless(problem.graph, without_forbidden(problem, as_matrix(stages)))
-                fits = incumbent.fits(R)
-                if fits and (cost := cost_of(problem, R)) < costs[name]:
-                    costs[name], told_for[name] = cost, told
-                if fits:
+                if fits := incumbent.fits(R):
+                    if (cost := cost_of(problem, R)) < costs[name]:
+                        costs[name], told_for[name] = cost, told
                     incumbent.offer(R, METHOD)
             low, high = (told + 1, high) if fits else (low, told - 1)
             if low > high:
