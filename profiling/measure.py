@@ -48,19 +48,8 @@ from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, record_allocations
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_cache import (
-    OpCost,
-    OpKey,
-    OpTable,
-    all_known,
-    conditions_on,
-    drop,
-    keep,
-    load,
-    ran_here,
-    recall,
-    write,
-)
+from checkmate.profiling import cost_cache
+from checkmate.profiling.cost_cache import OpCost, OpKey, OpTable, conditions_on
 from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
@@ -111,18 +100,24 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
         Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
             PyTorch tells.
     """
-    _refuse_other_devices(joint)
+    for node in joint.module.graph.nodes:
+        for leaf in tensors(node.meta.get("val")):
+            if not is_known(leaf.device):
+                raise Unsupported(
+                    f"{node.name} is on {leaf.device}: ops are measured on cpu and cuda only. "
+                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                )
     keys = keys_of(joint)
     nodes = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    known = recall(nodes) if cache else {}
+    known = cost_cache.recall(nodes) if cache else {}
     new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
     found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
     found |= _run({key: node for key, node in new.items() if key not in found}, known)
     if cache:
-        keep(found)
+        cost_cache.keep(found)
     known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
     where = {node: key[0] for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    all_in = lru_cache(load)
+    all_in = lru_cache(cost_cache.load)
     collectives = measured_collectives(joint.nodes, lambda node: all_in(where[node])) if cache else {}
     # Say which ops have no measured cost, and why.
     lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
@@ -139,7 +134,7 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
 
 def forget(joint: Joint) -> None:
     """Forget the measured costs of a step's ops, so that the next capture measures them anew, in any process."""
-    drop({key for key in keys_of(joint) if key is not None})
+    cost_cache.drop({key for key in keys_of(joint) if key is not None})
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -166,10 +161,10 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
     conditions = conditions_on(torch.device(device))
-    ops = all_known(conditions)
+    ops = cost_cache.all_known(conditions)
     if not ops:
         raise Unsupported(f"Nothing has been measured on {conditions} yet: trace a step on this machine first.")
-    write(path, OpTable(conditions, ops))
+    cost_cache.write(path, OpTable(conditions, ops))
 
 
 def keys_of(joint: Joint) -> list[OpKey | None]:
@@ -186,25 +181,15 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
     Its seconds stay those that are known, by which a plan is found on disk.
     """
-    if key not in known:
-        return True
+    if key not in known or cost_cache.ran_here(key):
+        return key not in known
     chooses = is_convolution(node) or getattr(node.target, "tunes", False)
-    return not ran_here(key) and ((device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key]))
+    return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key])
 
 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
     """Tell whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
     return cost is None or cost.over.keys() >= set(positions_to_try(node))
-
-
-def _refuse_other_devices(joint: Joint) -> None:
-    for node in joint.module.graph.nodes:
-        for leaf in tensors(node.meta.get("val")):
-            if not is_known(leaf.device):
-                raise Unsupported(
-                    f"{node.name} is on {leaf.device}: ops are measured on cpu and cuda only. "
-                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
-                )
 
 
 def _run(todo: Nodes[OpKey], known: Known[OpKey]) -> dict[OpKey, OpCost | None]:
@@ -331,7 +316,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
             began = now()
             run()
             taken = now() - began
-        seconds = _median_of(run) if taken > LONG else 0.0
+        seconds = time_on_cpu(run, warm=True) if taken > LONG else 0.0
 
         def within(position: int, call: Callable[[], Any]) -> Any:
             with torch.profiler.record_function(span(i, position)):
@@ -351,16 +336,13 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
     return [[None if found is None else cost(i, *found) for found in some] for i, some in enumerate(ran)]
 
 
-def time_on_cpu(run: Callable[[], Any]) -> float:
-    """Seconds of one execution, allocations included: the median, once it is stable.
+def time_on_cpu(run: Callable[[], Any], *, warm: bool = False) -> float:
+    """Seconds of one execution, allocations included: the median, once it is stable; ``warm``: it has just run.
 
     On one thread these are seconds of the processor, which other programs change less than those of the clock.
     """
-    run()
-    return _median_of(run)
-
-
-def _median_of(run: Callable[[], Any]) -> float:
+    if not warm:
+        run()
     now = _clock()
     flush = torch.zeros(2 * _second_level_bytes(), dtype=torch.uint8)
     seconds: list[float] = []

@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -231,24 +232,20 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
         REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, all_of_it, group=group),
         ALL_REDUCE: lambda: dist.all_reduce(all_of_it, group=group),
     }[collective]
+    on_cpu = device.type == "cpu"
+    finish: Callable[[], object] = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
     run()  # the first one connects the ranks
     times = []
     for _ in range(REPEATS if whole < LARGE else REPEATS_OF_LARGE):
         dist.barrier(group)
-        _finish(device)
+        finish()
         began = time.perf_counter()
         run()
-        _finish(device)
+        finish()
         times.append(time.perf_counter() - began)
-    slowest = torch.tensor([median(times)], dtype=torch.float64 if device.type == "cpu" else torch.float32)
-    slowest = slowest.to(device)
+    slowest = torch.tensor([median(times)], dtype=torch.float64 if on_cpu else torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 # ---------------------------------------------------------------- within a step

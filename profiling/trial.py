@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -68,9 +68,10 @@ UNTRIED = {  # what follows where there is no memory for a trial
 }
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
 
-_known: dict[tuple[str, OpKey], dict[int, bool]] = {}  # by trial and op, what this process tried
+_known: dict[tuple[str, OpKey], Any] = {}  # by trial and op, what this process found
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
@@ -174,7 +175,7 @@ def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int
         node = joint.nodes[op]
         if node is None:
             return False
-        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()))
+        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), {})
         return found.get(positions[op, over], False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
@@ -198,7 +199,7 @@ def same_in_two(node: fx.Node) -> bool:
             for a, b in zip(whole, (*alone, *others), strict=True)
         )
 
-    return _once("in two", node, lambda: {0: trial()}).get(0, False)
+    return _once("in two", node, trial, False)
 
 
 def repeats(node: fx.Node) -> bool:
@@ -217,7 +218,7 @@ def repeats(node: fx.Node) -> bool:
 
         return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
 
-    return _once("repeats", node, lambda: {0: trial()}).get(0, False)
+    return _once("repeats", node, trial, False)
 
 
 def same_again(node: fx.Node) -> bool:
@@ -233,18 +234,17 @@ def same_again(node: fx.Node) -> bool:
         pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
         return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
-    return _once("again", node, lambda: {0: trial()}).get(0, False)
+    return _once("again", node, trial, False)
 
 
-def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
-    """The result of a trial of an op on this machine; none if it does not run on made-up inputs, or memory ran out."""
+def _once(name: str, node: fx.Node, trial: Callable[[], T], no: T) -> T:
+    """The result of a trial of an op on this machine; no if it does not run on made-up inputs, or memory ran out."""
     device = device_of_op(node)
     key = name, (conditions_on(device), key_of(node))
     if key not in _known:
-        found: dict[int, bool] = {}
         with outside_tracing(), torch.no_grad(), same_random_state(device):
-            tried = within_memory(partial(attempt, node, lambda: found.update(trial())), named(node), UNTRIED[name])
-        if not tried:
-            return found
-        _known[key] = found
+            found = within_memory(partial(attempt, node, trial), named(node), UNTRIED[name])
+        if not found:
+            return no
+        _known[key] = no if found[0] is None else found[0]
     return _known[key]
