@@ -112,7 +112,6 @@ def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
 
 
 def _as_list(cost: OpCost | None) -> list[Any] | None:
-    """A cost as `_cost` takes it."""
     return None if cost is None else [cost.seconds, cost.allocated_bytes, *cost.over.items()]
 
 

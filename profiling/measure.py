@@ -206,9 +206,6 @@ def _run(todo: Nodes[OpKey], known: Known[OpKey]) -> dict[OpKey, OpCost | None]:
     return done
 
 
-# ---------------------------------------------------------------- from costs to a profile
-
-
 def fill(
     joint: Joint, costs: Sequence[OpCost | None], source: str, collectives: Mapping[int, float] | None = None
 ) -> Profile:
@@ -261,9 +258,6 @@ def _estimate(node: fx.Node) -> float:
         return roofline_seconds(node, device)
     except Unsupported:  # a product of a rare type: by its bytes alone
         return device.seconds(0, "float32", moved_bytes_of(node))
-
-
-# ---------------------------------------------------------------- ops one by one
 
 
 def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
@@ -360,7 +354,6 @@ def _clock() -> Callable[[], float]:
 
 @cache
 def _second_level_bytes() -> int:
-    """Bytes of a core's second-level cache."""
     size = SECOND_LEVEL.read_text().strip() if SECOND_LEVEL.exists() else ""
     return int(size[:-1]) * 1024 if size.endswith("K") else USUAL_SECOND_LEVEL
 

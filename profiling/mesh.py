@@ -166,9 +166,6 @@ def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
     return Layout(dist.get_backend(group), len(ranks), on_host)
 
 
-# ---------------------------------------------------------------- measured by all ranks
-
-
 def measure_collectives(
     group: dist.ProcessGroup | None = None,
     *,
@@ -246,9 +243,6 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
     slowest = torch.tensor([median(times)], dtype=torch.float64 if on_cpu else torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)
-
-
-# ---------------------------------------------------------------- within a step
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,6 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
 
 def _bytes_inside(node: fx.Node, device: Device) -> int:
-    """Bytes that an op takes beside its results while it runs."""
     if (of_parts := estimate(node)) is not None:
         return of_parts.workspace_bytes
     if hasattr(node.target, "workspace_bytes"):
@@ -205,7 +204,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _rate_of(node: fx.Node, device: Device) -> str:
-    """The type whose rate an op runs at."""
     dtypes = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.dtype.is_floating_point]
     if not dtypes:
         return "float32"

@@ -108,16 +108,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
-    """Look for better plans from a known one on, until the time is over or no notably better one can be.
-
-    It is what the process does.
+    """Look for better plans from a known one on, in the process: until the time is over or none can be notably better.
 
     Args:
         unfinished: what is open.
         tell: is given what is found, at most each `TELL_SECONDS`; and at the end.
     """
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
-    told = unfinished.start.cost
+    start, told = unfinished.start, unfinished.start.cost
 
     # A thread tells of what the search knows.
     def look() -> None:
@@ -134,20 +132,16 @@ def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Soluti
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
-    asked: dict[str, Any] = {
-        "time_limit": unfinished.seconds,
-        "gap": unfinished.gap,
-        "settle": WAVER,
-        "start": unfinished.start,
-    }
+    asked: dict[str, Any] = {"time_limit": unfinished.seconds, "gap": unfinished.gap, "settle": WAVER}
+    asked |= {"start": start, "progress": False, "watch": watched.append}
     try:
-        found = solve(unfinished.problem, unfinished.budget, progress=False, watch=watched.append, **asked)
+        found = solve(unfinished.problem, unfinished.budget, **asked)
     finally:
         over.set()
         looking.join()
     # The answer, kept on disk and told.
-    if found.schedule is None or found.cost >= unfinished.start.cost:  # it never is worse, but for what sums round
-        found = replace(unfinished.start, bound=max(unfinished.start.bound, min(found.bound, unfinished.start.cost)))
+    if found.schedule is None or found.cost >= start.cost:  # it never is worse, but for what sums round
+        found = replace(start, bound=max(start.bound, min(found.bound, start.cost)))
     unfinished.keep(found, unfinished.seconds)
     better = found.plan if unfinished.is_better(found.cost, told) else None
     tell(News(found.cost, found.bound, clock.elapsed, better, over=True))

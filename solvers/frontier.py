@@ -162,7 +162,27 @@ def frontier(
     limits = {"time_limit": time_limit, "gap": gap}
     calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
     solutions = solve_all(calls, jobs=jobs, client=client)
-    return Frontier(_shared([Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]))
+    rows = [Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]
+    # Share plans from smaller budgets, and bounds from larger ones, between the rows.
+    best: dict[str, Row] = {}  # by method, of the budgets so far
+    shared = []
+    for row in rows:
+        known = best.get(row.method)
+        if known is not None and known.cost < row.cost:
+            assert known.solution.schedule is not None
+            about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
+            about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
+            bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
+            solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
+            row = Row.of(row.method, solution, known.budget)
+        elif row.solution.plan is not None:
+            best[row.method] = row
+        bounds = [other.bound for other in rows if other.budget >= row.budget]
+        bound = max(b for b in [row.solution.problem.least_cost, *bounds] if not contradicts(b, row.cost))
+        if bound > row.bound:
+            row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
+        shared.append(row)
+    return Frontier(tuple(shared))
 
 
 Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
@@ -181,13 +201,9 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
-    if client is None and jobs == 1:
-        return _solve_here(calls)
-    with Processes(jobs) if client is None else nullcontext(client) as there:
-        return _solve_there(calls, there)
-
-
-def _solve_here(calls: list[Call]) -> list[Solution]:
+    if client is not None or jobs > 1:
+        with Processes(jobs) if client is None else nullcontext(client) as there:
+            return _solve_there(calls, there)
     solutions: list[Solution] = []
     interrupted = False
     for problem, method, budget, options in calls:
@@ -249,26 +265,3 @@ def _certified(answer: Solution, bound: float) -> Solution:
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
     return Solution(Status.NOT_FOUND, problem, budget, method, bound=problem.least_cost, message=message)
-
-
-def _shared(rows: list[Row]) -> tuple[Row, ...]:
-    """Share plans from smaller budgets, and bounds from larger ones, between the rows."""
-    best: dict[str, Row] = {}  # by method, of the budgets so far
-    shared = []
-    for row in rows:
-        known = best.get(row.method)
-        if known is not None and known.cost < row.cost:
-            assert known.solution.schedule is not None
-            about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
-            about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
-            bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
-            solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
-            row = Row.of(row.method, solution, known.budget)
-        elif row.solution.plan is not None:
-            best[row.method] = row
-        bounds = [other.bound for other in rows if other.budget >= row.budget]
-        bound = max(b for b in [row.solution.problem.least_cost, *bounds] if not contradicts(b, row.cost))
-        if bound > row.bound:
-            row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
-        shared.append(row)
-    return tuple(shared)

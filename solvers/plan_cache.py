@@ -128,7 +128,8 @@ def begin(
     if spent >= request.limit or solution.plan is None:
         return solution, None
     unfinished = UnfinishedSearch(problem, budget, solution, request.limit - spent, request.gap, spent, cache)
-    return solution, None if unfinished.is_closed else unfinished
+    is_open = not solution.interrupted and unfinished.is_better(solution.bound, solution.cost)
+    return solution, unfinished if is_open else None
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,6 @@ class UnfinishedSearch:
     gap: float  # to stop at
     spent: float  # seconds that were allowed before
     cache: bool  # plans are kept on disk
-
-    @property
-    def is_closed(self) -> bool:
-        """No schedule can be notably better, or the user has ended planning by Ctrl-C."""
-        return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
 
     def is_better(self, cost: float, than: float) -> bool:
         """Tell whether a plan of this cost is worth taking over from one of another."""
@@ -214,7 +210,13 @@ def _begin(
             if request.met_by(record) and start.gap <= gap:
                 return replace(start, origin=origin)
     if start is None:
-        start, origin = _nearest(problem, budget, earlier, records), "another size"
+        # The plan that was made for a budget as tight as this one; of this process, where there is one.
+        usable: list[tuple[float, Solution | Schedule]] = [(s.budget / s.problem.keep_all_peak, s) for s in earlier]
+        if not usable:
+            plans = ((record, record.schedule(problem)) for record in records)
+            usable = [(r.question.budget / r.keep_all_peak, plan) for r, plan in plans if plan is not None]
+        tight, origin = budget / problem.keep_all_peak, "another size"
+        start = min(usable, key=lambda pair: abs(tight - pair[0]), default=(0.0, None))[1]
     if start is None:
         return attempt(problem, budget, time_limit=request.limit, settle=WAVER, **ends)
     asked: dict[str, Any] = {"settle": WAVER, **ends}
@@ -222,20 +224,6 @@ def _begin(
     if solution.plan is None and request.limit < min(request.time_limit, ends["patience"]):
         return attempt(problem, budget, time_limit=request.time_limit, **asked)
     return replace(solution, origin=origin)
-
-
-def _nearest(
-    problem: Problem, budget: int, earlier: Sequence[Solution], records: Sequence[Record]
-) -> Solution | Schedule | None:
-    """The plan that was made for a budget as tight as this one; of this process, where there is one."""
-
-    def far(budget_then: int, keep_all: int) -> float:
-        return abs(budget / problem.keep_all_peak - budget_then / keep_all)
-
-    if earlier:
-        return min(earlier, key=lambda s: far(s.budget, s.problem.keep_all_peak))
-    usable = [(record, schedule) for record in records if (schedule := record.schedule(problem)) is not None]
-    return min(usable, key=lambda pair: far(pair[0].question.budget, pair[0].keep_all_peak))[1] if usable else None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
-from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, ends_of, least_plan, min_budget
+from checkmate.solvers.search.min_budget import TIME_LIMIT, bottleneck, ends_of, least_plan, min_budget
 from checkmate.solvers.search.overlap import overlap
 from checkmate.statusline import showing
 from checkmate.units import check_positive, exact_bytes, format_bytes, format_seconds, parse_bytes
@@ -186,17 +186,24 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     # The budget that works, and what it costs.
     way_out = "Method 'auto' has one."
     if alone or ends.peak > budget:
-        parts = " and ".join(split.partition(": ")[0] for split in problem.splits)
-        works = f"Smallest budget that works: {exact_bytes(ends.peak)}{f', with {parts}' if parts else ''}."
+        halves = " and ".join(split.partition(": ")[0] for split in problem.splits)
+        works = f"Smallest budget that works: {exact_bytes(ends.peak)}{f', with {halves}' if halves else ''}."
         below = "it" if ends.proven else exact_bytes(ends.bound)
         way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
-    # The answer, with what rules cost.
     proven = alone or solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
     without = smallest_without(problem, patience) if ends.peak > budget else {}
     refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
-    message = f"{failures}{claim} {format_bytes(budget)}: {reason}. {way_out}{_rules_in_words(problem, ends, without)}"
+    # Name the rules that ask for more bytes, and how many.
+    saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
+    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
+    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
+        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
+    rules = " No rule is in the way: the smallest budget is no smaller without them." if without else ""
+    if parts:
+        rules = f" Rules are in the way: {'; '.join(parts)}."
+    message = f"{failures}{claim} {format_bytes(budget)}: {reason}. {way_out}{rules}"
     return replace(solution, refusal=refusal, message=message)
 
 
@@ -361,14 +368,3 @@ def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
         others = {name: asks for name, asks in rules.items() if pattern and name != pattern}
         found[pattern] = min_budget(with_rules(plain, others), time_limit=seconds).peak
     return found
-
-
-def _rules_in_words(problem: Problem, ends: MinBudget, without: dict[str, int]) -> str:
-    """Sentences to end a refusal with: the rules that ask for more bytes, and how many."""
-    saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
-    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
-    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
-        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
-    if not parts:
-        return " No rule is in the way: the smallest budget is no smaller without them." if without else ""
-    return f" Rules are in the way: {'; '.join(parts)}."
