@@ -67,12 +67,7 @@ _WEIGHT = {  # of a convolution: where it is
 
 
 def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_bytes: int) -> float:
-    """Seconds of one op on a GPU.
-
-    Args:
-        node: the op; device: a GPU.
-        flop, dtype: what it computes, and whose rate that runs at; moved_bytes: what it reads and writes, once.
-    """
+    """Seconds of one op on a GPU: it computes ``flop`` at the rate of ``dtype``, and reads and writes so many bytes."""
     packet = packet_of(node.target)
     if not flop:
         return device.latency + pointwise_seconds(device, moved_bytes, PASSES.get(packet, 1))

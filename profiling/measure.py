@@ -216,7 +216,6 @@ def fill(
     it writes over nothing.
 
     Args:
-        joint: the step.
         costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
         source: where the costs come from; how many are estimated is added to it.
         collectives: seconds of those that all ranks have measured, by position.

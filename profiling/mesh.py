@@ -93,12 +93,9 @@ def link_of(device: Device) -> Link:
 
 
 def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
-    """Interpolate measured seconds linearly; the last line goes on.
+    """Interpolate measured seconds linearly, by two points or more, ascending; the last line goes on.
 
     What is smaller than all that was measured takes as long as the smallest.
-
-    Args:
-        points: ascending, two at least.
 
     >>> points = [(1000, 1.0), (2000, 1.5), (4000, 2.5)]
     >>> [interpolated(points, whole) for whole in (10, 3000, 6000)]
@@ -291,9 +288,7 @@ def layout_of_node(node: fx.Node) -> Layout | None:
 def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx.Node], Costs]) -> dict[int, float]:
     """Seconds of those nodes, by position, that are collectives of groups which have been measured.
 
-    Args:
-        nodes: of a step.
-        costs_of: what was measured under the conditions that a node runs under.
+    ``costs_of``: what was measured under the conditions that a node runs under.
     """
     tables: dict[tuple[int, Layout], CollectiveTable] = {}
     found: dict[int, float] = {}

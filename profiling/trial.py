@@ -80,7 +80,6 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
     None of them where there is no memory to try.
 
     Args:
-        node: the op.
         run: the op with made-up inputs, that are written to.
         count: makes the last call of each position; where it was not called, the op cannot write there.
     """
@@ -165,10 +164,7 @@ def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
     """A profile without those of its slower ways that leave other bits here. The global random state is not touched.
 
-    Args:
-        joint: the step.
-        profile: of the step.
-        positions: of the argument, by op and by the value that it may write over.
+    ``positions``: of the argument, by op and by the value that it may write over.
     """
 
     def holds(op: int, over: int) -> bool:

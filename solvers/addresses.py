@@ -129,12 +129,7 @@ def live_peak(blocks: Iterable[Block]) -> int:
 
 
 def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The pairs of blocks that are alive at the same moment and share bytes: a checker that knows no placement.
-
-    Args:
-        blocks: as `place_blocks` got them.
-        offsets: the address of each.
-    """
+    """The pairs of blocks, each with its address, that are alive at the same moment and share bytes."""
     events = [(b.died, 0, i) for i, b in enumerate(blocks) if b.died > b.born and b.size]
     events += [(b.born, 1, i) for i, b in enumerate(blocks) if b.died > b.born and b.size]
     alive: set[int] = set()

@@ -41,11 +41,7 @@ class News:
 
 
 class Search(BackgroundProcess):
-    """A search that goes on beside the training; its findings can be read at any time.
-
-    Args:
-        unfinished: what is still open, and the plan to begin with.
-    """
+    """A search that goes on beside the training; its findings can be read at any time."""
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
@@ -108,11 +104,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
-    """Look for better plans from a known one on, in the process: until the time is over or none can be notably better.
+    """Look for better plans, in the process, until the time is over or none can be notably better.
 
-    Args:
-        unfinished: what is open.
-        tell: is given what is found, at most each `TELL_SECONDS`; and at the end.
+    What is found is told at most each `TELL_SECONDS`, and at the end.
     """
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
     start, told = unfinished.start, unfinished.start.cost

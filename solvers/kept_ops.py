@@ -34,13 +34,10 @@ GIVEN_UP, AMONG = 4, 6  # ops that may run again so that one need not; each the 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan: which ops of the forward run again, and what that takes.
-
-    ``kept``: those that do not, of which the backward gets what it reads.
-    """
+    """A plan: which ops of the forward run again, and what that takes."""
 
     again: frozenset[int]
-    kept: frozenset[int]
+    kept: frozenset[int]  # the others, of which the backward gets what it reads
     peak: int  # bytes, with all that is there before the step
     seconds: float  # of what runs again
     at: int = field(default=0, repr=False)  # the op of the backward at which the peak is, or before which
@@ -82,13 +79,11 @@ class KeptOps:
             stack = [*self._reads[k]]
             while stack:
                 j = stack.pop()
-                if j >= tables.boundary or j in again or j in missing:
-                    continue
-                if j not in may:
+                if j in may and j < tables.boundary and j not in again and j not in missing:
+                    missing.add(j)
+                    stack += self._reads[j]
+                elif j not in may and j < tables.boundary:
                     kept.add(j)
-                    continue
-                missing.add(j)
-                stack += self._reads[j]
             runs += sorted(missing)
             again |= missing
             runs.append(k)

@@ -70,17 +70,14 @@ def begin(
     wait: float = inf,
     patience: float = inf,
 ) -> tuple[Solution, UnfinishedSearch | None]:
-    """Plan a step for some seconds; give the plan, and a search to go on with, None if it could not matter.
+    """Plan a step, not split further; give the plan, and a search to go on with, None if it could not matter.
 
     An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
     where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
     was found for or in these.
 
     Args:
-        problem: what to schedule; it is not split further.
-        budget: bytes.
         method: see `solve`. Plans are adapted by "auto" only.
-        time_limit: seconds.
         earlier: solutions of this process, for other batches of the same step.
         cache: read plans from disk, and keep this one there.
         wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is

@@ -210,7 +210,7 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
 def cheapest_split(
     problem: Problem, find: Callable[[Problem, float, float], Solution], time_limit: float, *, look_on: bool = True
 ) -> Solution:
-    """Plan the problem, or if that finds no plan, take the cheapest plan of its further splits.
+    """Plan the problem, or take the cheapest plan of its further splits; the last answer if none has a plan.
 
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
@@ -222,9 +222,6 @@ def cheapest_split(
         find: an answer for a problem as it is, in so many seconds, given up after so many without a plan.
         time_limit: seconds for the problem, of which each split has a share.
         look_on: after the first split that has a plan.
-
-    Returns:
-        If none has a plan, the last answer.
     """
     answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
 

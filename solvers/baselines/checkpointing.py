@@ -75,10 +75,7 @@ def last_node(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
-    """Make the method that keeps every ⌊√n⌋-th of n candidates. No plan where it does not apply, or does not fit.
-
-    Args:
-        kind: of candidates, in `CANDIDATES`.
+    """Make the method that keeps every ⌊√n⌋-th of n `CANDIDATES`. No plan where it does not apply, or does not fit.
 
     >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]

@@ -136,11 +136,7 @@ def reversal(
 ) -> np.ndarray:
     """R (T, T) bool: each state is made from the nearest in a slot when the backward comes to need it.
 
-    Args:
-        problem: what to schedule.
-        line: the ops that make states 1, 2, ….
-        needed: per backward op the state it needs, as `needs` gives it.
-        at: per state, those in slots when it is needed, as `stored` gives it.
+    ``line``: the ops that make states 1, 2, …; ``needed`` and ``at``: as `needs` and `stored` give them.
     """
     graph = problem.graph
     ops = list(needed)

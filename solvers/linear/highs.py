@@ -47,11 +47,9 @@ class Result:
 
 
 class _Silent(highspy.Highs):
-    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option.
+    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option."""
 
-    Since 1.16 that is the constructor's own, which sets callbacks.
-    """
-
+    # Since 1.16 the constructor calls this first.
     def enableCallbacks(self) -> None:
         _set(self, "output_flag", False)
         super().enableCallbacks()
@@ -86,18 +84,13 @@ def run(
     """Solve a model.
 
     Args:
-        model: what to minimise.
         relax: drop integrality and solve the linear program.
-        time_limit: seconds.
         gap: stop once (objective - bound) / objective is at most this.
-        threads: of HiGHS.
         start: columns and their values of a known solution; the rest is completed.
         target: stop at a solution with an objective at most this.
         heuristics: look for solutions beside branch and bound; without, bounds come sooner.
-        on_incumbent: called with the (columns,) values of each better solution as it is found.
-        on_bound: called with each better lower bound of the objective, with integers only.
-
-    The two are called from another thread.
+        on_incumbent: called, in another thread, with the (columns,) values of each better solution.
+        on_bound: called, in another thread, with each better lower bound of the objective, with integers only.
 
     Raises:
         SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.

@@ -124,7 +124,6 @@ def moment_bound(
         task: each model is solved to its gap; a larger one leaves time for more moments.
         incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
-        most: moments at most.
         on_runs: called, from another thread, with the lifted runs (T, T) of each better answer while a model is solved.
             They may break the budget.
 
@@ -394,10 +393,7 @@ def in_windows(problem: Problem, count: int) -> list[int]:
 def where_it_breaks(
     problem: Problem, budget: int, R: np.ndarray, moments: Sequence[int], *, most: int = 1
 ) -> list[int]:
-    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments.
-
-    Of several those that break it by next to nothing are left out.
-    """
+    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments."""
     excess = bytes_in_stages(problem, R)[0] - budget
     excess[list(moments)] = 0
     worst: dict[int, int] = {}  # by how many moments are before it
