@@ -134,27 +134,6 @@ class KeptOps:
         inner = range(1, len(weight) - 1)
         return [(k, passing[k]) for k in inner if weight[k] <= weight[k - 1] and weight[k] < weight[k + 1]]
 
-    def by_parts(self, parts: int, share: float) -> list[tuple[int, ...]]:
-        """Plans that run again the first part of the forward, the first two and so on, but not what passes on.
-
-        Of the ops a share runs again: those that take the fewest seconds for the bytes that they make.
-        """
-        tables = self.tables
-        weight = {k: self.bytes_of[k] for k in self.free}
-        made = np.cumsum([weight.get(k, 0) for k in self.forward])
-        ends: list[tuple[int, frozenset[int]]] = []
-        for i in range(1, parts):
-            aim = made[-1] * i / parts
-            place = min(self.borders, key=lambda border: abs(int(made[border[0]]) - aim), default=None)
-            if place is not None and (not ends or place[0] > ends[-1][0]):
-                ends.append(place)
-        ends.append((tables.boundary, frozenset()))
-        checkpoints = frozenset(k for _, ops in ends for k in ops)
-        rate = {k: tables.seconds[k] / max(1, weight[k]) for k in self.free}
-        order = sorted(self.free, key=lambda k: rate[k])
-        cheap = {*order[: round(share * len(order))]} - checkpoints
-        return [tuple(k for k in self.free if k < end and k in cheap) for end, _ in ends]
-
 
 def fewest_seconds(plans: KeptOps, budget: int) -> Choice | None:
     """The plan of the fewest seconds within a budget that is found; None where none is.
@@ -199,17 +178,30 @@ def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
         yield from map(plans.of, chain.from_iterable(combinations(plans.free, n) for n in range(FEW + 1)))
         return
     # Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes.
-    tables, may = plans.tables, candidates(plans.problem)
+    tables, may, free = plans.tables, candidates(plans.problem), {*plans.free}
     seconds = {k: tables.seconds[k] for k in may}
     weight = {k: plans.bytes_of[k] for k in may}
     for i in range(CUTS):
         saved = cut(plans.problem, most_seconds(seconds, weight, sum(weight.values()) * i // CUTS))
-        yield plans.of({*plans.free}.difference(tables.producer[v] for v in saved))
-    # Plans by parts: for each division and share those around the fewest parts that run again within the budget.
+        yield plans.of(free.difference(tables.producer[v] for v in saved))
+    # Plans by parts: in the first part of the forward, the first two and so on, a share of the ops runs again, those of
+    # the fewest seconds for their bytes, but not those whose results pass on to the next part.
+    made = np.cumsum([plans.bytes_of[k] if k in free else 0 for k in plans.forward])
+    order = sorted(plans.free, key=lambda k: tables.seconds[k] / max(1, plans.bytes_of[k]))
     seen: set[tuple[int, ...]] = set()
     for parts in range(1, min(MOST_PARTS, len(plans.borders) + 1) + 1):
+        ends: list[tuple[int, frozenset[int]]] = []
+        for i in range(1, parts):
+            aim = made[-1] * i / parts
+            place = min(plans.borders, key=lambda border: abs(int(made[border[0]]) - aim), default=None)
+            if place is not None and (not ends or place[0] > ends[-1][0]):
+                ends.append(place)
+        ends.append((tables.boundary, frozenset()))
+        checkpoints = frozenset(k for _, ops in ends for k in ops)
         for share in SHARES:
-            rows = plans.by_parts(parts, share)
+            cheap = {*order[: round(share * len(order))]} - checkpoints
+            rows = [tuple(k for k in plans.free if k < end and k in cheap) for end, _ in ends]
+            # Of these plans, those around the fewest parts that run again within the budget.
             low, high = 0, len(rows) - 1
             while low <= high and rows[(low + high) // 2] not in seen:
                 middle = (low + high) // 2

@@ -147,8 +147,7 @@ def attempt(
         watch(incumbent)
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
-            about: dict[str, Any] = {"bound": inf, "seconds": clock.elapsed}
-            solution = Solution(Status.INFEASIBLE, problem, budget, method, **about)
+            solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=inf, seconds=clock.elapsed)
         elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:

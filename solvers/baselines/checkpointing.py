@@ -30,7 +30,7 @@ Papers: https://arxiv.org/abs/1604.06174 and https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import isqrt
 
@@ -95,7 +95,7 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
         checkpoints = candidates[k - 1 :: k]
         R = kept_by_the_forward(problem, kept(problem, checkpoints))
         details = {"candidates": len(candidates), "checkpoints": len(checkpoints)}
-        return cheapest(task, incumbent, f"{name}-sqrt", 1, lambda _: R, lambda _: details, remedy=remedy)
+        return cheapest(task, incumbent, f"{name}-sqrt", 1, lambda _: R, details, remedy=remedy)
 
     return run
 
@@ -119,11 +119,9 @@ def greedy(kind: str) -> Callable[..., Remarks]:
         def runs(i: int) -> np.ndarray:
             return kept_by_the_forward(problem, kept(problem, choices[i]))
 
-        def details(best: int | None) -> dict[str, int]:
-            about = {"candidates": len(candidates), "selections": len(choices)}
-            return about if best is None else {**about, "checkpoints": len(choices[best])}
-
-        return cheapest(task, incumbent, name, len(choices), runs, details, tries=tries)
+        about = {"candidates": len(candidates), "selections": len(choices)}
+        best = [{"checkpoints": len(places)} for places in choices]
+        return cheapest(task, incumbent, name, len(choices), runs, about, best.__getitem__, tries=tries)
 
     return run
 
@@ -134,7 +132,8 @@ def cheapest(
     method: str,
     settings: int,
     runs: Callable[[int], np.ndarray],
-    details: Callable[[int | None], dict[str, int]] = lambda best: {},
+    about: Mapping[str, int] = {},
+    of_best: Callable[[int], Mapping[str, int]] = lambda best: {},
     *,
     tries: int = 1,
     remedy: str = "",
@@ -143,8 +142,8 @@ def cheapest(
 
     All are tried, if the tries suffice. Else half of the tries spread evenly, and the others halve the gaps between
     settings tried, first those beside the best so far: the cheapest that fits, or where none does the one of the
-    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting, ``details`` figures of the best one
-    (None: no schedule fits); ``remedy`` ends the message where none fits.
+    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting, ``about`` figures of all, ``of_best`` of
+    the best one; ``remedy`` ends the message where none fits.
     """
     coarse = settings if settings <= tries else max(2, int(COARSE * tries))
     waiting = sorted({round(i) for i in np.linspace(0, settings - 1, coarse).tolist()})
@@ -165,12 +164,12 @@ def cheapest(
             beside = closest if best is None else best
             gaps = [(beside in (a, b), b - a, (a + b) // 2) for a, b in pairwise(sorted(tried)) if b - a > 1]
             waiting = [max(gaps)[2]] if gaps else []
-    about = {**details(best), "tried": len(tried)}
+    details = {**about, **({} if best is None else of_best(best)), "tried": len(tried)}
     if best is not None:
-        return Remarks(details=about)
+        return Remarks(details=details)
     peak = incumbent.least_peak
     assert peak is not None
-    return Remarks(f"the smallest peak it reaches is {exact_bytes(peak)}{remedy}", {**about, "peak": peak})
+    return Remarks(f"the smallest peak it reaches is {exact_bytes(peak)}{remedy}", {**details, "peak": peak})
 
 
 def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple[int, ...]]:

@@ -63,11 +63,11 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
     def runs(i: int) -> np.ndarray:
         return reversal(problem, line, needed, stored(length, i + 1))
 
-    def details(best: int | None) -> dict[str, int]:
-        about = {"candidates": len(line), "steps": length}
-        return about if best is None else {**about, "slots": best + 1, "least steps": least_steps(length, best + 1)}
+    def of_best(i: int) -> dict[str, int]:
+        return {"slots": i + 1, "least steps": least_steps(length, i + 1)}
 
-    return cheapest(task, incumbent, "griewank", length, runs, details, tries=tries)
+    about = {"candidates": len(line), "steps": length}
+    return cheapest(task, incumbent, "griewank", length, runs, about, of_best, tries=tries)
 
 
 def beta(s: int, r: int) -> int:

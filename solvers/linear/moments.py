@@ -363,15 +363,12 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
     if bound.cut:
         return list(bound.moments)
     several = ADDED if incumbent.cost - bound.value > FAR * incumbent.cost else 1
-    room = most - len(bound.moments)
-    lifted = lifted_runs(problem, bound)
+    lifted, room = lifted_runs(problem, bound), most - len(bound.moments)
     found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
     if incumbent.R is not None and several > 1:
-        room -= len(found)
-        most_repeated = max(several, AT_ONCE - len(bound.moments) - len(found))
-        found += where_runs_repeat(
-            problem, incumbent.R, [*bound.moments, *found], most=max(0, min(room, most_repeated))
-        )
+        known = [*bound.moments, *found]
+        repeated = min(most - len(known), max(several, AT_ONCE - len(known)))
+        found += where_runs_repeat(problem, incumbent.R, known, most=max(0, repeated))
     return sorted({*bound.moments, *found})
 
 
@@ -414,7 +411,7 @@ def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *
     found: list[int] = []
     fullest = bytes_in_stages(problem, R)[1]
     gains = np.zeros(T)  # of each stage as a moment: seconds of the ops that run both before and after it in its gap
-    for begin, end in zip([0, *(o + 1 for o in at)], [*(o + 1 for o in at), T], strict=True):
+    for begin, end in pairwise([0, *(o + 1 for o in at), T]):
         gains[begin:end] = _gains(R[begin:end], seconds)
     while len(found) < most and gains.max() > WORTH * cost:
         best = np.flatnonzero(gains >= gains.max() - ALIKE * cost)

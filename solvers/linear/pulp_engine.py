@@ -91,8 +91,7 @@ def _as_dict(model: Model) -> dict[str, Any]:
 
 def _solver(name: str, time_limit: float, gap: float, threads: int) -> pulp.LpSolver:
     """PuLP's interface to a solver: of those with this name the first that is there."""
-    known = pulp.listSolvers()
-    there = pulp.listSolvers(onlyAvailable=True)
+    known, there = pulp.listSolvers(), pulp.listSolvers(onlyAvailable=True)
     names = ("COIN_CMD", "PULP_CBC_CMD") if name == "CBC" else (name, f"{name}_CMD", f"{name}_PY")
     candidates = [n for n in names if n in known]
     for candidate in candidates:
