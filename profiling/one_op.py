@@ -124,7 +124,7 @@ def call_of(node: fx.Node) -> partial[Any]:
     if str(node.target) in _MASK:
         # Fill the mask with all blocks, since one that leaves out some takes less time: of keys for each block of
         # queries, and the other way round.
-        mask = args[_MASK[str(node.target)]]
+        mask: Any = args[_MASK[str(node.target)]]
         for numbers, indices in (mask[2:4], mask[6:8]):
             if isinstance(numbers, torch.Tensor):
                 numbers.fill_(indices.shape[-1])

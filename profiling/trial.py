@@ -171,7 +171,7 @@ def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int
         node = joint.nodes[op]
         if node is None:
             return False
-        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), {})
+        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call())) or {}
         return found.get(positions[op, over], False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
@@ -195,7 +195,7 @@ def same_in_two(node: fx.Node) -> bool:
             for a, b in zip(whole, (*alone, *others), strict=True)
         )
 
-    return _once("in two", node, trial, False)
+    return bool(_once("in two", node, trial))
 
 
 def repeats(node: fx.Node) -> bool:
@@ -214,7 +214,7 @@ def repeats(node: fx.Node) -> bool:
 
         return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
 
-    return _once("repeats", node, trial, False)
+    return bool(_once("repeats", node, trial))
 
 
 def same_again(node: fx.Node) -> bool:
@@ -230,17 +230,17 @@ def same_again(node: fx.Node) -> bool:
         pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
         return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
-    return _once("again", node, trial, False)
+    return bool(_once("again", node, trial))
 
 
-def _once(name: str, node: fx.Node, trial: Callable[[], T], no: T) -> T:
-    """The result of a trial of an op on this machine; no if it does not run on made-up inputs, or memory ran out."""
+def _once(name: str, node: fx.Node, trial: Callable[[], T]) -> T | None:
+    """The result of a trial of an op on this machine; None if it does not run on made-up inputs, or memory ran out."""
     device = device_of_op(node)
     key = name, (conditions_on(device), key_of(node))
     if key not in _known:
         with outside_tracing(), torch.no_grad(), same_random_state(device):
             found = within_memory(partial(attempt, node, trial), named(node), UNTRIED[name])
         if not found:
-            return no
-        _known[key] = no if found[0] is None else found[0]
+            return None
+        _known[key] = found[0]
     return _known[key]

@@ -88,8 +88,8 @@ def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap
     while best.gap > gap and below + unit < best.height and (left := until - time.perf_counter()) > 0:
         packing = pack(living, height, time_limit=share * left)
         if packing.offsets is not None:
-            if wrong := next(overlaps(living, packing.offsets), None):
-                raise SolverError(f"Two of {len(living)} blocks were placed upon each other: {wrong}.")
+            if pair := next(overlaps(living, packing.offsets), None):
+                raise SolverError(f"Two of {len(living)} blocks were placed upon each other: {pair}.")
             tops = [offset + block.size for offset, block in zip(packing.offsets, living, strict=True)]
             best = Placement(packing.offsets, max(tops), best.bound)
         else:
