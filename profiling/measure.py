@@ -140,10 +140,6 @@ def forget(joint: Joint) -> None:
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
     """Write all that was measured on this machine, as it is set now, to a file for ``profile=`` on another.
 
-    Args:
-        path: a name that ends in ``.json``.
-        device: ``"cpu"`` or a CUDA device, or another.
-
     Raises:
         Unsupported: if nothing was measured here, or not with this number of threads and these settings.
         ValueError: if the name does not end in ``.json``.
@@ -212,8 +208,7 @@ def fill(
     """The profile of a step.
 
     An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
-    seconds of the others, unless it is a collective; its workspace is taken to be as large as all that it touches, and
-    it writes over nothing.
+    seconds of the others, unless it is a collective; its workspace is all that it touches; it writes over nothing.
 
     Args:
         costs: of each op, by position; None: not known. What autograd does has none and costs nothing.

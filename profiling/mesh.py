@@ -11,10 +11,8 @@ to that, but by a call that all ranks of the group make together, `measure_colle
 finds is kept in the file of measured ops (`checkmate.profiling.cost_cache`), under a key for each collective, group and
 size, and is read from there by each rank alone. A group is known by its backend, its ranks and how many of them share a
 host: the ranks of one mesh dimension cost what those of the same dimension elsewhere do. How many share a host is what
-``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one.
-
-A collective that a step has names its group; if that was not measured, it takes an estimate
-(`checkmate.profiling.roofline`).
+``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one. A collective of a step names its group; if
+that was not measured, it takes an estimate (`checkmate.profiling.roofline`).
 """
 
 from __future__ import annotations
@@ -177,7 +175,6 @@ def measure_collectives(
     the group's first rank knows it. All ranks return the same, and keep what is new.
 
     Args:
-        group: by default all ranks.
         device: where the tensors are; by default the current accelerator for NCCL and its like, else the CPU.
         sizes: bytes of the whole, as the ranks together hand them in or get them; rounded up to as much for each rank.
         cache: take what was measured before, and keep what is measured now.

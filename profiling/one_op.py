@@ -122,10 +122,9 @@ def call_of(node: fx.Node) -> partial[Any]:
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
     if str(node.target) in _MASK:
-        # Fill the mask with all blocks, since one that leaves out some takes less time: of keys for each block of
-        # queries, and the other way round.
+        # Fill the mask with all blocks: one that leaves out some takes less time.
         mask: Any = args[_MASK[str(node.target)]]
-        for numbers, indices in (mask[2:4], mask[6:8]):
+        for numbers, indices in (mask[2:4], mask[6:8]):  # of keys for each block of queries, and the other way round
             if isinstance(numbers, torch.Tensor):
                 numbers.fill_(indices.shape[-1])
                 indices.copy_(torch.arange(indices.shape[-1], device=indices.device))

@@ -7,8 +7,7 @@ of matrix products, convolutions and attention, from the formulas in `torch.util
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
 nothing, and lookups read only what they pick. An op of several kernels counts as one, but for those that run in parts.
 On GPUs kernels are told apart further (`checkmate.profiling.gpu_kernels`), and the host launches one after another.
-Collectives take what moves between ranks over the device's link (`checkmate.profiling.mesh`); who waits for one waits
-no longer than it took.
+Collectives take what moves between ranks over the device's link (`checkmate.profiling.mesh`), their waits a launch.
 
 Workspaces are estimated as zero for every op that PyTorch has, but for softmax's backward on GPUs: what cuDNN and
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
@@ -83,8 +82,7 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
     Products in float32 run as PyTorch runs them: convolutions in tf32 where the device has it, which is PyTorch's
     default, and matrix products in float32, also its default; ``torch.backends.cuda.matmul.fp32_precision`` and
-    `torch.set_float32_matmul_precision` change the latter. For a GPU the profile's source says how far estimates are
-    off, as far as anyone measured.
+    `torch.set_float32_matmul_precision` change the latter. For a GPU the source says how far estimates were off.
 
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.

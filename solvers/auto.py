@@ -197,8 +197,7 @@ def _detours(search: Portfolio, task: Task) -> None:
 
 def _tilted(search: Portfolio, task: Task) -> None:
     """Search over tilts for so long, from where it was left; the last fifth is for exchanges."""
-    R = search.tilts.search(task.clock.share(0.8))
-    if R is not None:
+    if (R := search.tilts.search(task.clock.share(0.8))) is not None:
         search.incumbent.offer(exchange(task, R), "tilted")
 
 

@@ -89,9 +89,8 @@ class KeptOps:
             runs.append(k)
         peak, at = self._peak([*self.forward, *runs], again)
         seconds = sum(tables.seconds[k] for k in again)
-        return Choice(
-            frozenset(again), frozenset(kept), peak, seconds, runs[max(at - tables.boundary, 0)] if runs else 0
-        )
+        op = runs[max(at - tables.boundary, 0)] if runs else 0
+        return Choice(frozenset(again), frozenset(kept), peak, seconds, op)
 
     def _peak(self, order: list[int], again: set[int]) -> tuple[int, int]:
         """The peak of ops in order, and the place at which it is; ``again``: ops that run in both halves."""

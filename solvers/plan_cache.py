@@ -72,9 +72,8 @@ def begin(
 ) -> tuple[Solution, UnfinishedSearch | None]:
     """Plan a step, not split further; give the plan, and a search to go on with, None if it could not matter.
 
-    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
-    where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
-    was found for or in these.
+    An answer without a plan does not say why: `checkmate.solvers.solve.refused` does. ``origin`` is "plan cache" for a
+    plan as it was on disk; "other costs", "less time" or "another size" where one found for or in these was the start.
 
     Args:
         method: see `solve`. Plans are adapted by "auto" only.

@@ -337,10 +337,8 @@ def _name(problem: Problem, k: int) -> str:
 
 def refuse_unknown_rules(problem: Problem, method: str) -> None:
     """Raise a RuleError where a method cannot follow a rule of the problem."""
-    if method in FOLLOWS_ALL:
-        return
     for rule in problem.rules:
-        if rule.pin is None:
+        if rule.pin is None and method not in FOLLOWS_ALL:
             raise RuleError(
                 f"Method {method!r} cannot follow the rule {rule.text}: of all rules it knows 'keep' and 'once' only. "
                 f"Methods that follow every rule: {', '.join(FOLLOWS_ALL)}."

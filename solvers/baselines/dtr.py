@@ -81,8 +81,7 @@ def dtr(
         rng = np.random.default_rng(task.seed) if sample else None
         clock = replace(task.clock, limit=task.clock.limit * (i + 1) / len(names))
         # Tell the runtime the budget, and then by bisection more or less, as its plan fits or not. Where everything can
-        # be kept, tell it that there is no pressure: it may hold what a pinned op made beyond its last use, and would
-        # evict to make room for that.
+        # be kept, tell it that there is no pressure: it would evict for what it holds of pinned ops beyond their use.
         low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
         told = task.budget if task.budget < high else problem.resident + int(problem.sizes.sum()) + high
         for _ in range(TRIES):

@@ -107,8 +107,7 @@ def run(
     if x is not None:
         _check(solver.setSolution(len(x), np.arange(len(x), dtype=np.int32), x), "take the start")
     left = clock.left
-    if np.isfinite(left):
-        _set(solver, "time_limit", left)
+    _set(solver, "time_limit", left)
     going = _Run(solver, on_incumbent, on_bound)
     if not going.wait(left + 0.05 + OVERTIME * time_limit):
         # The run did not end in time: what it has reported.
@@ -140,9 +139,7 @@ def _completed(
     lower, upper = model.lower.copy(), model.upper.copy()
     lower[columns] = upper[columns] = values
     lp.col_lower_, lp.col_upper_ = lower, upper
-    solver = _holding(lp, threads=threads, mip_rel_gap=float(gap))
-    if np.isfinite(time_limit):
-        _set(solver, "time_limit", time_limit)
+    solver = _holding(lp, threads=threads, mip_rel_gap=float(gap), time_limit=time_limit)
     going = _Run(solver, None, None)
     return _result(solver, model, relax=False).x if going.wait((1 + OVERTIME) * time_limit + 0.05) else going.x
 

@@ -124,8 +124,7 @@ def moment_bound(
         task: each model is solved to its gap; a larger one leaves time for more moments.
         incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
-        on_runs: called, from another thread, with the lifted runs (T, T) of each better answer while a model is solved.
-            They may break the budget.
+        on_runs: called, in another thread, with lifted runs (T, T) of each better answer, which may break the budget.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> tasks = [Task(problem, budget) for budget in (3, 2)]

@@ -28,11 +28,10 @@ def run(
 ) -> Result:
     """Solve a model with a solver that PuLP knows by this name, e.g. "CBC", "GUROBI" or "SCIP".
 
-    PuLP passes no bound on, so there is one only where the solver says that it reached the asked gap, by its own
-    tolerances, or that there is no solution; and it says so before its time is up. What a solver claims later proves
-    nothing: CBC, stopped in its preprocessing, calls a model that it has not finished with "Integer infeasible".
-    ``start`` and ``target``, as in `highs.run`, are not passed on either. HiGHS by PuLP writes its name to stdout since
-    1.16.
+    PuLP passes no bound on, so there is one only where the solver says, before its time is up, that it reached the
+    asked gap by its own tolerances, or that there is no solution. What it claims later proves nothing: CBC, stopped in
+    its preprocessing, calls a model that it has not finished with "Integer infeasible". ``start`` and ``target``, as in
+    `highs.run`, are not passed on either. HiGHS by PuLP writes its name to stdout since 1.16.
 
     Raises:
         SolverError: if PuLP does not know the solver, does not find it on this computer, or it fails.

@@ -3,8 +3,7 @@
 Phase one turns the relaxation's S* into a set of kept values: S = [S* >= θ], or a coin tossed for each S*. Phase two
 runs the least that this S needs. The plan may break the budget, so the relaxation is solved at (1 - ε) · budget. We
 differ from the paper in three ways: thresholds θ are swept, not only 1/2; ε is bisected by whether θ = 1/2 fits the
-budget, not fixed at 0.1, which wastes some; a plan that fits loses the runs it can do without. The bound is the
-relaxation's.
+budget, not fixed at 0.1; a plan that fits loses the runs it can do without. The bound is the relaxation's.
 
 Paper: https://arxiv.org/abs/1910.02653
 """
