@@ -36,11 +36,9 @@ class OpCost:
 
     seconds: float
     allocated_bytes: int  # at the op's own peak, outputs included
+    # By position, each argument that the op was tried to write over: bytes that it allocates so; None: it cannot. What
+    # was not tried is no way here, and is tried where costs are measured.
     over: Mapping[int, int | None] = field(default_factory=dict)
-    """For each argument, by position, that the op was tried to write over: bytes that it allocates so; None: it cannot.
-
-    What was not tried is no way here, and is tried where costs are measured.
-    """
 
 
 @dataclass(frozen=True)

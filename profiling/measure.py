@@ -79,14 +79,9 @@ DEVICE_SECONDS_PER_OP = 0.05  # of the accelerator's time, beyond the first repe
 
 @dataclass(frozen=True)
 class Measure:
-    """The source of costs that runs every distinct op of a step, here.
+    """The source of costs that runs every distinct op of a step, here."""
 
-    Args:
-        cache: take what was measured before under the same conditions, on disk too, and keep what is measured now.
-            False measures anew and keeps nothing.
-    """
-
-    cache: bool = True
+    cache: bool = True  # take what was measured before under the same conditions, on disk too, and keep what is new
 
 
 def measured(joint: Joint, *, cache: bool = True) -> Profile:
@@ -112,7 +107,17 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
     known = cost_cache.recall(nodes) if cache else {}
     new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
     found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
-    found |= _run({key: node for key, node in new.items() if key not in found}, known)
+    # Run the others outside of tracing, with a line that tells how many are measured.
+    todo = {key: node for key, node in new.items() if key not in found}
+    done: dict[OpKey, OpCost | None] = {}
+    if todo:
+        began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
+        line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
+        with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
+            for key, cost in measure_ops(todo, known):
+                done[key] = cost  # noqa: PERF403  # one by one: the line counts them
+        log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
+    found |= done
     if cache:
         cost_cache.keep(found)
     known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
@@ -186,20 +191,6 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
     """Tell whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
     return cost is None or cost.over.keys() >= set(positions_to_try(node))
-
-
-def _run(todo: Nodes[OpKey], known: Known[OpKey]) -> dict[OpKey, OpCost | None]:
-    """The costs of ops, outside of tracing and with a line that tells how many are measured."""
-    done: dict[OpKey, OpCost | None] = {}
-    if not todo:
-        return done
-    began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
-    line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
-    with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
-        for key, cost in measure_ops(todo, known):
-            done[key] = cost  # noqa: PERF403  # one by one: the line counts them
-    log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
-    return done
 
 
 def fill(

@@ -92,8 +92,8 @@ def listed(joint: Joint, table: OpTable) -> Profile:
             'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
         )
     keys = [None if node is None else key_of(node) for node in joint.nodes]
-    ops = [(key, node) for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None]
-    lacking = sorted({key for key, node in ops if key not in table.ops and runs_alone(node)})
+    ops = zip(keys, joint.nodes, strict=True)
+    lacking = sorted({key for key, node in ops if key and node and key not in table.ops and runs_alone(node)})
     if lacking:
         more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise Unsupported(

@@ -60,13 +60,6 @@ SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 
-UNTRIED = {  # what follows where there is no memory for a trial
-    "ways": "it does not run block by block over an input",
-    "in two": "its gradients are computed at once",
-    "again": "it runs once",
-    "repeats": "it runs once",
-}
-
 Call = Callable[[], Any]
 T = TypeVar("T")
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
@@ -171,7 +164,8 @@ def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int
         node = joint.nodes[op]
         if node is None:
             return False
-        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call())) or {}
+        instead = "it does not run block by block over an input"
+        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
         return found.get(positions[op, over], False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
@@ -195,7 +189,7 @@ def same_in_two(node: fx.Node) -> bool:
             for a, b in zip(whole, (*alone, *others), strict=True)
         )
 
-    return bool(_once("in two", node, trial))
+    return bool(_once("in two", node, trial, "its gradients are computed at once"))
 
 
 def repeats(node: fx.Node) -> bool:
@@ -214,7 +208,7 @@ def repeats(node: fx.Node) -> bool:
 
         return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
 
-    return bool(_once("repeats", node, trial))
+    return bool(_once("repeats", node, trial, "it runs once"))
 
 
 def same_again(node: fx.Node) -> bool:
@@ -230,16 +224,19 @@ def same_again(node: fx.Node) -> bool:
         pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
         return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
-    return bool(_once("again", node, trial))
+    return bool(_once("again", node, trial, "it runs once"))
 
 
-def _once(name: str, node: fx.Node, trial: Callable[[], T]) -> T | None:
-    """The result of a trial of an op on this machine; None if it does not run on made-up inputs, or memory ran out."""
+def _once(name: str, node: fx.Node, trial: Callable[[], T], instead: str) -> T | None:
+    """The result of a trial of an op on this machine; None if it does not run on made-up inputs, or memory ran out.
+
+    ``instead``: what happens then, for the log.
+    """
     device = device_of_op(node)
     key = name, (conditions_on(device), key_of(node))
     if key not in _known:
         with outside_tracing(), torch.no_grad(), same_random_state(device):
-            found = within_memory(partial(attempt, node, trial), named(node), UNTRIED[name])
+            found = within_memory(partial(attempt, node, trial), named(node), instead)
         if not found:
             return None
         _known[key] = found[0]

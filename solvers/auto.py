@@ -171,10 +171,7 @@ def _least(search: Portfolio, task: Task) -> None:
 
 def _bound(search: Portfolio, task: Task) -> None:
     """The bound of more and more moments, and the plans that its answers suggest."""
-
-    def offer(R: np.ndarray) -> None:
-        search.incumbent.offer(R, "bound")
-
+    offer = partial(search.incumbent.offer, by="bound")
     found = moment_bound(replace(task, gap=FINER * task.gap), search.incumbent, on_runs=offer)
     if found.moments and not found.infeasible:
         offer(lifted_runs(task.problem, found))
