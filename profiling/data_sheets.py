@@ -127,8 +127,7 @@ def _teras(
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
     # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022). Its
-    # links and those of others are NVLinks, half of what data sheets give for both ways together; to their hosts it is
-    # PCIe, of the fourth generation where none is said.
+    # links and those of others are NVLinks, half of what data sheets give for both ways; PCIe is 4 where none is said.
     "h100": _gpu(
         "NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9, pcie=5
     ),

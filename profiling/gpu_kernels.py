@@ -3,8 +3,7 @@
     a product     sqrt(computing² + moving²)    as the loads of one tile hide behind another's products in part only
     all others    passes · bytes / bandwidth    of which those that the cache holds come from there
 
-The constants below are few, each with its reason; `benchmarks.estimates` holds what comes of them against measured
-steps, and says which of these they were set by.
+Each constant below has its reason; `benchmarks.estimates` compares with measured steps, and says which set some.
 """
 
 from __future__ import annotations

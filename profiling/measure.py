@@ -92,8 +92,7 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
     write over an argument where it was tried and left the same bits.
 
     Raises:
-        Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
-            PyTorch tells.
+        Unsupported: if a tensor is on no CPU, CUDA device or other device whose allocator's counts PyTorch tells.
     """
     for node in joint.module.graph.nodes:
         for leaf in tensors(node.meta.get("val")):

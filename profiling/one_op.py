@@ -215,8 +215,7 @@ def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
     """Run something with an op and give its result; None if the op does not run on made-up inputs.
 
     Raises:
-        RuntimeError: if memory runs out, which says nothing about the op; or if the device fails, which no op can use
-            in this process any more.
+        RuntimeError: if memory runs out, which says nothing about the op; if the device fails, for all of this process.
     """
     try:
         return run()

@@ -49,9 +49,8 @@ from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 aten = torch.ops.aten
 
-# How far estimates for GPUs are off, as far as anyone measured: the number of steps, and shares of the measured
-# seconds, rounded up to whole percent. The steps are those in `benchmarks/results/estimates.jsonl` that were kept back
-# when the constants of the model were set.
+# How far estimates for GPUs are off, as far as anyone measured: the number of steps, those of
+# `benchmarks/results/estimates.jsonl` by which no constant was set, and shares of the measured seconds, rounded up.
 STEPS, HALF_WITHIN, WORST = 24, 0.12, 0.19
 STATED = f"within {HALF_WITHIN:.0%} of measured steps for half of {STEPS}, {WORST:.0%} for the worst"
 

@@ -1,8 +1,7 @@
 """Place blocks of memory with known lifetimes in one arena.
 
 This is dynamic storage allocation: blocks that are alive at the same moment must not overlap, and the arena is to be no
-higher than it must. The most bytes alive at any moment, the live peak, is a lower bound; a placement of that height is
-proven to be the best.
+higher than it must. The most bytes alive at any moment, the live peak, is a bound; a placement as high is optimal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Look for a better plan in another process, while the step runs by the best one yet.
 
 The process is one of `checkmate.solvers.common.processes`, of low priority. It tells each plan that is notably better,
-and keeps plans on disk like any. One runs at a time for each process that trains: more wait for their turn. Where it
-fails, the step keeps the plan that it has.
+and keeps plans on disk like any. One runs at a time for each process that trains. If it fails, the step keeps its plan.
 """
 
 from __future__ import annotations

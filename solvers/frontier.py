@@ -120,8 +120,7 @@ def frontier(
         options: of the methods; each goes to those that take it.
 
     Returns:
-        A Frontier with a row for each pair. One whose solve failed is NOT_FOUND, with a message; or has the plan of a
-        smaller budget.
+        A row for each pair; one whose solve failed is NOT_FOUND, with a message, or has the plan of a smaller budget.
 
     Raises:
         BudgetError: if a budget is no positive number of bytes.

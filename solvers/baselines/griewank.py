@@ -9,13 +9,11 @@ more than r times, and the fewest steps for l are, with the first sweep up to x_
 
 x_0 is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j are all outputs of the j-th op
 of the chain. l − 1 is the state that the first backward op needs; an op after it, the loss say, is not counted in t. On
-chains of unit costs and sizes these schedules are optimal; elsewhere the number of steps is least, not their seconds,
-and a slot is as large as the values in it.
+chains of unit costs and sizes these schedules are optimal; elsewhere the steps are fewest, and slots differ in bytes.
 
 We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
 taken. The method is for chains; asked to, it takes articulation points, or all forward ops in a row, for the chain.
-Then t no longer holds: a backward op makes again what it misses, and ops between two articulation points run again even
-where everything would fit.
+Then t no longer holds: a backward op makes again what it misses, and ops between articulation points always run again.
 """
 
 from __future__ import annotations

@@ -210,8 +210,7 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     """The segments of a step, at least two.
 
     Args:
-        fine: cut also where the backward never reads the value that flows across. To hold it costs its bytes even
-            where all is kept; but shorter segments can take less memory.
+        fine: cut also where the backward never reads what flows across, which costs its bytes; segments are shorter.
 
     Raises:
         NotAChain: if the forward has fewer, or the backward does not go through them in order.
@@ -233,8 +232,7 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
             if (fine or read_late) and (not cuts or cuts[-1][1] != value):
                 cuts.append((p, value))
     cuts = cuts[:: -(-len(cuts) // (MOST_SEGMENTS - 1)) or 1]
-    # belongs: the segment of each op of the backward. One that reads what flows across a cut may belong to either
-    # side: it goes to the later segment if it can.
+    # belongs: the segment of each op of the backward; if it reads what flows across a cut, the later one if it can
     segment_of = np.searchsorted([p for p, _ in cuts], np.arange(first), side="right")
     across = {value for _, value in cuts}
     belongs, now = [], len(cuts)

@@ -129,8 +129,7 @@ def _completed(
 ) -> np.ndarray | None:
     """Complete a solution of which some columns are known; None: there is none, or none was found.
 
-    HiGHS would complete it within its run, and report bounds of the model with these columns fixed as if they were the
-    model's own.
+    HiGHS would complete it within its run, and report bounds of the model with these columns fixed as the model's own.
     """
     columns, values = start
     if len(columns) == model.columns:

@@ -27,8 +27,7 @@ one run only: it cannot prove what the other is for, unless a moment comes betwe
 
 Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments.
 Then moments stand where most is unavoidable in each of 6 parts of the backward, then of 12, and so on, and rows tie
-several segments together. For a span of segments a..b, from moment a-1 to moment b, let ANY[j] say that op j runs in
-one of them at least:
+several segments together. For a span of segments a..b, from moment a-1 to b, let ANY[j] say that op j runs in one:
 
     R[s, j] <= ANY[j] <= Σ_s R[s, j]               s in a..b
     ANY[j] <= X[a-1, v] + ANY[prod(v)]             v an input of op j, made before the span

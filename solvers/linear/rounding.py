@@ -103,8 +103,7 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) under which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again, and so is what would
-    have to be made from what is overwritten by then.
+    which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
     """
     graph, S = problem.graph, S.copy()
     for k, op in enumerate(graph.ops):
