@@ -90,9 +90,8 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     document = files.read_json(Path(path), format=FORMAT, versions=versions, what=what, most=MOST_FILE_BYTES)
     try:
         conditions = Conditions(**document["place"])
-        if not isinstance(conditions.threads, int) or not all(
-            isinstance(text, str) for text in (conditions.device, conditions.torch, conditions.settings)
-        ):
+        texts = (conditions.device, conditions.torch, conditions.settings)
+        if not isinstance(conditions.threads, int) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{conditions!r} are no conditions to measure in")
         ops = {key: None if cost is None else _cost(*cost) for key, cost in document["ops"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

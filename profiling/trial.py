@@ -9,10 +9,9 @@ shapes, strides and types of the trace, on sets of numbers:
     cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
                precision too (`checkmate.capture.rounding_probes`)
 
-What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
-special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
-that nothing would be compared: it runs on the cancelling set only. A way counts if all that it makes is the same each
-time, bit by bit, and its first result lies where the argument lay. What the argument held is not kept: on the CPU that
+Pointwise ops run on the special set only: nothing special spreads to other elements there. What runs block by block
+runs on the cancelling set only: it takes long, and what is special in its weights would spread to all results. A way
+counts if all results are the same each time, bit by bit, and the first lies where the argument lay. On the CPU a trial
 takes the memory of the op, its arguments and results, and of a few thousand numbers.
 
 Why so few inputs are enough: what is written over an argument is computed by the op's own kernel, of tensors of the

@@ -94,10 +94,8 @@ def auto(
             except SolverError as error:  # the other stages and the best plan so far are as good as before
                 log.warning("%s failed: %s", stage.name, error)
                 search.failed.append(str(error))
-    details: dict[str, object] = {"found": incumbent.found} if incumbent.found else {}
-    if search.failed:
-        details["failed"] = search.failed
-    return Remarks(details=details, stuck=search.stuck)
+    details: dict[str, object] = {"found": incumbent.found, "failed": search.failed}
+    return Remarks(details={name: what for name, what in details.items() if what}, stuck=search.stuck)
 
 
 @dataclass

@@ -87,15 +87,9 @@ class KeptOps:
             runs += sorted(missing)
             again |= missing
             runs.append(k)
-        peak, at = self._peak([*self.forward, *runs], again)
-        seconds = sum(tables.seconds[k] for k in again)
-        op = runs[max(at - tables.boundary, 0)] if runs else 0
-        return Choice(frozenset(again), frozenset(kept), peak, seconds, op)
-
-    def _peak(self, order: list[int], again: set[int]) -> tuple[int, int]:
-        """The peak of ops in order, and the place at which it is; ``again``: ops that run in both halves."""
-        tables, border, size, result = self.tables, self.tables.boundary, self.tables.size, self.tables.result
-        # ~v is the copy of v that is made again, which the backward reads; of a result it reads the first
+        # The peak, and the place at which it is. ~v is the copy of v that is made again, which the backward reads; of a
+        # result it reads the first.
+        order, border, size, result = [*self.forward, *runs], tables.boundary, tables.size, tables.result
         second = {v: ~v for k in again for v in tables.outputs[k] if not result[v]}
         last = {v: i for i, k in enumerate(self.forward) for v in tables.inputs[k]}
         for i in range(border, len(order)):
@@ -110,12 +104,13 @@ class KeptOps:
             if live + tables.workspace[k] > peak:
                 peak, at = live + tables.workspace[k], i
             live -= freed[i]
-            # free what nobody reads, and second copies of results
+            # Free what nobody reads, and second copies of results.
             if i >= border and k in again:
                 live -= sum(size[v] for v in tables.outputs[k] if ~v not in last)
             else:
                 live -= sum(size[v] for v in tables.outputs[k] if v not in last and not result[v])
-        return peak, at
+        op = runs[max(at - border, 0)] if runs else 0
+        return Choice(frozenset(again), frozenset(kept), peak, sum(tables.seconds[k] for k in again), op)
 
     @cached_property
     def everything(self) -> Choice:

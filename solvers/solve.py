@@ -322,12 +322,10 @@ def _what_it_costs(problem: Problem) -> str:
     if times <= 1 + SLOW:
         return ""
     roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)
+    slow = f" There a step takes {times:.1f} times as long"
     if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
-        return f" There a step takes {times:.1f} times as long."
-    return (
-        f" There a step takes {times:.1f} times as long; with {format_bytes(roomier.budget)}, "
-        f"{roomier.cost / problem.keep_all_cost:.1f} times."
-    )
+        return f"{slow}."
+    return f"{slow}; with {format_bytes(roomier.budget)}, {roomier.cost / problem.keep_all_cost:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:

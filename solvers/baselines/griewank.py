@@ -143,7 +143,6 @@ def reversal(
     others = set(range(len(graph.values))) - droppable(problem)
 
     def in_slots(t: int) -> set[int]:
-        """The values of the states in slots when op t needs its state."""
         return {v for j in at[needed[t]] if j for v in graph.ops[line[j - 1]].outputs}
 
     # the first reversal keeps all that its ops read

@@ -227,15 +227,13 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     pinned = np.array([op.pinned is not None for op in graph.ops])
     R_there = first | ((k < begins) & (useful >= begins) & ~pinned)
     # X: what a moment may carry, that is made by then and read at it or later.
-    own = np.zeros((m, V), dtype=bool)
+    own, over = np.zeros((2, m, V), dtype=bool)
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
+        over[i, [v for v, _ in problem.savings[o]]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
     if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
-    over = np.zeros((m, V), dtype=bool)
-    for i, o in enumerate(moments):
-        over[i, [v for v, _ in problem.savings[o]]] = True
     # The columns.
     price = problem.seconds / cost_unit(problem) if host is None else 0.0
     R = model.variables(R_there, lower=first, cost=price, integer=True)
