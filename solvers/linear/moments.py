@@ -138,8 +138,9 @@ def moment_bound(
     while True:
         if loose is None and best.moments and problem.host is None:
             # Does the relaxation of these moments prove less than fewer moments have proven?
-            model = build(problem, task.budget, at).model
-            relaxed = highs.run(model, relax=True, time_limit=TRIAL * clock.left, threads=task.threads)
+            relaxed = highs.run(
+                build(problem, task.budget, at).model, relax=True, time_limit=TRIAL * clock.left, threads=task.threads
+            )
             least = relaxed.bound * cost_unit(problem)
             loose = relaxed.outcome is SolveStatus.OPTIMAL and least < best.value * (1 - LOOSE)
             at = in_windows(problem, windows) if loose else at
