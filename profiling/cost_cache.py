@@ -36,11 +36,9 @@ class OpCost:
 
     seconds: float
     allocated_bytes: int  # at the op's own peak, outputs included
+    # By position, each argument that the op was tried to write over: bytes that it allocates so; None: it cannot. What
+    # was not tried is no way here, and is tried where costs are measured.
     over: Mapping[int, int | None] = field(default_factory=dict)
-    """For each argument, by position, that the op was tried to write over: bytes that it allocates so; None: it cannot.
-
-    What was not tried is no way here, and is tried where costs are measured.
-    """
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,8 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     document = files.read_json(Path(path), format=FORMAT, versions=versions, what=what, most=MOST_FILE_BYTES)
     try:
         conditions = Conditions(**document["place"])
-        if not isinstance(conditions.threads, int) or not all(
-            isinstance(text, str) for text in (conditions.device, conditions.torch, conditions.settings)
-        ):
+        texts = (conditions.device, conditions.torch, conditions.settings)
+        if not isinstance(conditions.threads, int) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{conditions!r} are no conditions to measure in")
         ops = {key: None if cost is None else _cost(*cost) for key, cost in document["ops"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -112,7 +109,6 @@ def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
 
 
 def _as_list(cost: OpCost | None) -> list[Any] | None:
-    """A cost as `_cost` takes it."""
     return None if cost is None else [cost.seconds, cost.allocated_bytes, *cost.over.items()]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from checkmate.devices import CUDA
 from checkmate.errors import Unsupported
 
+PCIE = {3: 16e9, 4: 32e9, 5: 64e9}  # bytes per second each way: sixteen lanes of each generation
 RESERVE, LEAST_RESERVE = 0.08, 2 * 10**9  # of a device's memory; bytes
 
 
@@ -36,8 +37,8 @@ class Device:
     cache_bytes: int = 0  # of the cache that they share
     host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
     memory_bytes: int = 0  # that it has; 0: not known
-    link: float = 32e9  # bytes per second to other devices of its kind, each way; by default PCIe 4, sixteen lanes
-    host_link: float = 32e9  # bytes per second to the memory of its host, each way; by default the same
+    link: float = PCIE[4]  # bytes per second to other devices of its kind, each way
+    host_link: float = PCIE[4]  # bytes per second to the memory of its host, each way
 
     def __post_init__(self) -> None:
         figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
@@ -87,7 +88,9 @@ def _gpu(
     processors: tuple[int, float],
     cache: float,
     memory: int,
-    **shares: float,
+    *,
+    pcie: int = 4,
+    **others: float,
 ) -> Device:
     """A card of NVIDIA: rates without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
 
@@ -109,7 +112,7 @@ def _gpu(
         cache_bytes=int(cache * 1e6),
         memory_bytes=memory * 2**30,
         host=5e-6,
-        **{"compute_efficiency": 0.8, **shares},
+        **{"compute_efficiency": 0.8, "link": PCIE[pcie], "host_link": PCIE[pcie], **others},
     )
 
 
@@ -124,14 +127,13 @@ def _teras(
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
     # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022). Its
-    # links and those of others are NVLinks, half of what data sheets give for both ways together; to their hosts it is
-    # PCIe 5 here and where it is said, PCIe 3 for V100 and T4, and PCIe 4 for all others.
+    # links and those of others are NVLinks, half of what data sheets give for both ways; PCIe is 4 where none is said.
     "h100": _gpu(
-        "NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9, host_link=64e9
+        "NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9, pcie=5
     ),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
     "h200": _gpu(
-        "NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141, link=450e9, host_link=64e9
+        "NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141, link=450e9, pcie=5
     ),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
     "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80, link=300e9),
@@ -143,21 +145,11 @@ DEVICES: dict[str, Device] = {
     # NVIDIA V100 data sheet (2020), SXM2, and NVIDIA Tesla V100 architecture whitepaper (2017). Its tensor cores take
     # float16 only: bfloat16 is computed as float32, and there is no tf32.
     "v100": _gpu(
-        "NVIDIA V100 SXM2",
-        (7, 0),
-        _teras(7.8, 15.7, None, 125, 15.7),
-        900,
-        (80, 1.53),
-        6,
-        32,
-        link=150e9,
-        host_link=16e9,
+        "NVIDIA V100 SXM2", (7, 0), _teras(7.8, 15.7, None, 125, 15.7), 900, (80, 1.53), 6, 32, link=150e9, pcie=3
     ),
     # As public tables of cards give it, which name the data sheet (2019) that was not read here; float64 is 1/32 of
     # float32. As on a V100 bfloat16 is computed as float32, and there is no tf32.
-    "t4": _gpu(
-        "NVIDIA T4", (7, 5), _teras(0.254, 8.1, None, 65, 8.1), 320, (40, 1.59), 4, 16, link=16e9, host_link=16e9
-    ),
+    "t4": _gpu("NVIDIA T4", (7, 5), _teras(0.254, 8.1, None, 65, 8.1), 320, (40, 1.59), 4, 16, pcie=3),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
     "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48, 24),
@@ -167,15 +159,7 @@ DEVICES: dict[str, Device] = {
     # As public tables of cards give it; the whitepaper (2025) was not read. tf32 and half are 1 and 2 times float32,
     # as for its siblings, which the published figures with sparsity agree with; float64 is 1/64 of float32.
     "rtx5090": _gpu(
-        "NVIDIA GeForce RTX 5090",
-        (12, 0),
-        _teras(1.64, 104.8, 104.8, 209.5),
-        1792,
-        (170, 2.407),
-        96,
-        32,
-        link=64e9,
-        host_link=64e9,
+        "NVIDIA GeForce RTX 5090", (12, 0), _teras(1.64, 104.8, 104.8, 209.5), 1792, (170, 2.407), 96, 32, pcie=5
     ),
     # NVIDIA Ada GPU architecture whitepaper (2022), appendix A; float64 is 1/64 of float32.
     "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), _teras(1.29, 82.6, 82.6, 165.2), 1008, (128, 2.52), 72, 24),

@@ -3,8 +3,7 @@
     a product     sqrt(computing² + moving²)    as the loads of one tile hide behind another's products in part only
     all others    passes · bytes / bandwidth    of which those that the cache holds come from there
 
-The constants below are few, each with its reason; `benchmarks.estimates` holds what comes of them against measured
-steps, and says which of these they were set by.
+Each constant below has its reason; `benchmarks.estimates` compares with measured steps, and says which set some.
 """
 
 from __future__ import annotations
@@ -67,12 +66,7 @@ _WEIGHT = {  # of a convolution: where it is
 
 
 def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_bytes: int) -> float:
-    """Seconds of one op on a GPU.
-
-    Args:
-        node: the op; device: a GPU.
-        flop, dtype: what it computes, and whose rate that runs at; moved_bytes: what it reads and writes, once.
-    """
+    """Seconds of one op on a GPU: it computes ``flop`` at the rate of ``dtype``, and reads and writes so many bytes."""
     packet = packet_of(node.target)
     if not flop:
         return device.latency + pointwise_seconds(device, moved_bytes, PASSES.get(packet, 1))
@@ -91,7 +85,11 @@ def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_b
         (*batch, rows, terms), (*_, columns) = (_shape(arg) for arg in node.args[first : first + 2])
         computing = product_seconds(device, math.prod(batch), rows, columns, terms, rate)
     elif "attention" in str(packet):
-        computing = flop * (0.5 if _is_causal(node) else 1) / (ATTENTION * rate)
+        # Told that no position sees a later one, its kernels leave these products out.
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        computing = flop * (0.5 if given.get("is_causal", False) else 1) / (ATTENTION * rate)
     else:
         computing = flop / (device.compute_efficiency * rate)
     return device.latency + math.hypot(computing, moving)
@@ -164,11 +162,3 @@ def _channels_last(node: fx.Node) -> bool:
     touched = [t for n in (node, *node.all_input_nodes) for t in tensors(n.meta.get("val")) if t.dim() > 2]
     largest = max(touched, key=torch.Tensor.numel)
     return largest.stride(1) == 1 < largest.shape[1]
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """Tell whether attention is told that no position sees a later one: its kernels leave these products out."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(given.get("is_causal", False))

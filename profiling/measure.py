@@ -48,19 +48,8 @@ from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, record_allocations
 from checkmate.memory.room import within_memory
-from checkmate.profiling.cost_cache import (
-    OpCost,
-    OpKey,
-    OpTable,
-    all_known,
-    conditions_on,
-    drop,
-    keep,
-    load,
-    ran_here,
-    recall,
-    write,
-)
+from checkmate.profiling import cost_cache
+from checkmate.profiling.cost_cache import OpCost, OpKey, OpTable, conditions_on
 from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
@@ -90,14 +79,9 @@ DEVICE_SECONDS_PER_OP = 0.05  # of the accelerator's time, beyond the first repe
 
 @dataclass(frozen=True)
 class Measure:
-    """The source of costs that runs every distinct op of a step, here.
+    """The source of costs that runs every distinct op of a step, here."""
 
-    Args:
-        cache: take what was measured before under the same conditions, on disk too, and keep what is measured now.
-            False measures anew and keeps nothing.
-    """
-
-    cache: bool = True
+    cache: bool = True  # take what was measured before under the same conditions, on disk too, and keep what is new
 
 
 def measured(joint: Joint, *, cache: bool = True) -> Profile:
@@ -108,21 +92,36 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
     write over an argument where it was tried and left the same bits.
 
     Raises:
-        Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
-            PyTorch tells.
+        Unsupported: if a tensor is on no CPU, CUDA device or other device whose allocator's counts PyTorch tells.
     """
-    _refuse_other_devices(joint)
+    for node in joint.module.graph.nodes:
+        for leaf in tensors(node.meta.get("val")):
+            if not is_known(leaf.device):
+                raise Unsupported(
+                    f"{node.name} is on {leaf.device}: ops are measured on cpu and cuda only. "
+                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+                )
     keys = keys_of(joint)
     nodes = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    known = recall(nodes) if cache else {}
+    known = cost_cache.recall(nodes) if cache else {}
     new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
     found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
-    found |= _run({key: node for key, node in new.items() if key not in found}, known)
+    # Run the others outside of tracing, with a line that tells how many are measured.
+    todo = {key: node for key, node in new.items() if key not in found}
+    done: dict[OpKey, OpCost | None] = {}
+    if todo:
+        began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
+        line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
+        with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
+            for key, cost in measure_ops(todo, known):
+                done[key] = cost  # noqa: PERF403  # one by one: the line counts them
+        log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
+    found |= done
     if cache:
-        keep(found)
+        cost_cache.keep(found)
     known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
     where = {node: key[0] for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    all_in = lru_cache(load)
+    all_in = lru_cache(cost_cache.load)
     collectives = measured_collectives(joint.nodes, lambda node: all_in(where[node])) if cache else {}
     # Say which ops have no measured cost, and why.
     lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
@@ -139,15 +138,11 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
 
 def forget(joint: Joint) -> None:
     """Forget the measured costs of a step's ops, so that the next capture measures them anew, in any process."""
-    drop({key for key in keys_of(joint) if key is not None})
+    cost_cache.drop({key for key in keys_of(joint) if key is not None})
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
     """Write all that was measured on this machine, as it is set now, to a file for ``profile=`` on another.
-
-    Args:
-        path: a name that ends in ``.json``.
-        device: ``"cpu"`` or a CUDA device, or another.
 
     Raises:
         Unsupported: if nothing was measured here, or not with this number of threads and these settings.
@@ -166,10 +161,10 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
     conditions = conditions_on(torch.device(device))
-    ops = all_known(conditions)
+    ops = cost_cache.all_known(conditions)
     if not ops:
         raise Unsupported(f"Nothing has been measured on {conditions} yet: trace a step on this machine first.")
-    write(path, OpTable(conditions, ops))
+    cost_cache.write(path, OpTable(conditions, ops))
 
 
 def keys_of(joint: Joint) -> list[OpKey | None]:
@@ -186,42 +181,15 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
     Its seconds stay those that are known, by which a plan is found on disk.
     """
-    if key not in known:
-        return True
+    if key not in known or cost_cache.ran_here(key):
+        return key not in known
     chooses = is_convolution(node) or getattr(node.target, "tunes", False)
-    return not ran_here(key) and ((device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key]))
+    return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key])
 
 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
     """Tell whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
     return cost is None or cost.over.keys() >= set(positions_to_try(node))
-
-
-def _refuse_other_devices(joint: Joint) -> None:
-    for node in joint.module.graph.nodes:
-        for leaf in tensors(node.meta.get("val")):
-            if not is_known(leaf.device):
-                raise Unsupported(
-                    f"{node.name} is on {leaf.device}: ops are measured on cpu and cuda only. "
-                    'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
-                )
-
-
-def _run(todo: Nodes[OpKey], known: Known[OpKey]) -> dict[OpKey, OpCost | None]:
-    """The costs of ops, outside of tracing and with a line that tells how many are measured."""
-    done: dict[OpKey, OpCost | None] = {}
-    if not todo:
-        return done
-    began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
-    line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
-    with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
-        for key, cost in measure_ops(todo, known):
-            done[key] = cost  # noqa: PERF403  # one by one: the line counts them
-    log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
-    return done
-
-
-# ---------------------------------------------------------------- from costs to a profile
 
 
 def fill(
@@ -230,11 +198,9 @@ def fill(
     """The profile of a step.
 
     An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
-    seconds of the others, unless it is a collective; its workspace is taken to be as large as all that it touches, and
-    it writes over nothing.
+    seconds of the others, unless it is a collective; its workspace is all that it touches; it writes over nothing.
 
     Args:
-        joint: the step.
         costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
         source: where the costs come from; how many are estimated is added to it.
         collectives: seconds of those that all ranks have measured, by position.
@@ -276,9 +242,6 @@ def _estimate(node: fx.Node) -> float:
         return roofline_seconds(node, device)
     except Unsupported:  # a product of a rare type: by its bytes alone
         return device.seconds(0, "float32", moved_bytes_of(node))
-
-
-# ---------------------------------------------------------------- ops one by one
 
 
 def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
@@ -331,7 +294,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
             began = now()
             run()
             taken = now() - began
-        seconds = _median_of(run) if taken > LONG else 0.0
+        seconds = time_on_cpu(run, warm=True) if taken > LONG else 0.0
 
         def within(position: int, call: Callable[[], Any]) -> Any:
             with torch.profiler.record_function(span(i, position)):
@@ -351,16 +314,13 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
     return [[None if found is None else cost(i, *found) for found in some] for i, some in enumerate(ran)]
 
 
-def time_on_cpu(run: Callable[[], Any]) -> float:
-    """Seconds of one execution, allocations included: the median, once it is stable.
+def time_on_cpu(run: Callable[[], Any], *, warm: bool = False) -> float:
+    """Seconds of one execution, allocations included: the median, once it is stable; ``warm``: it has just run.
 
     On one thread these are seconds of the processor, which other programs change less than those of the clock.
     """
-    run()
-    return _median_of(run)
-
-
-def _median_of(run: Callable[[], Any]) -> float:
+    if not warm:
+        run()
     now = _clock()
     flush = torch.zeros(2 * _second_level_bytes(), dtype=torch.uint8)
     seconds: list[float] = []
@@ -378,7 +338,6 @@ def _clock() -> Callable[[], float]:
 
 @cache
 def _second_level_bytes() -> int:
-    """Bytes of a core's second-level cache."""
     size = SECOND_LEVEL.read_text().strip() if SECOND_LEVEL.exists() else ""
     return int(size[:-1]) * 1024 if size.endswith("K") else USUAL_SECOND_LEVEL
 

@@ -11,10 +11,8 @@ to that, but by a call that all ranks of the group make together, `measure_colle
 finds is kept in the file of measured ops (`checkmate.profiling.cost_cache`), under a key for each collective, group and
 size, and is read from there by each rank alone. A group is known by its backend, its ranks and how many of them share a
 host: the ranks of one mesh dimension cost what those of the same dimension elsewhere do. How many share a host is what
-``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one.
-
-A collective that a step has names its group; if that was not measured, it takes an estimate
-(`checkmate.profiling.roofline`).
+``torchrun`` tells them (``LOCAL_WORLD_SIZE``); without it, all are on one. A collective of a step names its group; if
+that was not measured, it takes an estimate (`checkmate.profiling.roofline`).
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -92,12 +91,9 @@ def link_of(device: Device) -> Link:
 
 
 def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
-    """Interpolate measured seconds linearly; the last line goes on.
+    """Interpolate measured seconds linearly, by two points or more, ascending; the last line goes on.
 
     What is smaller than all that was measured takes as long as the smallest.
-
-    Args:
-        points: ascending, two at least.
 
     >>> points = [(1000, 1.0), (2000, 1.5), (4000, 2.5)]
     >>> [interpolated(points, whole) for whole in (10, 3000, 6000)]
@@ -165,9 +161,6 @@ def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
     return Layout(dist.get_backend(group), len(ranks), on_host)
 
 
-# ---------------------------------------------------------------- measured by all ranks
-
-
 def measure_collectives(
     group: dist.ProcessGroup | None = None,
     *,
@@ -182,7 +175,6 @@ def measure_collectives(
     the group's first rank knows it. All ranks return the same, and keep what is new.
 
     Args:
-        group: by default all ranks.
         device: where the tensors are; by default the current accelerator for NCCL and its like, else the CPU.
         sizes: bytes of the whole, as the ranks together hand them in or get them; rounded up to as much for each rank.
         cache: take what was measured before, and keep what is measured now.
@@ -231,27 +223,20 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
         REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, all_of_it, group=group),
         ALL_REDUCE: lambda: dist.all_reduce(all_of_it, group=group),
     }[collective]
+    on_cpu = device.type == "cpu"
+    finish: Callable[[], object] = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
     run()  # the first one connects the ranks
     times = []
     for _ in range(REPEATS if whole < LARGE else REPEATS_OF_LARGE):
         dist.barrier(group)
-        _finish(device)
+        finish()
         began = time.perf_counter()
         run()
-        _finish(device)
+        finish()
         times.append(time.perf_counter() - began)
-    slowest = torch.tensor([median(times)], dtype=torch.float64 if device.type == "cpu" else torch.float32)
-    slowest = slowest.to(device)
+    slowest = torch.tensor([median(times)], dtype=torch.float64 if on_cpu else torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-# ---------------------------------------------------------------- within a step
 
 
 @dataclass(frozen=True)
@@ -300,9 +285,7 @@ def layout_of_node(node: fx.Node) -> Layout | None:
 def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx.Node], Costs]) -> dict[int, float]:
     """Seconds of those nodes, by position, that are collectives of groups which have been measured.
 
-    Args:
-        nodes: of a step.
-        costs_of: what was measured under the conditions that a node runs under.
+    ``costs_of``: what was measured under the conditions that a node runs under.
     """
     tables: dict[tuple[int, Layout], CollectiveTable] = {}
     found: dict[int, float] = {}

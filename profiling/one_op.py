@@ -122,21 +122,18 @@ def call_of(node: fx.Node) -> partial[Any]:
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
     if str(node.target) in _MASK:
-        _see_all(args[_MASK[str(node.target)]])
+        # Fill the mask with all blocks: one that leaves out some takes less time.
+        mask: Any = args[_MASK[str(node.target)]]
+        for numbers, indices in (mask[2:4], mask[6:8]):  # of keys for each block of queries, and the other way round
+            if isinstance(numbers, torch.Tensor):
+                numbers.fill_(indices.shape[-1])
+                indices.copy_(torch.arange(indices.shape[-1], device=indices.device))
     target: Any = node.target
     if hasattr(target, "rehearsal"):  # it writes to what is not handed in
         target = target.rehearsal()
     if target is cond:
         target = _both_ways
     return partial(target, *args, **kwargs)
-
-
-def _see_all(mask: Any) -> None:
-    """Fill the mask of a `flex_attention` with all blocks; a mask that leaves out some takes less time."""
-    for numbers, indices in (mask[2:4], mask[6:8]):  # of keys for each block of queries, and the other way round
-        if isinstance(numbers, torch.Tensor):
-            numbers.fill_(indices.shape[-1])
-            indices.copy_(torch.arange(indices.shape[-1], device=indices.device))
 
 
 def _running_both(body: Any) -> Any:
@@ -166,10 +163,9 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
         return value_of(leaf)
     real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     memory = flat(real)
-    if leaf.dtype.is_complex:
-        _fill(torch.view_as_real(memory).view(-1))
-    elif leaf.dtype.is_floating_point:
-        _fill(memory)
+    if leaf.dtype.is_complex or leaf.dtype.is_floating_point:
+        floats = torch.view_as_real(memory).view(-1) if leaf.dtype.is_complex else memory
+        repeat(floats, floats[:DRAWN].uniform_(0.1, 0.9))
     elif leaf.dtype is torch.bool:
         memory.fill_(True)
     elif bound:
@@ -177,10 +173,6 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
     else:
         memory.zero_()
     return real
-
-
-def _fill(memory: torch.Tensor) -> None:
-    repeat(memory, memory[:DRAWN].uniform_(0.1, 0.9))
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
@@ -223,8 +215,7 @@ def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
     """Run something with an op and give its result; None if the op does not run on made-up inputs.
 
     Raises:
-        RuntimeError: if memory runs out, which says nothing about the op; or if the device fails, which no op can use
-            in this process any more.
+        RuntimeError: if memory runs out, which says nothing about the op; if the device fails, for all of this process.
     """
     try:
         return run()

@@ -7,8 +7,7 @@ of matrix products, convolutions and attention, from the formulas in `torch.util
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
 nothing, and lookups read only what they pick. An op of several kernels counts as one, but for those that run in parts.
 On GPUs kernels are told apart further (`checkmate.profiling.gpu_kernels`), and the host launches one after another.
-Collectives take what moves between ranks over the device's link (`checkmate.profiling.mesh`); who waits for one waits
-no longer than it took.
+Collectives take what moves between ranks over the device's link (`checkmate.profiling.mesh`), their waits a launch.
 
 Workspaces are estimated as zero for every op that PyTorch has, but for softmax's backward on GPUs: what cuDNN and
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
@@ -50,9 +49,8 @@ from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 aten = torch.ops.aten
 
-# How far estimates for GPUs are off, as far as anyone measured: the number of steps, and shares of the measured
-# seconds, rounded up to whole percent. The steps are those in `benchmarks/results/estimates.jsonl` that were kept back
-# when the constants of the model were set.
+# How far estimates for GPUs are off, as far as anyone measured: the number of steps, those of
+# `benchmarks/results/estimates.jsonl` by which no constant was set, and shares of the measured seconds, rounded up.
 STEPS, HALF_WITHIN, WORST = 24, 0.12, 0.19
 STATED = f"within {HALF_WITHIN:.0%} of measured steps for half of {STEPS}, {WORST:.0%} for the worst"
 
@@ -83,8 +81,7 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
     Products in float32 run as PyTorch runs them: convolutions in tf32 where the device has it, which is PyTorch's
     default, and matrix products in float32, also its default; ``torch.backends.cuda.matmul.fp32_precision`` and
-    `torch.set_float32_matmul_precision` change the latter. For a GPU the profile's source says how far estimates are
-    off, as far as anyone measured.
+    `torch.set_float32_matmul_precision` change the latter. For a GPU the source says how far estimates were off.
 
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.
@@ -110,7 +107,6 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
 
 def _bytes_inside(node: fx.Node, device: Device) -> int:
-    """Bytes that an op takes beside its results while it runs."""
     if (of_parts := estimate(node)) is not None:
         return of_parts.workspace_bytes
     if hasattr(node.target, "workspace_bytes"):
@@ -205,7 +201,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _rate_of(node: fx.Node, device: Device) -> str:
-    """The type whose rate an op runs at."""
     dtypes = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.dtype.is_floating_point]
     if not dtypes:
         return "float32"

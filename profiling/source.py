@@ -1,7 +1,6 @@
 """Sources of the costs of ops: measured here, a device's data sheet, a table of measured ops, a profile.
 
-Each is a value, and `profile_of` gives the costs of a step by it. Where the ops are not known before the step is
-captured, it is a function of the captured step.
+Each is a value, or a function of the captured step where its ops are not known before; `profile_of` gives the costs.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def profile_of(joint: Joint, source: Source) -> Profile:
     """The costs of the ops of a captured step.
 
     Raises:
-        Unsupported: if the source has not the costs of this step, as `measured`, `roofline` and `listed` say; or if it
-            is a profile of another step.
+        Unsupported: if the source lacks costs (see `measured`, `roofline`, `listed`), or is a profile of another step.
     """
     if isinstance(source, Measure):
         return measured(joint, cache=source.cache)
@@ -92,8 +90,8 @@ def listed(joint: Joint, table: OpTable) -> Profile:
             'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
         )
     keys = [None if node is None else key_of(node) for node in joint.nodes]
-    ops = [(key, node) for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None]
-    lacking = sorted({key for key, node in ops if key not in table.ops and runs_alone(node)})
+    ops = zip(keys, joint.nodes, strict=True)
+    lacking = sorted({key for key, node in ops if key and node and key not in table.ops and runs_alone(node)})
     if lacking:
         more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise Unsupported(

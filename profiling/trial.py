@@ -9,10 +9,9 @@ shapes, strides and types of the trace, on sets of numbers:
     cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
                precision too (`checkmate.capture.rounding_probes`)
 
-What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
-special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
-that nothing would be compared: it runs on the cancelling set only. A way counts if all that it makes is the same each
-time, bit by bit, and its first result lies where the argument lay. What the argument held is not kept: on the CPU that
+Pointwise ops run on the special set only: nothing special spreads to other elements there. What runs block by block
+runs on the cancelling set only: it takes long, and what is special in its weights would spread to all results. A way
+counts if all results are the same each time, bit by bit, and the first lies where the argument lay. On the CPU a trial
 takes the memory of the op, its arguments and results, and of a few thousand numbers.
 
 Why so few inputs are enough: what is written over an argument is computed by the op's own kernel, of tensors of the
@@ -34,7 +33,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -60,17 +59,11 @@ SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 
-UNTRIED = {  # what follows where there is no memory for a trial
-    "ways": "it does not run block by block over an input",
-    "in two": "its gradients are computed at once",
-    "again": "it runs once",
-    "repeats": "it runs once",
-}
-
 Call = Callable[[], Any]
+T = TypeVar("T")
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
 
-_known: dict[tuple[str, OpKey], dict[int, bool]] = {}  # by trial and op, what this process tried
+_known: dict[tuple[str, OpKey], Any] = {}  # by trial and op, what this process found
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
@@ -79,7 +72,6 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
     None of them where there is no memory to try.
 
     Args:
-        node: the op.
         run: the op with made-up inputs, that are written to.
         count: makes the last call of each position; where it was not called, the op cannot write there.
     """
@@ -164,17 +156,15 @@ def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
     """A profile without those of its slower ways that leave other bits here. The global random state is not touched.
 
-    Args:
-        joint: the step.
-        profile: of the step.
-        positions: of the argument, by op and by the value that it may write over.
+    ``positions``: of the argument, by op and by the value that it may write over.
     """
 
     def holds(op: int, over: int) -> bool:
         node = joint.nodes[op]
         if node is None:
             return False
-        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()))
+        instead = "it does not run block by block over an input"
+        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
         return found.get(positions[op, over], False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
@@ -198,7 +188,7 @@ def same_in_two(node: fx.Node) -> bool:
             for a, b in zip(whole, (*alone, *others), strict=True)
         )
 
-    return _once("in two", node, lambda: {0: trial()}).get(0, False)
+    return bool(_once("in two", node, trial, "its gradients are computed at once"))
 
 
 def repeats(node: fx.Node) -> bool:
@@ -217,7 +207,7 @@ def repeats(node: fx.Node) -> bool:
 
         return all(are_same() + in_autograds_thread(device_of_op(node), are_same))
 
-    return _once("repeats", node, lambda: {0: trial()}).get(0, False)
+    return bool(_once("repeats", node, trial, "it runs once"))
 
 
 def same_again(node: fx.Node) -> bool:
@@ -233,18 +223,20 @@ def same_again(node: fx.Node) -> bool:
         pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
         return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
-    return _once("again", node, lambda: {0: trial()}).get(0, False)
+    return bool(_once("again", node, trial, "it runs once"))
 
 
-def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
-    """The result of a trial of an op on this machine; none if it does not run on made-up inputs, or memory ran out."""
+def _once(name: str, node: fx.Node, trial: Callable[[], T], instead: str) -> T | None:
+    """The result of a trial of an op on this machine; None if it does not run on made-up inputs, or memory ran out.
+
+    ``instead``: what happens then, for the log.
+    """
     device = device_of_op(node)
     key = name, (conditions_on(device), key_of(node))
     if key not in _known:
-        found: dict[int, bool] = {}
         with outside_tracing(), torch.no_grad(), same_random_state(device):
-            tried = within_memory(partial(attempt, node, lambda: found.update(trial())), named(node), UNTRIED[name])
-        if not tried:
-            return found
-        _known[key] = found
+            found = within_memory(partial(attempt, node, trial), named(node), instead)
+        if not found:
+            return None
+        _known[key] = found[0]
     return _known[key]

@@ -1,8 +1,7 @@
 """Place blocks of memory with known lifetimes in one arena.
 
 This is dynamic storage allocation: blocks that are alive at the same moment must not overlap, and the arena is to be no
-higher than it must. The most bytes alive at any moment, the live peak, is a lower bound; a placement of that height is
-proven to be the best.
+higher than it must. The most bytes alive at any moment, the live peak, is a bound; a placement as high is optimal.
 """
 
 from __future__ import annotations
@@ -68,27 +67,37 @@ def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap
         raise ValueError(f"{wrong} dies before it is born, or has fewer bytes than none.")
     data[data[:, 0] == data[:, 1], 2] = 0  # what never lives needs no bytes
     bound = live_peak(blocks)
+    born, died, size = data.T
+    span = died - born
+    # First fit, in several orders: earlier blocks have the choice.
     best: Placement | None = None
-    for order in _orders(data):
-        offsets = _first_fit(data, order)
+    for keys in ((born, -size), (born, -size * span), (-size, -span), (-size, born), (-size, -died)):
+        offsets = _first_fit(data, np.lexsort(keys))
         height = int((offsets + data[:, 2]).max(initial=0))
         if best is None or height < best.height:
             best = Placement(tuple(offsets.tolist()), height, bound)
         if best.gap <= gap or time.perf_counter() > until:
             break
     assert best is not None
-    return _lower(data, best, until, gap)
-
-
-def _orders(data: IntArray) -> Iterator[IntArray]:
-    """The orders in which to place blocks: earlier ones have the choice."""
-    born, died, size = data.T
-    span = died - born
-    yield np.lexsort((born, -size))
-    yield np.lexsort((born, -size * span))
-    yield np.lexsort((-size, -span))
-    yield np.lexsort((-size, born))
-    yield np.lexsort((-size, -died))
+    # Search for a lower arena: as low as the bound, then half way up to the lowest, and so on.
+    living = [Block(*map(int, row)) for row in data]
+    unit = math.gcd(*(block.size for block in living))  # the least height is a sum of sizes
+    below = bound - unit  # no arena of this height, or none that was found
+    height, share = bound, AT_THE_BOUND
+    while best.gap > gap and below + unit < best.height and (left := until - time.perf_counter()) > 0:
+        packing = pack(living, height, time_limit=share * left)
+        if packing.offsets is not None:
+            if pair := next(overlaps(living, packing.offsets), None):
+                raise SolverError(f"Two of {len(living)} blocks were placed upon each other: {pair}.")
+            tops = [offset + block.size for offset, block in zip(packing.offsets, living, strict=True)]
+            best = Placement(packing.offsets, max(tops), best.bound)
+        else:
+            below = height
+            if packing.impossible:
+                best = replace(best, bound=height + unit)
+        share = 0.5
+        height = below + unit * math.ceil((best.height - below) / (2 * unit))
+    return best
 
 
 def _first_fit(data: IntArray, order: IntArray) -> IntArray:
@@ -108,33 +117,6 @@ def _first_fit(data: IntArray, order: IntArray) -> IntArray:
     return offsets
 
 
-def _lower(data: IntArray, best: Placement, until: float, gap: float) -> Placement:
-    """Search for a lower arena: as low as the bound, then half way up to the lowest, and so on."""
-    blocks = [Block(*map(int, row)) for row in data]
-    unit = math.gcd(*(block.size for block in blocks))  # the least height is a sum of sizes
-    below = best.bound - unit  # no arena of this height, or none that was found
-    height, share = best.bound, AT_THE_BOUND
-    while best.gap > gap and below + unit < best.height and (left := until - time.perf_counter()) > 0:
-        packing = pack(blocks, height, time_limit=share * left)
-        if packing.offsets is not None:
-            best = _lowered(blocks, packing.offsets, best)
-        else:
-            below = height
-            if packing.impossible:
-                best = replace(best, bound=height + unit)
-        share = 0.5
-        height = below + unit * math.ceil((best.height - below) / (2 * unit))
-    return best
-
-
-def _lowered(blocks: Sequence[Block], offsets: tuple[int, ...], best: Placement) -> Placement:
-    """A placement that a search has found, checked."""
-    if wrong := next(overlaps(blocks, offsets), None):
-        raise SolverError(f"Two of {len(blocks)} blocks were placed upon each other: {wrong}.")
-    height = max(offset + block.size for offset, block in zip(offsets, blocks, strict=True))
-    return Placement(offsets, height, best.bound)
-
-
 def live_peak(blocks: Iterable[Block]) -> int:
     """The most bytes of these that are needed at one moment."""
     data = np.array(list(blocks), dtype=np.int64).reshape(-1, 3)
@@ -146,12 +128,7 @@ def live_peak(blocks: Iterable[Block]) -> int:
 
 
 def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The pairs of blocks that are alive at the same moment and share bytes: a checker that knows no placement.
-
-    Args:
-        blocks: as `place_blocks` got them.
-        offsets: the address of each.
-    """
+    """The pairs of blocks, each with its address, that are alive at the same moment and share bytes."""
     events = [(b.died, 0, i) for i, b in enumerate(blocks) if b.died > b.born and b.size]
     events += [(b.born, 1, i) for i, b in enumerate(blocks) if b.died > b.born and b.size]
     alive: set[int] = set()

@@ -94,10 +94,8 @@ def auto(
             except SolverError as error:  # the other stages and the best plan so far are as good as before
                 log.warning("%s failed: %s", stage.name, error)
                 search.failed.append(str(error))
-    details: dict[str, object] = {"found": incumbent.found} if incumbent.found else {}
-    if search.failed:
-        details["failed"] = search.failed
-    return Remarks(details=details, stuck=search.stuck)
+    details: dict[str, object] = {"found": incumbent.found, "failed": search.failed}
+    return Remarks(details={name: what for name, what in details.items() if what}, stuck=search.stuck)
 
 
 @dataclass
@@ -128,24 +126,13 @@ class Portfolio:
             return False
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
-    @cached_property
-    def tilts(self) -> TiltedPasses:
-        """The tilted passes."""
-        return TiltedPasses(self.task)
-
-    @cached_property
-    def detours(self) -> Detours:
-        """The beams."""
-        return Detours(self.task)
-
-    @cached_property
-    def neighbourhoods(self) -> Neighbourhoods:
-        """The distance that was looked at around the best plan."""
-        return Neighbourhoods(self.task)
+    # Searches that later turns go on with, each made when it is first needed.
+    tilts = cached_property(lambda self: TiltedPasses(self.task))
+    detours = cached_property(lambda self: Detours(self.task))
+    neighbourhoods = cached_property(lambda self: Neighbourhoods(self.task))
 
 
 def _known(search: Portfolio, task: Task) -> None:
-    """The plan to begin with, adapted."""
     if search.known is not None and (R := adapt(task, search.known)) is not None:
         search.incumbent.offer(R, "start, adapted")
 
@@ -172,9 +159,7 @@ def _least(search: Portfolio, task: Task) -> None:
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:
-        search.incumbent.offer_runs(
-            least_plan(problem, budget, Clock(0.0)), "least"
-        )  # at once: to drop runs takes long
+        search.incumbent.offer_runs(least_plan(problem, budget, Clock(0.0)), "least")  # to drop runs takes long
         runs = least_plan(problem, budget, task.clock)
         search.incumbent.offer_runs(runs, "least")
         plan = search.incumbent.plan
@@ -182,17 +167,9 @@ def _least(search: Portfolio, task: Task) -> None:
             search.incumbent.offer_runs(exchange_runs(task, runs), "least")
 
 
-def _backward_bound(search: Portfolio, task: Task) -> None:
-    """A bound by the search backwards, exact where no states are merged, as in most tiny graphs."""
-    backward_bound(task, search.incumbent)
-
-
 def _bound(search: Portfolio, task: Task) -> None:
     """The bound of more and more moments, and the plans that its answers suggest."""
-
-    def offer(R: np.ndarray) -> None:
-        search.incumbent.offer(R, "bound")
-
+    offer = partial(search.incumbent.offer, by="bound")
     found = moment_bound(replace(task, gap=FINER * task.gap), search.incumbent, on_runs=offer)
     if found.moments and not found.infeasible:
         offer(lifted_runs(task.problem, found))
@@ -215,8 +192,7 @@ def _detours(search: Portfolio, task: Task) -> None:
 
 def _tilted(search: Portfolio, task: Task) -> None:
     """Search over tilts for so long, from where it was left; the last fifth is for exchanges."""
-    R = search.tilts.search(task.clock.share(0.8))
-    if R is not None:
+    if (R := search.tilts.search(task.clock.share(0.8))) is not None:
         search.incumbent.offer(exchange(task, R), "tilted")
 
 
@@ -248,7 +224,8 @@ STAGES = (
     Stage("next-use", _next_use, NEXT_USE),
     Stage("near keep-all", _near_keep_all, 0.5),
     Stage("least", _least, 0.5),
-    Stage("exact at once", _backward_bound, 0.3, most_ops=50),
+    # exact where no states are merged, as in most tiny graphs
+    Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
     Stage("bound", _bound, 0.5),
     Stage("detours", _detours, 0.3),
     Stage("neighbourhoods", _neighbourhoods, 0.2),

@@ -1,8 +1,7 @@
 """Look for a better plan in another process, while the step runs by the best one yet.
 
 The process is one of `checkmate.solvers.common.processes`, of low priority. It tells each plan that is notably better,
-and keeps plans on disk like any. One runs at a time for each process that trains: more wait for their turn. Where it
-fails, the step keeps the plan that it has.
+and keeps plans on disk like any. One runs at a time for each process that trains. If it fails, the step keeps its plan.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ class News:
 
 
 class Search(BackgroundProcess):
-    """A search that goes on beside the training; its findings can be read at any time.
-
-    Args:
-        unfinished: what is still open, and the plan to begin with.
-    """
+    """A search that goes on beside the training; its findings can be read at any time."""
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
@@ -108,16 +103,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
-    """Look for better plans from a known one on, until the time is over or no notably better one can be.
+    """Look for better plans, in the process, until the time is over or none can be notably better.
 
-    It is what the process does.
-
-    Args:
-        unfinished: what is open.
-        tell: is given what is found, at most each `TELL_SECONDS`; and at the end.
+    What is found is told at most each `TELL_SECONDS`, and at the end.
     """
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
-    told = unfinished.start.cost
+    start, told = unfinished.start, unfinished.start.cost
 
     # A thread tells of what the search knows.
     def look() -> None:
@@ -134,20 +125,16 @@ def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Soluti
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
-    asked: dict[str, Any] = {
-        "time_limit": unfinished.seconds,
-        "gap": unfinished.gap,
-        "settle": WAVER,
-        "start": unfinished.start,
-    }
+    asked: dict[str, Any] = {"time_limit": unfinished.seconds, "gap": unfinished.gap, "settle": WAVER}
+    asked |= {"start": start, "progress": False, "watch": watched.append}
     try:
-        found = solve(unfinished.problem, unfinished.budget, progress=False, watch=watched.append, **asked)
+        found = solve(unfinished.problem, unfinished.budget, **asked)
     finally:
         over.set()
         looking.join()
     # The answer, kept on disk and told.
-    if found.schedule is None or found.cost >= unfinished.start.cost:  # it never is worse, but for what sums round
-        found = replace(unfinished.start, bound=max(unfinished.start.bound, min(found.bound, unfinished.start.cost)))
+    if found.schedule is None or found.cost >= start.cost:  # it never is worse, but for what sums round
+        found = replace(start, bound=max(start.bound, min(found.bound, start.cost)))
     unfinished.keep(found, unfinished.seconds)
     better = found.plan if unfinished.is_better(found.cost, told) else None
     tell(News(found.cost, found.bound, clock.elapsed, better, over=True))

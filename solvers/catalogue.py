@@ -43,15 +43,12 @@ SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "s
 
 @dataclass(frozen=True)
 class Method:
-    """One way to solve a problem.
-
-    ``run`` is called with a task, the incumbent that it offers its plans to, and with the options of its own.
-    """
+    """One way to solve a problem."""
 
     name: str
     summary: str
     source: str
-    run: Callable[..., Remarks] = field(repr=False)
+    run: Callable[..., Remarks] = field(repr=False)  # of a task, the incumbent to offer plans to, and its own options
     heeds: tuple[str, ...] = ()  # those of the common options that it goes by
     sends: bool = False  # it knows of a second memory; what others prove does not hold with one
     needs_host: bool = False  # it is for problems with a second memory only
@@ -135,7 +132,6 @@ def methods() -> Catalogue:
 
 
 def _options(method: Method) -> str:
-    """``time_limit=60.0, seed=0``: the options with their defaults."""
     return ", ".join(f"{name}={default!r}" for name, default in method.defaults.items()) or "none"
 
 

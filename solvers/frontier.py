@@ -120,8 +120,7 @@ def frontier(
         options: of the methods; each goes to those that take it.
 
     Returns:
-        A Frontier with a row for each pair. One whose solve failed is NOT_FOUND, with a message; or has the plan of a
-        smaller budget.
+        A row for each pair; one whose solve failed is NOT_FOUND, with a message, or has the plan of a smaller budget.
 
     Raises:
         BudgetError: if a budget is no positive number of bytes.
@@ -139,36 +138,50 @@ def frontier(
         problem = replace(problem, next_split=None)  # it is the frontier of the step as it is, not split further
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
-    taken = _options_by_method(methods, options)
+    if isinstance(methods, str):
+        methods = (methods,)
+    for method in methods:
+        check_method(method)
+    for option in options:
+        if not any(option in METHODS[method].options for method in methods):
+            check_method(methods[0], [option])
+    taken = {
+        method: {name: value for name, value in options.items() if name in METHODS[method].options}
+        for method in methods
+    }
     for method in taken:
         refuse_unknown_rules(problem, method)
     check_limits(time_limit, gap)
-    at = _default_budgets(problem) if budgets is None else sorted({parse_bytes(budget) for budget in budgets})
+    if budgets is None:
+        low, high = max(1, min_budget(problem).peak), max(1, problem.keep_all_peak)
+        at = np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
+    else:
+        at = sorted({parse_bytes(budget) for budget in budgets})
     pairs = [(method, budget) for method in taken for budget in at]
     limits = {"time_limit": time_limit, "gap": gap}
     calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
     solutions = solve_all(calls, jobs=jobs, client=client)
-    return Frontier(_shared([Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]))
-
-
-def _options_by_method(methods: Sequence[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options that each method takes; one that none takes is refused."""
-    if isinstance(methods, str):
-        methods = (methods,)
-    for method in methods:
-        check_method(method, {})
-    for option in options:
-        if not any(option in METHODS[method].options for method in methods):
-            check_method(methods[0], {option: None})
-    return {
-        method: {name: value for name, value in options.items() if name in METHODS[method].options}
-        for method in methods
-    }
-
-
-def _default_budgets(problem: Problem) -> list[int]:
-    low, high = max(1, min_budget(problem).peak), max(1, problem.keep_all_peak)
-    return np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
+    rows = [Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]
+    # Share plans from smaller budgets, and bounds from larger ones, between the rows.
+    best: dict[str, Row] = {}  # by method, of the budgets so far
+    shared = []
+    for row in rows:
+        known = best.get(row.method)
+        if known is not None and known.cost < row.cost:
+            assert known.solution.schedule is not None
+            about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
+            about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
+            bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
+            solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
+            row = Row.of(row.method, solution, known.budget)
+        elif row.solution.plan is not None:
+            best[row.method] = row
+        bounds = [other.bound for other in rows if other.budget >= row.budget]
+        bound = max(b for b in [row.solution.problem.least_cost, *bounds] if not contradicts(b, row.cost))
+        if bound > row.bound:
+            row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
+        shared.append(row)
+    return Frontier(tuple(shared))
 
 
 Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
@@ -187,13 +200,9 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
-    if client is None and jobs == 1:
-        return _solve_here(calls)
-    with Processes(jobs) if client is None else nullcontext(client) as there:
-        return _solve_there(calls, there)
-
-
-def _solve_here(calls: list[Call]) -> list[Solution]:
+    if client is not None or jobs > 1:
+        with Processes(jobs) if client is None else nullcontext(client) as there:
+            return _solve_there(calls, there)
     solutions: list[Solution] = []
     interrupted = False
     for problem, method, budget, options in calls:
@@ -213,9 +222,8 @@ def _solve_here(calls: list[Call]) -> list[Solution]:
 
 
 def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
-    bare = {
-        id(problem): replace(problem, codegen=None) for problem, *_ in calls
-    }  # which writes modules: it cannot travel
+    # What writes modules cannot travel.
+    bare = {id(problem): replace(problem, codegen=None) for problem, *_ in calls}
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
     solutions: list[Solution] = []
     interrupted = False
@@ -256,31 +264,3 @@ def _certified(answer: Solution, bound: float) -> Solution:
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
     return Solution(Status.NOT_FOUND, problem, budget, method, bound=problem.least_cost, message=message)
-
-
-def _shared(rows: list[Row]) -> tuple[Row, ...]:
-    """Share plans from smaller budgets, and bounds from larger ones, between the rows."""
-    best: dict[str, Row] = {}  # by method, of the budgets so far
-    shared = []
-    for row in rows:
-        known = best.get(row.method)
-        if known is not None and known.cost < row.cost:
-            row = _adopted(row, known)
-        elif row.solution.plan is not None:
-            best[row.method] = row
-        bounds = [other.bound for other in rows if other.budget >= row.budget]
-        bound = max(b for b in [row.solution.problem.least_cost, *bounds] if not contradicts(b, row.cost))
-        if bound > row.bound:
-            row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
-        shared.append(row)
-    return tuple(shared)
-
-
-def _adopted(row: Row, known: Row) -> Row:
-    """The row with the plan of a smaller budget."""
-    assert known.solution.schedule is not None
-    about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
-    about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
-    bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
-    solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
-    return Row.of(row.method, solution, known.budget)

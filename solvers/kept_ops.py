@@ -34,13 +34,10 @@ GIVEN_UP, AMONG = 4, 6  # ops that may run again so that one need not; each the 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan: which ops of the forward run again, and what that takes.
-
-    ``kept``: those that do not, of which the backward gets what it reads.
-    """
+    """A plan: which ops of the forward run again, and what that takes."""
 
     again: frozenset[int]
-    kept: frozenset[int]
+    kept: frozenset[int]  # the others, of which the backward gets what it reads
     peak: int  # bytes, with all that is there before the step
     seconds: float  # of what runs again
     at: int = field(default=0, repr=False)  # the op of the backward at which the peak is, or before which
@@ -82,26 +79,17 @@ class KeptOps:
             stack = [*self._reads[k]]
             while stack:
                 j = stack.pop()
-                if j >= tables.boundary or j in again or j in missing:
-                    continue
-                if j not in may:
+                if j in may and j < tables.boundary and j not in again and j not in missing:
+                    missing.add(j)
+                    stack += self._reads[j]
+                elif j not in may and j < tables.boundary:
                     kept.add(j)
-                    continue
-                missing.add(j)
-                stack += self._reads[j]
             runs += sorted(missing)
             again |= missing
             runs.append(k)
-        peak, at = self._peak([*self.forward, *runs], again)
-        seconds = sum(tables.seconds[k] for k in again)
-        return Choice(
-            frozenset(again), frozenset(kept), peak, seconds, runs[max(at - tables.boundary, 0)] if runs else 0
-        )
-
-    def _peak(self, order: list[int], again: set[int]) -> tuple[int, int]:
-        """The peak of ops in order, and the place at which it is; ``again``: ops that run in both halves."""
-        tables, border, size, result = self.tables, self.tables.boundary, self.tables.size, self.tables.result
-        # ~v is the copy of v that is made again, which the backward reads; of a result it reads the first
+        # The peak, and the place at which it is. ~v is the copy of v that is made again, which the backward reads; of a
+        # result it reads the first.
+        order, border, size, result = [*self.forward, *runs], tables.boundary, tables.size, tables.result
         second = {v: ~v for k in again for v in tables.outputs[k] if not result[v]}
         last = {v: i for i, k in enumerate(self.forward) for v in tables.inputs[k]}
         for i in range(border, len(order)):
@@ -116,12 +104,13 @@ class KeptOps:
             if live + tables.workspace[k] > peak:
                 peak, at = live + tables.workspace[k], i
             live -= freed[i]
-            # free what nobody reads, and second copies of results
+            # Free what nobody reads, and second copies of results.
             if i >= border and k in again:
                 live -= sum(size[v] for v in tables.outputs[k] if ~v not in last)
             else:
                 live -= sum(size[v] for v in tables.outputs[k] if v not in last and not result[v])
-        return peak, at
+        op = runs[max(at - border, 0)] if runs else 0
+        return Choice(frozenset(again), frozenset(kept), peak, sum(tables.seconds[k] for k in again), op)
 
     @cached_property
     def everything(self) -> Choice:
@@ -138,27 +127,6 @@ class KeptOps:
         weight = [sum(self.bytes_of[k] for k in ops) for ops in passing]
         inner = range(1, len(weight) - 1)
         return [(k, passing[k]) for k in inner if weight[k] <= weight[k - 1] and weight[k] < weight[k + 1]]
-
-    def by_parts(self, parts: int, share: float) -> list[tuple[int, ...]]:
-        """Plans that run again the first part of the forward, the first two and so on, but not what passes on.
-
-        Of the ops a share runs again: those that take the fewest seconds for the bytes that they make.
-        """
-        tables = self.tables
-        weight = {k: self.bytes_of[k] for k in self.free}
-        made = np.cumsum([weight.get(k, 0) for k in self.forward])
-        ends: list[tuple[int, frozenset[int]]] = []
-        for i in range(1, parts):
-            aim = made[-1] * i / parts
-            place = min(self.borders, key=lambda border: abs(int(made[border[0]]) - aim), default=None)
-            if place is not None and (not ends or place[0] > ends[-1][0]):
-                ends.append(place)
-        ends.append((tables.boundary, frozenset()))
-        checkpoints = frozenset(k for _, ops in ends for k in ops)
-        rate = {k: tables.seconds[k] / max(1, weight[k]) for k in self.free}
-        order = sorted(self.free, key=lambda k: rate[k])
-        cheap = {*order[: round(share * len(order))]} - checkpoints
-        return [tuple(k for k in self.free if k < end and k in cheap) for end, _ in ends]
 
 
 def fewest_seconds(plans: KeptOps, budget: int) -> Choice | None:
@@ -203,26 +171,31 @@ def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
     if len(plans.free) <= FEW:
         yield from map(plans.of, chain.from_iterable(combinations(plans.free, n) for n in range(FEW + 1)))
         return
-    yield from _by_cuts(plans)
-    yield from _by_parts(plans, budget)
-
-
-def _by_cuts(plans: KeptOps) -> Iterator[Choice]:
-    """Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes."""
-    tables, may = plans.tables, candidates(plans.problem)
+    # Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes.
+    tables, may, free = plans.tables, candidates(plans.problem), {*plans.free}
     seconds = {k: tables.seconds[k] for k in may}
     weight = {k: plans.bytes_of[k] for k in may}
     for i in range(CUTS):
         saved = cut(plans.problem, most_seconds(seconds, weight, sum(weight.values()) * i // CUTS))
-        yield plans.of({*plans.free}.difference(tables.producer[v] for v in saved))
-
-
-def _by_parts(plans: KeptOps, budget: int) -> Iterator[Choice]:
-    """Plans by parts: for each division and share those around the fewest parts that run again within a budget."""
+        yield plans.of(free.difference(tables.producer[v] for v in saved))
+    # Plans by parts: in the first part of the forward, the first two and so on, a share of the ops runs again, those of
+    # the fewest seconds for their bytes, but not those whose results pass on to the next part.
+    made = np.cumsum([plans.bytes_of[k] if k in free else 0 for k in plans.forward])
+    order = sorted(plans.free, key=lambda k: tables.seconds[k] / max(1, plans.bytes_of[k]))
     seen: set[tuple[int, ...]] = set()
     for parts in range(1, min(MOST_PARTS, len(plans.borders) + 1) + 1):
+        ends: list[tuple[int, frozenset[int]]] = []
+        for i in range(1, parts):
+            aim = made[-1] * i / parts
+            place = min(plans.borders, key=lambda border: abs(int(made[border[0]]) - aim), default=None)
+            if place is not None and (not ends or place[0] > ends[-1][0]):
+                ends.append(place)
+        ends.append((tables.boundary, frozenset()))
+        checkpoints = frozenset(k for _, ops in ends for k in ops)
         for share in SHARES:
-            rows = plans.by_parts(parts, share)
+            cheap = {*order[: round(share * len(order))]} - checkpoints
+            rows = [tuple(k for k in plans.free if k < end and k in cheap) for end, _ in ends]
+            # Of these plans, those around the fewest parts that run again within the budget.
             low, high = 0, len(rows) - 1
             while low <= high and rows[(low + high) // 2] not in seen:
                 middle = (low + high) // 2

@@ -70,17 +70,13 @@ def begin(
     wait: float = inf,
     patience: float = inf,
 ) -> tuple[Solution, UnfinishedSearch | None]:
-    """Plan a step for some seconds; give the plan, and a search to go on with, None if it could not matter.
+    """Plan a step, not split further; give the plan, and a search to go on with, None if it could not matter.
 
-    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
-    where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
-    was found for or in these.
+    An answer without a plan does not say why: `checkmate.solvers.solve.refused` does. ``origin`` is "plan cache" for a
+    plan as it was on disk; "other costs", "less time" or "another size" where one found for or in these was the start.
 
     Args:
-        problem: what to schedule; it is not split further.
-        budget: bytes.
         method: see `solve`. Plans are adapted by "auto" only.
-        time_limit: seconds.
         earlier: solutions of this process, for other batches of the same step.
         cache: read plans from disk, and keep this one there.
         wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
@@ -90,7 +86,14 @@ def begin(
     clock = Clock()
     if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.recomputed:
         return attempt(problem, budget, time_limit=time_limit), None
-    request = _request(problem, budget, method, time_limit, earlier)
+    # The largest step so far gets all the time: it is what training spends most on, and of steps in any order few are
+    # larger than all before. Others get little, and a gap as small as that of a step before will do.
+    structure = fingerprints(problem).structure
+    same = [s for s in earlier if s.plan is not None and fingerprints(s.problem).structure == structure]
+    request = _Request(Question.of(problem, budget, method), time_limit, GAP, time_limit)
+    if method == "auto" and any(other.problem.keep_all_cost >= problem.keep_all_cost for other in same):
+        gap = max(GAP, min(other.gap for other in same))
+        request = replace(request, limit=min(time_limit, DERIVE_SECONDS), gap=gap)
     wait = max(wait, patience) if patience < inf else wait
     early = method == "auto" and wait + WORTH_A_PROCESS <= request.limit
     known = lookup(request.question) if cache else None
@@ -108,7 +111,7 @@ def begin(
     ends: dict[str, Any] = {"patience": patience, "enough": wait if early else inf} if method == "auto" else {}
     while True:
         asked = replace(request, limit=spent, time_limit=spent) if spent < request.limit else request
-        solution = _begin(problem, asked, known, earlier, records, ends)
+        solution = _begin(problem, asked, known, same, records, ends)
         if solution.status is not Status.NOT_FOUND or spent >= min(patience, request.limit):
             break
         spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= request.limit else request.limit
@@ -121,7 +124,8 @@ def begin(
     if spent >= request.limit or solution.plan is None:
         return solution, None
     unfinished = UnfinishedSearch(problem, budget, solution, request.limit - spent, request.gap, spent, cache)
-    return solution, None if unfinished.is_closed else unfinished
+    is_open = not solution.interrupted and unfinished.is_better(solution.bound, solution.cost)
+    return solution, unfinished if is_open else None
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,6 @@ class UnfinishedSearch:
     gap: float  # to stop at
     spent: float  # seconds that were allowed before
     cache: bool  # plans are kept on disk
-
-    @property
-    def is_closed(self) -> bool:
-        """No schedule can be notably better, or the user has ended planning by Ctrl-C."""
-        return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
 
     def is_better(self, cost: float, than: float) -> bool:
         """Tell whether a plan of this cost is worth taking over from one of another."""
@@ -170,25 +169,6 @@ class _Request:
         return record.gap <= self.gap or record.time_limit >= self.limit
 
 
-def _request(problem: Problem, budget: int, method: str, time_limit: float, earlier: Sequence[Solution]) -> _Request:
-    """A step that is no larger than one before gets little time, and a gap as small as that one's will do.
-
-    The largest step so far gets all the time: it is what training spends most on, and of steps in any order few are
-    larger than all before.
-    """
-    question = Question.of(problem, budget, method)
-    before = _same_ops(problem, earlier)
-    if method != "auto" or all(other.problem.keep_all_cost < problem.keep_all_cost for other in before):
-        return _Request(question, time_limit, GAP, time_limit)
-    gap = max(GAP, min(other.gap for other in before))
-    return _Request(question, min(time_limit, DERIVE_SECONDS), gap, time_limit)
-
-
-def _same_ops(problem: Problem, earlier: Sequence[Solution]) -> list[Solution]:
-    structure = fingerprints(problem).structure
-    return [s for s in earlier if s.plan is not None and fingerprints(s.problem).structure == structure]
-
-
 def _begin(
     problem: Problem,
     request: _Request,
@@ -198,33 +178,12 @@ def _begin(
     ends: dict[str, Any],
 ) -> Solution:
     """Solve, from the nearest known plan on, if the method can begin with one; ``ends``: options of "auto"."""
-    budget = request.question.budget
-    if request.question.method != "auto":
-        return attempt(problem, budget, method=request.question.method, time_limit=request.time_limit)
+    question, budget = request.question, request.question.budget
+    if question.method != "auto":
+        return attempt(problem, budget, method=question.method, time_limit=request.time_limit)
     start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
     origin = "less time"
-    if start is None:
-        start, is_enough = _with_other_costs(problem, request, records)
-        origin = "other costs"
-        if start is not None and is_enough:
-            return replace(start, origin=origin)
-    if start is None:
-        start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
-    if start is None:
-        return attempt(problem, budget, time_limit=request.limit, settle=WAVER, **ends)
-    asked: dict[str, Any] = {"settle": WAVER, **ends}
-    solution = attempt(problem, budget, time_limit=request.limit, gap=request.gap, start=start, **asked)
-    if solution.plan is None and request.limit < min(request.time_limit, ends["patience"]):
-        return attempt(problem, budget, time_limit=request.time_limit, **asked)
-    return replace(solution, origin=origin)
-
-
-def _with_other_costs(problem: Problem, request: _Request, records: Sequence[Record]) -> tuple[Solution | None, bool]:
-    """The plan of the same step for about the same room, with a bound for today's costs, and whether it is good enough.
-
-    None where there is none, or it does not fit.
-    """
-    question, budget = request.question, request.question.budget
+    # The plan of the same step for other costs and about the same room, with a bound for today's costs.
     names = ("sizes", "method", "checkmate")
     close = [
         record
@@ -232,34 +191,35 @@ def _with_other_costs(problem: Problem, request: _Request, records: Sequence[Rec
         if all(getattr(record.question, name) == getattr(question, name) for name in names)
         and abs(record.question.room - question.room) <= NEAR * max(0, question.room)
     ]
-    if not close:
-        return None, False
-    record = min(close, key=lambda r: (not r.answers(question), abs(r.question.room - question.room)))
-    start = record.certified(problem, budget)
+    if start is None and close:
+        record = min(close, key=lambda r: (not r.answers(question), abs(r.question.room - question.room)))
+        start, origin = record.certified(problem, budget), "other costs"
+        if start is not None:
+            # A plan for other costs may be a little worse than what was proven for those.
+            gap = request.gap
+            if request.met_by(record):
+                gap = max(gap, record.gap + (0.0 if record.question.costs == question.costs else WAVER))
+            found = attempt(problem, budget, time_limit=min(request.limit, BOUND_SECONDS), gap=gap, start=start)
+            took = format_seconds(found.seconds)
+            log.info("plan for other costs or bytes, with a new bound after %s: %s", took, found)
+            start = start if found.plan is None else found
+            if request.met_by(record) and start.gap <= gap:
+                return replace(start, origin=origin)
     if start is None:
-        return None, False
-    # A plan for other costs may be a little worse than what was proven for those.
-    gap = request.gap
-    if request.met_by(record):
-        gap = max(gap, record.gap + (0.0 if record.question.costs == question.costs else WAVER))
-    found = attempt(problem, budget, time_limit=min(request.limit, BOUND_SECONDS), gap=gap, start=start)
-    log.info("plan for other costs or bytes, with a new bound after %s: %s", format_seconds(found.seconds), found)
-    start = start if found.plan is None else found
-    return start, request.met_by(record) and start.gap <= gap
-
-
-def _nearest(
-    problem: Problem, budget: int, earlier: Sequence[Solution], records: Sequence[Record]
-) -> Solution | Schedule | None:
-    """The plan that was made for a budget as tight as this one; of this process, where there is one."""
-
-    def far(budget_then: int, keep_all: int) -> float:
-        return abs(budget / problem.keep_all_peak - budget_then / keep_all)
-
-    if earlier:
-        return min(earlier, key=lambda s: far(s.budget, s.problem.keep_all_peak))
-    usable = [(record, schedule) for record in records if (schedule := record.schedule(problem)) is not None]
-    return min(usable, key=lambda pair: far(pair[0].question.budget, pair[0].keep_all_peak))[1] if usable else None
+        # The plan that was made for a budget as tight as this one; of this process, where there is one.
+        usable: list[tuple[float, Solution | Schedule]] = [(s.budget / s.problem.keep_all_peak, s) for s in earlier]
+        if not usable:
+            plans = ((record, record.schedule(problem)) for record in records)
+            usable = [(r.question.budget / r.keep_all_peak, plan) for r, plan in plans if plan is not None]
+        tight, origin = budget / problem.keep_all_peak, "another size"
+        start = min(usable, key=lambda pair: abs(tight - pair[0]), default=(0.0, None))[1]
+    if start is None:
+        return attempt(problem, budget, time_limit=request.limit, settle=WAVER, **ends)
+    asked: dict[str, Any] = {"settle": WAVER, **ends}
+    solution = attempt(problem, budget, time_limit=request.limit, gap=request.gap, start=start, **asked)
+    if solution.plan is None and request.limit < min(request.time_limit, ends["patience"]):
+        return attempt(problem, budget, time_limit=request.time_limit, **asked)
+    return replace(solution, origin=origin)
 
 
 @dataclass(frozen=True)
@@ -402,7 +362,9 @@ def store(record: Record) -> None:
             with contextlib.suppress(InvalidProblem, KeyError):  # what is damaged is replaced
                 known = from_document(kept.get([key])[key], "The plan on disk")
                 if known.question == record.question:
-                    record = _merged(known, record)
+                    best = record if record.cost <= known.cost else known
+                    bound = max((b for b in (known.bound, record.bound) if b <= best.cost), default=record.bound)
+                    record = replace(best, bound=bound, time_limit=max(known.time_limit, record.time_limit))
             kept.put({key: as_document(record)})
             kept.prune(MOST_PLANS, MOST_BYTES)
     except OSError as error:
@@ -432,7 +394,22 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
     """
     try:
         record = Record(**{**document, "question": Question(**document["question"])})
-        _check(record)
+        # Each field is of its kind, and in range.
+        asked = record.question
+        texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
+        wrong = [text for text in texts if not isinstance(text, str)]
+        counts = (asked.resident, asked.budget, record.keep_all_peak, record.ops)
+        wrong += [count for count in counts if type(count) is not int or not 0 <= count <= MAX_BYTES]
+        figures = (record.time_limit, record.cost, record.bound)
+        wrong += [figure for figure in figures if not isinstance(figure, float) or not 0 <= figure < inf]
+        if wrong or not record.keep_all_peak or not record.ops or contradicts(record.bound, record.cost):
+            raise ValueError(f"{wrong[0] if wrong else 'a figure'!r:.100} is out of range")
+        Plan.from_lists(record.steps, record.boundary)  # raises for what is none
+        if not isinstance(record.again, list):
+            raise TypeError(f"again is {type(record.again)}")
+        for t, k in record.again:
+            if type(t) is not int or type(k) is not int or not 0 <= k < t < record.ops:
+                raise ValueError(f"again has {(t, k)!r:.100}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
     return replace(record, again=tuple((t, k) for t, k in record.again), steps=tuple(map(tuple, record.steps)))
@@ -444,29 +421,3 @@ def as_document(record: Record) -> dict[str, Any]:
     if not record.steps:
         del document["steps"], document["boundary"]
     return document
-
-
-def _check(record: Record) -> None:
-    """Raise a ValueError or TypeError for fields of the wrong kind or out of range."""
-    asked = record.question
-    texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
-    wrong = [text for text in texts if not isinstance(text, str)]
-    counts = (asked.resident, asked.budget, record.keep_all_peak, record.ops)
-    wrong += [count for count in counts if type(count) is not int or not 0 <= count <= MAX_BYTES]
-    figures = (record.time_limit, record.cost, record.bound)
-    wrong += [figure for figure in figures if not isinstance(figure, float) or not 0 <= figure < inf]
-    if wrong or not record.keep_all_peak or not record.ops or contradicts(record.bound, record.cost):
-        raise ValueError(f"{wrong[0] if wrong else 'a figure'!r:.100} is out of range")
-    Plan.from_lists(record.steps, record.boundary)  # raises for what is none
-    if not isinstance(record.again, list):
-        raise TypeError(f"again is {type(record.again)}")
-    for t, k in record.again:
-        if type(t) is not int or type(k) is not int or not 0 <= k < t < record.ops:
-            raise ValueError(f"again has {(t, k)!r:.100}")
-
-
-def _merged(known: Record, new: Record) -> Record:
-    """The cheaper plan, the better bound, the longer time."""
-    best = new if new.cost <= known.cost else known
-    bound = max((b for b in (known.bound, new.bound) if b <= best.cost), default=new.bound)
-    return replace(best, bound=bound, time_limit=max(known.time_limit, new.time_limit))

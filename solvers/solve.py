@@ -24,7 +24,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
-from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, ends_of, least_plan, min_budget
+from checkmate.solvers.search.min_budget import TIME_LIMIT, bottleneck, ends_of, least_plan, min_budget
 from checkmate.solvers.search.overlap import overlap
 from checkmate.statusline import showing
 from checkmate.units import check_positive, exact_bytes, format_bytes, format_seconds, parse_bytes
@@ -147,28 +147,69 @@ def attempt(
         watch(incumbent)
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
-            about: dict[str, Any] = {"bound": inf, "seconds": clock.elapsed}
-            solution = Solution(Status.INFEASIBLE, problem, budget, method, **about)
+            solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=inf, seconds=clock.elapsed)
         elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:
-            solution = _without_host(chosen, incumbent, options)
+            # A method that knows of no second memory: take its plan, and none of its bounds.
+            alone = Incumbent(replace(task, problem=problem.with_host(None)))
+            remarks = _remarks(chosen, alone, options)
+            if alone.R is not None:
+                incumbent.offer(alone.R, method)
+            solution = incumbent.solution(method, remarks)
     log.info("%s", solution)
     return solution
 
 
 def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     """An answer without a plan, with why there is none, and what would work."""
+    problem, budget = solution.problem, solution.budget
     patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if solution.method == "auto" else PATIENCE
-    if solution.budget < solution.problem.unavoidable_bytes.max():
-        return _infeasible(solution, patience)
-    return _explain(solution, patience, in_time=solution.seconds < time_limit)
+    ends = min_budget(problem, time_limit=patience)
+    # The op that is in the way, and why: one may need more alone, with what every schedule holds while it runs.
+    alone = budget < problem.unavoidable_bytes.max()
+    if alone:
+        k = int(np.argmax(problem.unavoidable_bytes))
+        reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
+    elif budget < ends.bound:
+        solution = replace(solution, status=Status.INFEASIBLE, bound=inf)
+        k = bottleneck(problem)
+        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
+    else:
+        k = bottleneck(problem) if solution.stuck is None else solution.stuck
+        reason = f"{_name(problem, k)} stands in the way"
+        if solution.message and solution.status is not Status.INFEASIBLE:
+            reason = solution.message
+        elif solution.seconds >= time_limit:
+            reason = f"the time was over, after {format_seconds(solution.seconds)}"
+    # The budget that works, and what it costs.
+    way_out = "Method 'auto' has one."
+    if alone or ends.peak > budget:
+        halves = " and ".join(split.partition(": ")[0] for split in problem.splits)
+        works = f"Smallest budget that works: {exact_bytes(ends.peak)}{f', with {halves}' if halves else ''}."
+        below = "it" if ends.proven else exact_bytes(ends.bound)
+        way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
+    proven = alone or solution.status is Status.INFEASIBLE
+    claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
+    failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
+    without = smallest_without(problem, patience) if ends.peak > budget else {}
+    refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
+    # Name the rules that ask for more bytes, and how many.
+    saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
+    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
+    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
+        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
+    rules = " No rule is in the way: the smallest budget is no smaller without them." if without else ""
+    if parts:
+        rules = f" Rules are in the way: {'; '.join(parts)}."
+    message = f"{failures}{claim} {format_bytes(budget)}: {reason}. {way_out}{rules}"
+    return replace(solution, refusal=refusal, message=message)
 
 
 def cheapest_split(
     problem: Problem, find: Callable[[Problem, float, float], Solution], time_limit: float, *, look_on: bool = True
 ) -> Solution:
-    """Plan the problem, or if that finds no plan, take the cheapest plan of its further splits.
+    """Plan the problem, or take the cheapest plan of its further splits; the last answer if none has a plan.
 
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
@@ -180,9 +221,6 @@ def cheapest_split(
         find: an answer for a problem as it is, in so many seconds, given up after so many without a plan.
         time_limit: seconds for the problem, of which each split has a share.
         look_on: after the first split that has a plan.
-
-    Returns:
-        If none has a plan, the last answer.
     """
     answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
 
@@ -207,13 +245,10 @@ def cheapest_split(
     moment = FIRST_SECONDS + PER_OP * len(problem.graph.ops)
     best = look(problem.splits_in_turn(), moment if moment < time_limit else inf)
     if best is None and moment < time_limit and not any(answer.interrupted for _, answer in answers.values()):
-        best = look([one for one, answer in answers.values() if _gave_up(answer)], inf)
+        # There may be a plan after more than a moment. Methods but "auto" have taken all the time.
+        gave_up = [one for one, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
+        best = look(gave_up, inf)
     return best or [*answers.values()][-1][1]
-
-
-def _gave_up(answer: Solution) -> bool:
-    """Tell whether there was no plan after a moment, and may be one after more: methods but "auto" take all time."""
-    return answer.status is Status.NOT_FOUND and answer.method == "auto"
 
 
 def with_halved(solution: Solution) -> Solution:
@@ -261,16 +296,6 @@ def check_limits(time_limit: float, gap: float) -> None:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
 
 
-def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Solution:
-    """Ask a method that knows of no second memory: take its plan, and none of its bounds."""
-    task = incumbent.task
-    alone = Incumbent(replace(task, problem=task.problem.with_host(None)))
-    remarks = _remarks(method, alone, options)
-    if alone.R is not None:
-        incumbent.offer(alone.R, method.name)
-    return incumbent.solution(method.name, remarks)
-
-
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
     """Run the method; that it was interrupted or failed loses nothing that it had offered."""
     try:
@@ -287,52 +312,6 @@ def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> R
         return Remarks(f"{method.name} failed", {"failed": [str(error)]})
 
 
-def _infeasible(solution: Solution, patience: float) -> Solution:
-    """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
-    problem, budget = solution.problem, solution.budget
-    k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
-    reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
-    message = f"No schedule fits {format_bytes(budget)}: {reason}. {_way_out(problem, ends)}"
-    return _without_plan(replace(solution, message=message), ends, k, reason, patience)
-
-
-def _explain(solution: Solution, patience: float, *, in_time: bool) -> Solution:
-    """Add to an answer without a plan why, and what would work; and that nothing does, where that is proven."""
-    spent = format_seconds(solution.seconds)
-    problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
-    if solution.budget < ends.bound:
-        solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
-        k = bottleneck(problem)
-        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
-    else:
-        k = bottleneck(problem) if solution.stuck is None else solution.stuck
-        says_why = solution.message and solution.status is not Status.INFEASIBLE
-        unsaid = f"{_name(problem, k)} stands in the way" if in_time else f"the time was over, after {spent}"
-        reason = solution.message if says_why else unsaid
-    proven = solution.status is Status.INFEASIBLE
-    claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
-    failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
-    way_out = _way_out(problem, ends) if ends.peak > solution.budget else "Method 'auto' has one."
-    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. {way_out}"
-    return _without_plan(replace(solution, message=message), ends, k, f"{failures}{reason}", patience)
-
-
-def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, patience: float) -> Solution:
-    problem = solution.problem
-    without = smallest_without(problem, patience) if ends.peak > solution.budget else {}
-    refusal = Refusal(ends.peak, problem.graph.ops[k].name, reason, without)
-    return replace(solution, refusal=refusal, message=f"{solution.message}{_rules_in_words(problem, ends, without)}")
-
-
-def _way_out(problem: Problem, ends: MinBudget) -> str:
-    parts = f", with {' and '.join(split.partition(': ')[0] for split in problem.splits)}" if problem.splits else ""
-    below = "it" if ends.proven else exact_bytes(ends.bound)
-    return (
-        f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "
-        f"No plan fits below {below}.{_what_it_costs(problem)}"
-    )
-
-
 def _what_it_costs(problem: Problem) -> str:
     """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
     if problem.host is not None:  # what is waited for there is known once it is planned
@@ -343,12 +322,10 @@ def _what_it_costs(problem: Problem) -> str:
     if times <= 1 + SLOW:
         return ""
     roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)
+    slow = f" There a step takes {times:.1f} times as long"
     if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
-        return f" There a step takes {times:.1f} times as long."
-    return (
-        f" There a step takes {times:.1f} times as long; with {format_bytes(roomier.budget)}, "
-        f"{roomier.cost / problem.keep_all_cost:.1f} times."
-    )
+        return f"{slow}."
+    return f"{slow}; with {format_bytes(roomier.budget)}, {roomier.cost / problem.keep_all_cost:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:
@@ -358,10 +335,8 @@ def _name(problem: Problem, k: int) -> str:
 
 def refuse_unknown_rules(problem: Problem, method: str) -> None:
     """Raise a RuleError where a method cannot follow a rule of the problem."""
-    if method in FOLLOWS_ALL:
-        return
     for rule in problem.rules:
-        if rule.pin is None:
+        if rule.pin is None and method not in FOLLOWS_ALL:
             raise RuleError(
                 f"Method {method!r} cannot follow the rule {rule.text}: of all rules it knows 'keep' and 'once' only. "
                 f"Methods that follow every rule: {', '.join(FOLLOWS_ALL)}."
@@ -385,14 +360,3 @@ def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
         others = {name: asks for name, asks in rules.items() if pattern and name != pattern}
         found[pattern] = min_budget(with_rules(plain, others), time_limit=seconds).peak
     return found
-
-
-def _rules_in_words(problem: Problem, ends: MinBudget, without: dict[str, int]) -> str:
-    """Sentences to end a refusal with: the rules that ask for more bytes, and how many."""
-    saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
-    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
-    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
-        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
-    if not parts:
-        return " No rule is in the way: the smallest budget is no smaller without them." if without else ""
-    return f" Rules are in the way: {'; '.join(parts)}."

@@ -30,7 +30,7 @@ Papers: https://arxiv.org/abs/1604.06174 and https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import isqrt
 
@@ -75,10 +75,7 @@ def last_node(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
-    """Make the method that keeps every ⌊√n⌋-th of n candidates. No plan where it does not apply, or does not fit.
-
-    Args:
-        kind: of candidates, in `CANDIDATES`.
+    """Make the method that keeps every ⌊√n⌋-th of n `CANDIDATES`. No plan where it does not apply, or does not fit.
 
     >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
@@ -86,7 +83,7 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
     >>> solve(chain, 4, method="chen-sqrt").cost, solve(chain, 3, method="chen-sqrt").status
     (10.0, Status.NOT_FOUND)
     """
-    name = _name(kind)
+    name = "chen" if kind == "chain" else kind
     remedy = f", and it has no other schedule; {name}-greedy adapts to the budget"
 
     def run(task: Task, incumbent: Incumbent) -> Remarks:
@@ -96,12 +93,9 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
         candidates = CANDIDATES[kind](problem)
         k = max(1, isqrt(len(candidates)))
         checkpoints = candidates[k - 1 :: k]
-
-        def runs(_: int) -> np.ndarray:
-            return kept_by_the_forward(problem, kept(problem, checkpoints))
-
+        R = kept_by_the_forward(problem, kept(problem, checkpoints))
         details = {"candidates": len(candidates), "checkpoints": len(checkpoints)}
-        return cheapest(task, incumbent, f"{name}-sqrt", 1, runs, lambda _: details, remedy=remedy)
+        return cheapest(task, incumbent, f"{name}-sqrt", 1, lambda _: R, details, remedy=remedy)
 
     return run
 
@@ -111,6 +105,7 @@ def greedy(kind: str) -> Callable[..., Remarks]:
 
     Its option ``tries`` says how many b are simulated. No plan where it does not apply, or no b fits.
     """
+    name = "chen-greedy" if kind == "chain" else f"{kind}-greedy"
 
     def run(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
         problem, graph = task.problem, task.problem.graph
@@ -124,17 +119,11 @@ def greedy(kind: str) -> Callable[..., Remarks]:
         def runs(i: int) -> np.ndarray:
             return kept_by_the_forward(problem, kept(problem, choices[i]))
 
-        def details(best: int | None) -> dict[str, int]:
-            about = {"candidates": len(candidates), "selections": len(choices)}
-            return about if best is None else {**about, "checkpoints": len(choices[best])}
-
-        return cheapest(task, incumbent, f"{_name(kind)}-greedy", len(choices), runs, details, tries=tries)
+        about = {"candidates": len(candidates), "selections": len(choices)}
+        best = [{"checkpoints": len(places)} for places in choices]
+        return cheapest(task, incumbent, name, len(choices), runs, about, best.__getitem__, tries=tries)
 
     return run
-
-
-def _name(kind: str) -> str:
-    return "chen" if kind == "chain" else kind
 
 
 def cheapest(
@@ -143,7 +132,8 @@ def cheapest(
     method: str,
     settings: int,
     runs: Callable[[int], np.ndarray],
-    details: Callable[[int | None], dict[str, int]] = lambda best: {},
+    about: Mapping[str, int] = {},
+    of_best: Callable[[int], Mapping[str, int]] = lambda best: {},
     *,
     tries: int = 1,
     remedy: str = "",
@@ -152,8 +142,8 @@ def cheapest(
 
     All are tried, if the tries suffice. Else half of the tries spread evenly, and the others halve the gaps between
     settings tried, first those beside the best so far: the cheapest that fits, or where none does the one of the
-    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting, ``details`` figures of the best one
-    (None: no schedule fits); ``remedy`` ends the message where none fits.
+    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting, ``about`` figures of all, ``of_best`` of
+    the best one; ``remedy`` ends the message where none fits.
     """
     coarse = settings if settings <= tries else max(2, int(COARSE * tries))
     waiting = sorted({round(i) for i in np.linspace(0, settings - 1, coarse).tolist()})
@@ -174,12 +164,12 @@ def cheapest(
             beside = closest if best is None else best
             gaps = [(beside in (a, b), b - a, (a + b) // 2) for a, b in pairwise(sorted(tried)) if b - a > 1]
             waiting = [max(gaps)[2]] if gaps else []
-    about = {**details(best), "tried": len(tried)}
+    details = {**about, **({} if best is None else of_best(best)), "tried": len(tried)}
     if best is not None:
-        return Remarks(details=about)
+        return Remarks(details=details)
     peak = incumbent.least_peak
     assert peak is not None
-    return Remarks(f"the smallest peak it reaches is {exact_bytes(peak)}{remedy}", {**about, "peak": peak})
+    return Remarks(f"the smallest peak it reaches is {exact_bytes(peak)}{remedy}", {**details, "peak": peak})
 
 
 def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple[int, ...]]:
@@ -311,10 +301,9 @@ def why_no_chain(problem: Problem) -> str | None:
 
 def does_not_apply(problem: Problem, instead: str) -> Remarks | None:
     """Remarks of a method for chains where the forward is none, naming others to ask for; None where it is one."""
-    reason = why_no_chain(problem)
-    if reason is None:
-        return None
-    return Remarks(f"it is for chains, and this forward is none ({reason}); {instead} apply to any graph")
+    if reason := why_no_chain(problem):
+        return Remarks(f"it is for chains, and this forward is none ({reason}); {instead} apply to any graph")
+    return None
 
 
 CANDIDATES: dict[str, Callable[[Problem], tuple[int, ...]]] = {

@@ -81,8 +81,7 @@ def dtr(
         rng = np.random.default_rng(task.seed) if sample else None
         clock = replace(task.clock, limit=task.clock.limit * (i + 1) / len(names))
         # Tell the runtime the budget, and then by bisection more or less, as its plan fits or not. Where everything can
-        # be kept, tell it that there is no pressure: it may hold what a pinned op made beyond its last use, and would
-        # evict to make room for that.
+        # be kept, tell it that there is no pressure: it would evict for what it holds of pinned ops beyond their use.
         low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
         told = task.budget if task.budget < high else problem.resident + int(problem.sizes.sum()) + high
         for _ in range(TRIES):
@@ -96,10 +95,9 @@ def dtr(
                 stuck = stages
             else:
                 R = without_useless(problem.graph, without_forbidden(problem, as_matrix(stages)))
-                fits = incumbent.fits(R)
-                if fits and (cost := cost_of(problem, R)) < costs[name]:
-                    costs[name], told_for[name] = cost, told
-                if fits:
+                if fits := incumbent.fits(R):
+                    if (cost := cost_of(problem, R)) < costs[name]:
+                        costs[name], told_for[name] = cost, told
                     incumbent.offer(R, METHOD)
             low, high = (told + 1, high) if fits else (low, told - 1)
             if low > high:

@@ -9,13 +9,11 @@ more than r times, and the fewest steps for l are, with the first sweep up to x_
 
 x_0 is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j are all outputs of the j-th op
 of the chain. l − 1 is the state that the first backward op needs; an op after it, the loss say, is not counted in t. On
-chains of unit costs and sizes these schedules are optimal; elsewhere the number of steps is least, not their seconds,
-and a slot is as large as the values in it.
+chains of unit costs and sizes these schedules are optimal; elsewhere the steps are fewest, and slots differ in bytes.
 
 We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
 taken. The method is for chains; asked to, it takes articulation points, or all forward ops in a row, for the chain.
-Then t no longer holds: a backward op makes again what it misses, and ops between two articulation points run again even
-where everything would fit.
+Then t no longer holds: a backward op makes again what it misses, and ops between articulation points always run again.
 """
 
 from __future__ import annotations
@@ -63,11 +61,11 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
     def runs(i: int) -> np.ndarray:
         return reversal(problem, line, needed, stored(length, i + 1))
 
-    def details(best: int | None) -> dict[str, int]:
-        about = {"candidates": len(line), "steps": length}
-        return about if best is None else {**about, "slots": best + 1, "least steps": least_steps(length, best + 1)}
+    def of_best(i: int) -> dict[str, int]:
+        return {"slots": i + 1, "least steps": least_steps(length, i + 1)}
 
-    return cheapest(task, incumbent, "griewank", length, runs, details, tries=tries)
+    about = {"candidates": len(line), "steps": length}
+    return cheapest(task, incumbent, "griewank", length, runs, about, of_best, tries=tries)
 
 
 def beta(s: int, r: int) -> int:
@@ -136,11 +134,7 @@ def reversal(
 ) -> np.ndarray:
     """R (T, T) bool: each state is made from the nearest in a slot when the backward comes to need it.
 
-    Args:
-        problem: what to schedule.
-        line: the ops that make states 1, 2, ….
-        needed: per backward op the state it needs, as `needs` gives it.
-        at: per state, those in slots when it is needed, as `stored` gives it.
+    ``line``: the ops that make states 1, 2, …; ``needed`` and ``at``: as `needs` and `stored` give them.
     """
     graph = problem.graph
     ops = list(needed)
@@ -149,7 +143,6 @@ def reversal(
     others = set(range(len(graph.values))) - droppable(problem)
 
     def in_slots(t: int) -> set[int]:
-        """The values of the states in slots when op t needs its state."""
         return {v for j in at[needed[t]] if j for v in graph.ops[line[j - 1]].outputs}
 
     # the first reversal keeps all that its ops read

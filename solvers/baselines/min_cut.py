@@ -7,8 +7,7 @@ allowance of bytes: it picks the ops of most seconds whose outputs fit into it t
 the allowance beyond what pinned ops force (`activation_memory_budget` in PyTorch).
 
 Where we differ: the budget is one of bytes at the peak, not a share of what is saved, so the allowance is searched for,
-each plan simulated; an op's seconds decide what is dear to run again, not a list of names; what is there before the
-step begins costs nothing to save.
+each plan simulated; an op's seconds decide what is dear to run again, not a list of names; inputs of the step are free.
 
 One cut decides what the forward keeps, and all that the backward reads first may hang on one chain of runs: a small
 cut can need as much memory as keeping everything. So the peak does not always fall with the allowance.
@@ -36,8 +35,7 @@ SLOTS = 4096  # into which the knapsack divides its allowance
 def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     """The cheapest plan within the budget that saves a minimum cut, over the bytes allowed for saving.
 
-    No plan where none fits. The plan does not depend on the time limit where it does not bind; it takes a few seconds
-    for a thousand ops.
+    No plan where none fits. A time limit that does not bind changes no plan; a thousand ops take a few seconds.
 
     >>> from checkmate import solve
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
@@ -119,8 +117,7 @@ def cut(problem: Problem, banned: Iterable[int]) -> list[int]:
 
     In the network an op leads to its outputs and a value to its users, without limit; a value's two ends are joined by
     its bytes; banned ops hang on the source, values that the backward reads on the sink. Of several minimum cuts it is
-    the one nearest to the backward, after which the least runs again. Results of the step are held anyway, so that
-    they cost nothing.
+    the one nearest to the backward, after which the least runs again. Results are held anyway, and cost nothing.
 
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[9, 2, 5, 1, 1], forward=3)
     >>> cut(chain, [0, 1]), cut(chain, [])

@@ -210,8 +210,7 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     """The segments of a step, at least two.
 
     Args:
-        fine: cut also where the backward never reads the value that flows across. To hold it costs its bytes even
-            where all is kept; but shorter segments can take less memory.
+        fine: cut also where the backward never reads what flows across, which costs its bytes; segments are shorter.
 
     Raises:
         NotAChain: if the forward has fewer, or the backward does not go through them in order.
@@ -220,10 +219,20 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     if first == len(graph.ops):
         raise NotAChain("the step has no backward")
     anyway = at_hand_anyway(graph)
-    cuts = _cuts(graph, anyway, fine)
+    # cuts: the op that follows, and the one value that flows across, or None
+    last_read = [max((j for j in users if j < first), default=-1) for users in graph.users]
+    cuts: list[tuple[int, int | None]] = []
+    flowing: set[int] = set()
+    for p in range(1, first):
+        flowing.update(v for v in graph.ops[p - 1].outputs if v not in anyway)
+        flowing = {v for v in flowing if last_read[v] >= p}
+        if len(flowing) <= 1:
+            value = next(iter(flowing), None)
+            read_late = value is None or graph.users[value][-1] >= first
+            if (fine or read_late) and (not cuts or cuts[-1][1] != value):
+                cuts.append((p, value))
     cuts = cuts[:: -(-len(cuts) // (MOST_SEGMENTS - 1)) or 1]
-    # belongs: the segment of each op of the backward. One that reads what flows across a cut may belong to either
-    # side: it goes to the later segment if it can.
+    # belongs: the segment of each op of the backward; if it reads what flows across a cut, the later one if it can
     segment_of = np.searchsorted([p for p, _ in cuts], np.arange(first), side="right")
     across = {value for _, value in cuts}
     belongs, now = [], len(cuts)
@@ -256,22 +265,6 @@ def at_hand_anyway(graph: Graph) -> frozenset[int]:
     given = (v for v, value in enumerate(graph.values) if value.producer is None)
     pinned = (v for op in graph.ops if op.pinned is not None for v in op.outputs)
     return frozenset([*graph.outputs, *given, *pinned])
-
-
-def _cuts(graph: Graph, anyway: frozenset[int], fine: bool) -> list[tuple[int, int | None]]:
-    """The cuts of the forward: the op that follows, and the one value that flows across, or None."""
-    last_read = [max((j for j in users if j < graph.forward_length), default=-1) for users in graph.users]
-    cuts: list[tuple[int, int | None]] = []
-    across: set[int] = set()
-    for p in range(1, graph.forward_length):
-        across.update(v for v in graph.ops[p - 1].outputs if v not in anyway)
-        across = {v for v in across if last_read[v] >= p}
-        if len(across) <= 1:
-            value = next(iter(across), None)
-            read_late = value is None or graph.users[value][-1] >= graph.forward_length
-            if (fine or read_late) and (not cuts or cuts[-1][1] != value):
-                cuts.append((p, value))
-    return cuts
 
 
 def measure(problem: Problem, segments: list[Segment]) -> Chain:

@@ -309,10 +309,8 @@ def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
 
 
 def size_unit(problem: Problem) -> float:
-    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one.
-
-    More where a workspace would be beyond `LARGEST` of them.
-    """
+    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one."""
+    # More where a workspace would be beyond the largest coefficient.
     return max(float(problem.sizes.mean()), float(problem.workspace.max()) / LARGEST) or 1.0
 
 

@@ -47,11 +47,9 @@ class Result:
 
 
 class _Silent(highspy.Highs):
-    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option.
+    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option."""
 
-    Since 1.16 that is the constructor's own, which sets callbacks.
-    """
-
+    # Since 1.16 the constructor calls this first.
     def enableCallbacks(self) -> None:
         _set(self, "output_flag", False)
         super().enableCallbacks()
@@ -86,42 +84,36 @@ def run(
     """Solve a model.
 
     Args:
-        model: what to minimise.
         relax: drop integrality and solve the linear program.
-        time_limit: seconds.
         gap: stop once (objective - bound) / objective is at most this.
-        threads: of HiGHS.
         start: columns and their values of a known solution; the rest is completed.
         target: stop at a solution with an objective at most this.
         heuristics: look for solutions beside branch and bound; without, bounds come sooner.
-        on_incumbent: called with the (columns,) values of each better solution as it is found.
-        on_bound: called with each better lower bound of the objective, with integers only.
-
-    The two are called from another thread.
+        on_incumbent: called, in another thread, with the (columns,) values of each better solution.
+        on_bound: called, in another thread, with each better lower bound of the objective, with integers only.
 
     Raises:
         SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.
         KeyboardInterrupt: within a second or so of Ctrl-C, also where HiGHS itself takes longer to notice.
     """
     clock = Clock(time_limit)
-    solver = _Silent()
-    _set(solver, "threads", threads)
-    _set(solver, "mip_rel_gap", float(gap))
-    _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
+    options = {"threads": threads, "mip_rel_gap": float(gap), "mip_abs_gap": 0.0 if gap == 0 else 1e-9}
     if target is not None:
-        _set(solver, "objective_target", float(target))
+        options["objective_target"] = float(target)
     if not heuristics:
-        _set(solver, "mip_heuristic_effort", 0.0)
-    _check(solver.passModel(_to_highs(model, relax)), "take the model")
+        options["mip_heuristic_effort"] = 0.0
+    solver = _holding(_to_highs(model, relax), **options)
     x = None if start is None or relax else _completed(model, start, COMPLETION * clock.left, gap, threads)
     if x is not None:
         _check(solver.setSolution(len(x), np.arange(len(x), dtype=np.int32), x), "take the start")
     left = clock.left
-    if np.isfinite(left):
-        _set(solver, "time_limit", left)
+    _set(solver, "time_limit", left)
     going = _Run(solver, on_incumbent, on_bound)
     if not going.wait(left + 0.05 + OVERTIME * time_limit):
-        return _unfinished(going, model)
+        # The run did not end in time: what it has reported.
+        objective = float(model.cost @ going.x) if going.x is not None else float("inf")
+        bound = max(going.bound, least_objective(model))
+        return Result(SolveStatus.STOPPED, going.x, objective, min(bound, objective))
     result = _result(solver, model, relax)
     claimed = solver.getInfo().objective_function_value
     if start is None or result.x is None or result.objective - claimed <= ROUNDING * max(1.0, abs(claimed)):
@@ -137,8 +129,7 @@ def _completed(
 ) -> np.ndarray | None:
     """Complete a solution of which some columns are known; None: there is none, or none was found.
 
-    HiGHS would complete it within its run, and report bounds of the model with these columns fixed as if they were the
-    model's own.
+    HiGHS would complete it within its run, and report bounds of the model with these columns fixed as the model's own.
     """
     columns, values = start
     if len(columns) == model.columns:
@@ -147,12 +138,7 @@ def _completed(
     lower, upper = model.lower.copy(), model.upper.copy()
     lower[columns] = upper[columns] = values
     lp.col_lower_, lp.col_upper_ = lower, upper
-    solver = _Silent()
-    _set(solver, "threads", threads)
-    _set(solver, "mip_rel_gap", float(gap))
-    _check(solver.passModel(lp), "take the model")
-    if np.isfinite(time_limit):
-        _set(solver, "time_limit", time_limit)
+    solver = _holding(lp, threads=threads, mip_rel_gap=float(gap), time_limit=time_limit)
     going = _Run(solver, None, None)
     return _result(solver, model, relax=False).x if going.wait((1 + OVERTIME) * time_limit + 0.05) else going.x
 
@@ -182,8 +168,11 @@ class _Run:
 
     def wait(self, seconds: float) -> bool:
         """Tell whether the run ended in time. What a callback raised is raised here."""
+        clock = Clock(seconds)
         try:
-            over = self._wait(seconds)
+            while (left := clock.left) > 0 and not self._over.wait(min(0.1, left)) and self._error is None:
+                pass  # in turns, for on Windows a long wait hears no Ctrl-C
+            over = self._over.is_set()
         except BaseException:
             self._stop = True
             self._over.wait(PATIENCE)
@@ -196,13 +185,6 @@ class _Run:
             _check(self._status, "run")
         self._stop = not over
         return over
-
-    def _wait(self, seconds: float) -> bool:
-        clock = Clock(seconds)
-        while (left := clock.left) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
-            if self._over.wait(min(0.1, left)) or self._error is not None:
-                return True
-        return self._over.is_set()
 
     def _run(self) -> None:
         try:
@@ -247,9 +229,7 @@ def export(model: Model, path: str | os.PathLike[str]) -> None:
     Path(path).touch()  # HiGHS does not say why it cannot write
     lp = _to_highs(model, relax=False)
     lp.col_names_, lp.row_names_ = model.column_names(), model.row_names()
-    solver = _Silent()
-    _check(solver.passModel(lp), "take the model")
-    _check(solver.writeModel(str(path)), f"write {path}")
+    _check(_holding(lp).writeModel(str(path)), f"write {path}")
 
 
 def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
@@ -272,13 +252,6 @@ def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
     return Result(outcome, x, objective, min(bound, objective))
 
 
-def _unfinished(going: _Run, model: Model) -> Result:
-    """The reports of a run that did not end in time."""
-    objective = float(model.cost @ going.x) if going.x is not None else float("inf")
-    bound = max(going.bound, least_objective(model))
-    return Result(SolveStatus.STOPPED, going.x, objective, min(bound, objective))
-
-
 def least_objective(model: Model) -> float:
     """The objective where each variable is at its cheaper bound."""
     cost = model.cost
@@ -298,6 +271,14 @@ def _to_highs(model: Model, relax: bool) -> highspy.HighsLp:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         lp.integrality_ = [kinds[bool(i)] for i in model.integer]
     return lp
+
+
+def _holding(lp: highspy.HighsLp, **options: bool | int | float | str) -> highspy.Highs:
+    solver = _Silent()
+    for option, value in options.items():
+        _set(solver, option, value)
+    _check(solver.passModel(lp), "take the model")
+    return solver
 
 
 def _set(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,23 +73,33 @@ def milp(
     if start is not None and obeys_limits(problem, start.R):
         incumbent.offer(start.R, "start")
     known, margin = incumbent.R, 0
+
+    def report(model: Model, x: Variables, values: np.ndarray) -> None:
+        with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
+            incumbent.offer(model.value(values, x.R).round().astype(bool), "milp")
+
     for _ in range(ATTEMPTS):
         model, x = build(*without_spare(problem, budget - margin), formulation=formulation)
+        there = x.R != NONE  # runs without a variable are of no use
+        reports: dict[str, Any] = {}
+        if engine == "highs":
+            reports["on_incumbent"] = partial(report, model, x)
+            reports["on_bound"] = None if margin else lambda bound: incumbent.prove(bound * unit)
         result = _run(
             model,
             engine,
             time_limit=task.clock.left,
             gap=task.gap,
             threads=task.threads,
-            start=_columns(x, known),
+            start=None if known is None else (x.R[there], known[there]),
             target=None if target is None else target / unit,
-            **(_reports(incumbent, model, x, margin) if engine == "highs" else {}),
+            **reports,
         )
         if not margin:  # only the model of the whole budget proves anything
             incumbent.prove(result.bound * unit)
         if result.x is None:
             break
-        found = _runs(model, x, result.x)
+        found = model.value(result.x, x.R).round().astype(bool)
         incumbent.offer(found, "milp")
         if (excess := peak_of(problem, found) - budget) <= 0:
             break
@@ -139,26 +150,3 @@ def _run(model: Model, engine: str, **options: Any) -> Result:
 
         return pulp_engine.run(model, engine.removeprefix("pulp:"), **options)
     raise ValueError(f"Unknown engine {engine!r}: it is 'highs', or 'pulp:' and a solver's name, e.g. 'pulp:CBC'.")
-
-
-def _runs(model: Model, x: Variables, values: np.ndarray) -> np.ndarray:
-    return model.value(values, x.R).round().astype(bool)
-
-
-def _reports(incumbent: Incumbent, model: Model, x: Variables, margin: int) -> dict[str, Any]:
-    """The callbacks of HiGHS; its bound holds for the model of the whole budget only."""
-
-    def on_incumbent(values: np.ndarray) -> None:
-        with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
-            incumbent.offer(_runs(model, x, values), "milp")
-
-    def on_bound(bound: float) -> None:
-        incumbent.prove(bound * cost_unit(incumbent.task.problem))
-
-    return {"on_incumbent": on_incumbent, "on_bound": None if margin else on_bound}
-
-
-def _columns(x: Variables, R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """A schedule as columns and values; the solver finds the rest. Runs without a variable are of no use."""
-    there = x.R != NONE
-    return None if R is None else (x.R[there], R[there])

@@ -27,8 +27,7 @@ one run only: it cannot prove what the other is for, unless a moment comes betwe
 
 Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments.
 Then moments stand where most is unavoidable in each of 6 parts of the backward, then of 12, and so on, and rows tie
-several segments together. For a span of segments a..b, from moment a-1 to moment b, let ANY[j] say that op j runs in
-one of them at least:
+several segments together. For a span of segments a..b, from moment a-1 to b, let ANY[j] say that op j runs in one:
 
     R[s, j] <= ANY[j] <= Σ_s R[s, j]               s in a..b
     ANY[j] <= X[a-1, v] + ANY[prod(v)]             v an input of op j, made before the span
@@ -124,9 +123,7 @@ def moment_bound(
         task: each model is solved to its gap; a larger one leaves time for more moments.
         incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
-        most: moments at most.
-        on_runs: called, from another thread, with the lifted runs (T, T) of each better answer while a model is solved.
-            They may break the budget.
+        on_runs: called, in another thread, with lifted runs (T, T) of each better answer, which may break the budget.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> tasks = [Task(problem, budget) for budget in (3, 2)]
@@ -140,7 +137,12 @@ def moment_bound(
     windows = WINDOWS
     while True:
         if loose is None and best.moments and problem.host is None:
-            loose = _is_loose(task, at, best)
+            # Does the relaxation of these moments prove less than fewer moments have proven?
+            relaxed = highs.run(
+                build(problem, task.budget, at).model, relax=True, time_limit=TRIAL * clock.left, threads=task.threads
+            )
+            least = relaxed.bound * cost_unit(problem)
+            loose = relaxed.outcome is SolveStatus.OPTIMAL and least < best.value * (1 - LOOSE)
             at = in_windows(problem, windows) if loose else at
         coarse = 0.0 if finest or len(at) >= most or incumbent.R is None else COARSE * incumbent.gap
         gap = max(task.gap, coarse)
@@ -160,14 +162,6 @@ def moment_bound(
             finest = True  # the same once more, as well as can be
 
 
-def _is_loose(task: Task, at: list[int], best: Bound) -> bool:
-    """Tell whether the relaxation of these moments proves less than fewer moments have proven."""
-    model = build(task.problem, task.budget, at).model
-    relaxed = highs.run(model, relax=True, time_limit=TRIAL * task.clock.left, threads=task.threads)
-    loose = relaxed.bound * cost_unit(task.problem) < best.value * (1 - LOOSE)
-    return relaxed.outcome is SolveStatus.OPTIMAL and loose
-
-
 def _round(
     task: Task,
     incumbent: Incumbent,
@@ -178,9 +172,14 @@ def _round(
     spanned: bool,
 ) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
-    problem, budget = task.problem, task.budget
+    problem, budget, unit, R = task.problem, task.budget, cost_unit(task.problem), incumbent.R
     x = build(problem, budget, at, spanned=spanned)
-    unit = cost_unit(problem)
+    # Start from the columns R of the best schedule; the solver finds X.
+    start = None
+    if R is not None:
+        runs = np.logical_or.reduceat(R, [0, *(o + 1 for o in at if o + 1 < len(R))], axis=0)[: len(x.R)]
+        columns = x.R[: len(runs)]
+        start = columns[columns != NONE], runs[columns != NONE].astype(np.float64)
 
     def answer(values: np.ndarray) -> None:
         if on_runs is not None:
@@ -191,8 +190,8 @@ def _round(
         gap=task.gap,
         time_limit=task.clock.left,
         threads=task.threads,
-        start=_start(x, at, incumbent.R),
-        heuristics=incumbent.R is None,
+        start=start,
+        heuristics=R is None,
         on_incumbent=answer,
         on_bound=lambda bound: incumbent.prove(bound * unit),
     )
@@ -202,22 +201,12 @@ def _round(
         return replace(best, value=float("inf"), infeasible=True)
     if result.x is None:
         return replace(best, value=value)
-    kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
+    kept, runs = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
-    found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
+    found = Bound(value, tuple(at), kept, runs, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
     schedule = lift(problem, found)
     proven = fits(problem, budget, schedule.R) and schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
-
-
-def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """The columns R of a schedule; the solver finds X."""
-    if R is None:
-        return None
-    begins = [0, *(o + 1 for o in moments if o + 1 < len(R))]
-    runs = np.logical_or.reduceat(R, begins, axis=0)[: len(x.R)]
-    there = x.R[: len(runs)] != NONE
-    return x.R[: len(runs)][there], runs[there].astype(np.float64)
 
 
 def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False) -> Relaxed:
@@ -239,15 +228,13 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     pinned = np.array([op.pinned is not None for op in graph.ops])
     R_there = first | ((k < begins) & (useful >= begins) & ~pinned)
     # X: what a moment may carry, that is made by then and read at it or later.
-    own = np.zeros((m, V), dtype=bool)
+    own, over = np.zeros((2, m, V), dtype=bool)
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
+        over[i, [v for v, _ in problem.savings[o]]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
     if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
-    over = np.zeros((m, V), dtype=bool)
-    for i, o in enumerate(moments):
-        over[i, [v for v, _ in problem.savings[o]]] = True
     # The columns.
     price = problem.seconds / cost_unit(problem) if host is None else 0.0
     R = model.variables(R_there, lower=first, cost=price, integer=True)
@@ -256,13 +243,18 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.recomputed])] = NONE
     links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held)
     x = Relaxed(model, R, X, carried, model.variables(over), links)
-    # The rows.
-    _depend(x, problem, begins[:, 0], made_by, held)
-    _keep(x, begins[:, 0], made_by)
+    # R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i
+    reads = [(j, v) for j, op in enumerate(graph.ops) for v in op.inputs if not held[v]]
+    readers, of = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+    s, e = np.nonzero((R[1:, readers] != NONE) & (made_by[of] < begins[1:]))
+    model.constrain("depend", [(R[s + 1, readers[e]], 1.0), *x.sources(s, of[e], made_by)], upper=0.0)
+    # X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i
+    s, v = np.nonzero((X[1:] != NONE) & (made_by < begins[1:-1]))
+    model.constrain("keep", [(X[s + 1, v], 1.0), *x.sources(s, v, made_by)], upper=0.0)
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
     if spanned and host is None:
-        _bind_spans(x, problem, moments, held)
+        _bind_spans(x, begins[:, 0], ends[:, 0], made_by, readers, of)
     if host is not None and links is not None:
         bind_links(model, links, R, x.carried, problem, host, made_by)
         time_segments(model, links, R, problem, host)
@@ -287,21 +279,6 @@ def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int
         if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.recomputed & {v, *made}:
             better[:, v] = (at >= j) & [not made & over for over in written]
     return better
-
-
-def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarray, held: np.ndarray) -> None:
-    """R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i."""
-    reads = [(j, v) for j, op in enumerate(problem.graph.ops) for v in op.inputs if not held[v]]
-    j, v = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-    s, e = np.nonzero((x.R[1:, j] != NONE) & (made_by[v] < begins[1:, None]))
-    j, v = j[e], v[e]
-    x.model.constrain("depend", [(x.R[s + 1, j], 1.0), *x.sources(s, v, made_by)], upper=0.0)
-
-
-def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
-    """X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i."""
-    s, v = np.nonzero((x.X[1:] != NONE) & (made_by < begins[1:-1, None]))
-    x.model.constrain("keep", [(x.X[s + 1, v], 1.0), *x.sources(s, v, made_by)], upper=0.0)
 
 
 def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made_by: np.ndarray) -> None:
@@ -336,19 +313,12 @@ def spans(count: int) -> Iterator[tuple[int, int]]:
         yield from ((a, b) for b in sorted({*(a + length - 1 for length in LENGTHS), count - 1}) if b < count)
 
 
-def _bind_spans(x: Relaxed, problem: Problem, moments: Sequence[int], held: np.ndarray) -> None:
-    """Add the rows of all spans to the model of these moments.
-
-    Args:
-        held: (V,) bool, values without columns: they are always at hand once made.
-    """
+def _bind_spans(
+    x: Relaxed, begins: np.ndarray, ends: np.ndarray, made_by: np.ndarray, readers: np.ndarray, read: np.ndarray
+) -> None:
+    """Add the rows of all spans of segments, given each segment's first and last new op; ``readers`` read ``read``."""
     model, R, X, carried = x.model, x.R, x.X, x.carried
-    graph, T = problem.graph, len(problem.graph.ops)
-    made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
-    reads = [(j, v) for j, op in enumerate(graph.ops) for v in op.inputs if not held[v]]
-    readers, read = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-    begins, ends = [0, *(o + 1 for o in moments)], [*moments, T - 1]
-    k = np.arange(T)
+    k = np.arange(R.shape[1])
     for a, b in spans(len(R)):
         runs, begin, name = R[a : b + 1], begins[a], f"in segments {a} to {b}"
         first = (begin <= k) & (k <= ends[b])
@@ -390,15 +360,12 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
     if bound.cut:
         return list(bound.moments)
     several = ADDED if incumbent.cost - bound.value > FAR * incumbent.cost else 1
-    room = most - len(bound.moments)
-    lifted = lifted_runs(problem, bound)
+    lifted, room = lifted_runs(problem, bound), most - len(bound.moments)
     found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
     if incumbent.R is not None and several > 1:
-        room -= len(found)
-        most_repeated = max(several, AT_ONCE - len(bound.moments) - len(found))
-        found += where_runs_repeat(
-            problem, incumbent.R, [*bound.moments, *found], most=max(0, min(room, most_repeated))
-        )
+        known = [*bound.moments, *found]
+        repeated = min(most - len(known), max(several, AT_ONCE - len(known)))
+        found += where_runs_repeat(problem, incumbent.R, known, most=max(0, repeated))
     return sorted({*bound.moments, *found})
 
 
@@ -420,10 +387,7 @@ def in_windows(problem: Problem, count: int) -> list[int]:
 def where_it_breaks(
     problem: Problem, budget: int, R: np.ndarray, moments: Sequence[int], *, most: int = 1
 ) -> list[int]:
-    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments.
-
-    Of several those that break it by next to nothing are left out.
-    """
+    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments."""
     excess = bytes_in_stages(problem, R)[0] - budget
     excess[list(moments)] = 0
     worst: dict[int, int] = {}  # by how many moments are before it
@@ -444,7 +408,7 @@ def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *
     found: list[int] = []
     fullest = bytes_in_stages(problem, R)[1]
     gains = np.zeros(T)  # of each stage as a moment: seconds of the ops that run both before and after it in its gap
-    for begin, end in zip([0, *(o + 1 for o in at)], [*(o + 1 for o in at), T], strict=True):
+    for begin, end in pairwise([0, *(o + 1 for o in at), T]):
         gains[begin:end] = _gains(R[begin:end], seconds)
     while len(found) < most and gains.max() > WORTH * cost:
         best = np.flatnonzero(gains >= gains.max() - ALIKE * cost)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,17 +28,16 @@ def run(
 ) -> Result:
     """Solve a model with a solver that PuLP knows by this name, e.g. "CBC", "GUROBI" or "SCIP".
 
-    PuLP passes no bound on, so there is one only where the solver says that it reached the asked gap, by its own
-    tolerances, or that there is no solution; and it says so before its time is up. What a solver claims later proves
-    nothing: CBC, stopped in its preprocessing, calls a model that it has not finished with "Integer infeasible".
-    ``start`` and ``target``, as in `highs.run`, are not passed on either. HiGHS by PuLP writes its name to stdout since
-    1.16.
+    PuLP passes no bound on, so there is one only where the solver says, before its time is up, that it reached the
+    asked gap by its own tolerances, or that there is no solution. What it claims later proves nothing: CBC, stopped in
+    its preprocessing, calls a model that it has not finished with "Integer infeasible". ``start`` and ``target``, as in
+    `highs.run`, are not passed on either. HiGHS by PuLP writes its name to stdout since 1.16.
 
     Raises:
         SolverError: if PuLP does not know the solver, does not find it on this computer, or it fails.
     """
     solver = _solver(name, time_limit, gap, threads)
-    problem, variables = _to_pulp(model)
+    variables, problem = pulp.LpProblem.fromDict(_as_dict(model))
     asked = time.monotonic()  # on the wall: the solver is another process
     try:
         problem.solve(solver)
@@ -59,8 +57,8 @@ def run(
     return Result(SolveStatus.OPTIMAL, x, objective, objective - gap * abs(objective))
 
 
-def _to_pulp(model: Model) -> tuple[pulp.LpProblem, dict[str, pulp.LpVariable]]:
-    """The problem and its variables by name, through PuLP's exchange format."""
+def _as_dict(model: Model) -> dict[str, Any]:
+    """The model in PuLP's exchange format."""
     names = model.column_names()
     finite = [(np.isfinite(b), b) for b in (model.lower, model.upper)]
     lower, upper = ([float(x) if ok else None for ok, x in zip(*bounds, strict=True)] for bounds in finite)
@@ -69,37 +67,30 @@ def _to_pulp(model: Model) -> tuple[pulp.LpProblem, dict[str, pulp.LpVariable]]:
         for n, a, b, i in zip(names, lower, upper, model.integer, strict=True)
     ]
     costs = [{"name": names[j], "value": float(model.cost[j])} for j in np.flatnonzero(model.cost)]
-    problem = {
-        "parameters": {"name": "checkmate", "sense": pulp.LpMinimize, "status": 0, "sol_status": 0},
-        "objective": {"name": "cost", "coefficients": costs},
-        "constraints": list(_rows(model, names)),
-        "variables": variables,
-        "sos1": [],
-        "sos2": [],
-    }
-    by_name, built = pulp.LpProblem.fromDict(problem)
-    return built, by_name
-
-
-def _rows(model: Model, names: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows; one that lies between two numbers as two."""
-    matrix = model.matrix().tocsr()
+    # The rows; one that lies between two numbers as two.
+    matrix, rows = model.matrix().tocsr(), []
     for i, name in enumerate(model.row_names()):
         entries = slice(matrix.indptr[i], matrix.indptr[i + 1])
         terms = zip(matrix.indices[entries], matrix.data[entries], strict=True)
         coefficients = [{"name": names[j], "value": float(a)} for j, a in terms]
         low, high = float(model.row_lower[i]), float(model.row_upper[i])
-        sides = [(0, low, "")] if low == high else [(1, low, "_low"), (-1, high, "_high")]
-        for sense, bound, side in sides:
+        for sense, bound, side in [(0, low, "")] if low == high else [(1, low, "_low"), (-1, high, "_high")]:
             if np.isfinite(bound):
                 row = {"sense": sense, "constant": -bound, "name": name + side, "pi": None}
-                yield {**row, "coefficients": coefficients}
+                rows.append({**row, "coefficients": coefficients})
+    return {
+        "parameters": {"name": "checkmate", "sense": pulp.LpMinimize, "status": 0, "sol_status": 0},
+        "objective": {"name": "cost", "coefficients": costs},
+        "constraints": rows,
+        "variables": variables,
+        "sos1": [],
+        "sos2": [],
+    }
 
 
 def _solver(name: str, time_limit: float, gap: float, threads: int) -> pulp.LpSolver:
     """PuLP's interface to a solver: of those with this name the first that is there."""
-    known = pulp.listSolvers()
-    there = pulp.listSolvers(onlyAvailable=True)
+    known, there = pulp.listSolvers(), pulp.listSolvers(onlyAvailable=True)
     names = ("COIN_CMD", "PULP_CBC_CMD") if name == "CBC" else (name, f"{name}_CMD", f"{name}_PY")
     candidates = [n for n in names if n in known]
     for candidate in candidates:

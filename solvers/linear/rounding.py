@@ -3,8 +3,7 @@
 Phase one turns the relaxation's S* into a set of kept values: S = [S* >= θ], or a coin tossed for each S*. Phase two
 runs the least that this S needs. The plan may break the budget, so the relaxation is solved at (1 - ε) · budget. We
 differ from the paper in three ways: thresholds θ are swept, not only 1/2; ε is bisected by whether θ = 1/2 fits the
-budget, not fixed at 0.1, which wastes some; a plan that fits loses the runs it can do without. The bound is the
-relaxation's.
+budget, not fixed at 0.1; a plan that fits loses the runs it can do without. The bound is the relaxation's.
 
 Paper: https://arxiv.org/abs/1910.02653
 """
@@ -68,16 +67,10 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
 
 def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
     """Offer R without the runs that it can do without, if it fits and may then be cheaper than the best."""
-    if cost_of(task.problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R):
-        return False
-    if not obeys_limits(task.problem, R):
-        return False
-    return incumbent.offer(_without_needless(task, R), METHOD)
-
-
-def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
-    """R without repeated runs, the most expensive first, whose outputs can be kept since the run before instead."""
     problem = task.problem
+    if cost_of(problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R) or not obeys_limits(problem, R):
+        return False
+    # Drop repeated runs, the most expensive first, whose outputs can be kept since the run before instead.
     again = np.argwhere(np.tril(R, -1))
     for t, k in again[np.argsort(-problem.seconds[again[:, 1]], kind="stable")]:
         if R[t, k] and not task.clock.is_over:
@@ -85,7 +78,7 @@ def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
             R = fewer if fits(problem, task.budget, fewer) else R
-    return R
+    return incumbent.offer(R, METHOD)
 
 
 def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) -> Iterator[np.ndarray]:
@@ -110,8 +103,7 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) under which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again, and so is what would
-    have to be made from what is overwritten by then.
+    which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
     """
     graph, S = problem.graph, S.copy()
     for k, op in enumerate(graph.ops):

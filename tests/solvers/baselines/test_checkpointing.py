@@ -246,9 +246,7 @@ def test_the_cheapest_of_many_settings_is_found_and_none_is_tried_twice(tries: i
 
     task = Task(CHAIN, BUDGET)
     incumbent = Incumbent(task)
-    remarks = cheapest(
-        task, incumbent, "mine", 42, asking, lambda best: {"best": -1 if best is None else best}, tries=tries
-    )
+    remarks = cheapest(task, incumbent, "mine", 42, asking, {}, lambda best: {"best": best}, tries=tries)
     assert len(asked) == len(set(asked)) == tries
     assert incumbent.cost == BEST
     assert OUTCOMES[remarks.details["best"]] == (BEST, peak_of(CHAIN, incumbent.R))
@@ -260,7 +258,7 @@ def test_without_time_one_setting_is_tried_and_without_a_plan_the_smallest_peak_
     assert cheapest(task, Incumbent(task), "mine", 42, runs, tries=42).details["tried"] == 1
     least = min(peak for _, peak in OUTCOMES)
     task = Task(CHAIN, least - 1)
-    remarks = cheapest(task, Incumbent(task), "mine", 42, runs, lambda best: {"a": 1}, tries=42, remedy="; ask another")
+    remarks = cheapest(task, Incumbent(task), "mine", 42, runs, {"a": 1}, tries=42, remedy="; ask another")
     assert remarks.details == {"a": 1, "tried": 42, "peak": least}
     assert remarks.message == f"the smallest peak it reaches is {least} B; ask another"
 
