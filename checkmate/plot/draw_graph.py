@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,7 +62,10 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
         )
         many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
         facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
-        ax.text(node.x, node.y, f"{_shortened(node.name)}\n{facts}", ha="center", va="center", fontsize=7.5)
+        name = node.name
+        if len(name) > LONGEST:
+            name = f"{name[: LONGEST // 2 - 1]}…{name[-LONGEST // 2 :]}"
+        ax.text(node.x, node.y, f"{name}\n{facts}", ha="center", va="center", fontsize=7.5)
     ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))  # before labels look for room
     _draw_edges(ax, problem, nodes)
     for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
@@ -88,16 +90,17 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
         rows = [[height * i / max(1, len(half) - 1) for i in range(len(half))] for half in halves]
     else:
         first = halves[0]
-        paths = _filled([ops[k].place.module for k in first])
+        # An op without a module between two of a network is of that of the op before: a sum of gradients, say.
+        paths = [ops[k].place.module for k in first]
+        last = max((i for i, path in enumerate(paths) if path), default=-1)
+        for i in range(1, last):
+            paths[i] = paths[i] or paths[i - 1]
         folded = fold(paths, min(max(1, most // len(halves)), len(first)))
         named, rows = [[(label, first[part.start : part.stop]) for label, part in folded]], [[*range(len(folded))]]
         height = len(folded) - 1
         if len(halves) == 2:
-            fits = _fits(problem, [inside for _, inside in named[0]], halves[1])
-            back = [
-                (g, [k for _, k in same])
-                for g, same in itertools.groupby(zip(_aligned(fits), halves[1], strict=True), key=itemgetter(0))
-            ]
+            groups = _aligned(_fits(problem, [inside for _, inside in named[0]], halves[1]))
+            back = [(g, [*same]) for g, same in itertools.groupby(halves[1], key=lambda k: groups[k - forward])]
             named.append([(named[0][g][0], range(inside[0], inside[-1] + 1)) for g, inside in back])
             rows.append([height - g for g, _ in back])
     nodes, labels = [], [label for label, _ in named[0]]
@@ -143,22 +146,8 @@ def _aligned(fits: np.ndarray) -> list[int]:
     return [G - 1 - g for g in reversed(at)]
 
 
-def _filled(paths: list[str]) -> list[str]:
-    """The paths, where an op between two of a network has none that of the op before: a sum of gradients, say."""
-    last = max((i for i, path in enumerate(paths) if path), default=-1)
-    filled: list[str] = []
-    for i, path in enumerate(paths):
-        filled.append(path or (filled[-1] if filled and i < last else ""))
-    return filled
-
-
 def _ends(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
-
-
-def _shortened(name: str) -> str:
-    """Its begin and its end, where it is longer than a box is wide."""
-    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2 - 1]}…{name[-LONGEST // 2 :]}"
 
 
 def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:

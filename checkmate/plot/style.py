@@ -5,7 +5,6 @@ What colours tell apart, hatches, markers or line styles tell apart too, so that
 
 from __future__ import annotations
 
-from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,11 +70,6 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise TypeError(f"ax is one Axes to draw on, such as plt.subplots()[1], not {type(ax).__name__}.")
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
-
-
-def lane_styles(count: int) -> list[tuple[str, str]]:
-    """A fill and a hatch for each link."""
-    return list(islice(cycle(LANES), count))
 
 
 def units(ax: Axes, *, x: str, y: str) -> None:

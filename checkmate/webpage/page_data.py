@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from checkmate.inspection.op_costs import OpCosts, costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, nth
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
-from checkmate.plot.style import ROLE_STYLES, lane_styles
+from checkmate.plot.style import LANES, ROLE_STYLES
 from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.captions import ABOUT_ROLES
@@ -222,7 +223,7 @@ def _links(line: Timeline) -> dict[str, Any]:
                 "bars": [(use.begin, use.end) for use in uses],
                 "waits": [use.stall for use in uses if use.waited],
             }
-            for (name, uses), (fill, hatch) in zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
+            for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
         ],
         "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
