@@ -21,7 +21,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from checkmate.core.files import write_bytes
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status, check_solution
 from checkmate.inspection.addresses import Addresses, addresses
 from checkmate.inspection.difference import same_problem
@@ -67,7 +66,7 @@ def report(
         OSError: if the page cannot be written, for example because its folder is missing.
 
     >>> import tempfile
-    >>> from checkmate import solve
+    >>> from checkmate import Problem, solve
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = report(solve(chain, 50), Path(folder) / "plan.html")
@@ -86,21 +85,16 @@ def report(
         raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} for the report {path.name} is missing. Make it, then again.")
-    rows = None if frontier is None else _rows_of(frontier, solution.problem)
+    rows = None if frontier is None else list(frontier)
+    if rows is not None and not rows:
+        raise ValueError("There are no rows of a frontier to show; leave frontier=None for a report without one.")
+    for problem in (row.solution.problem for row in rows or ()):
+        if not same_problem(problem, solution.problem):
+            raise ValueError(f"The frontier is of another problem: {problem!r}, not {solution.problem!r}.")
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
     write_bytes(path, _page(solution, line, peak, addresses(solution), rows).encode())
     return path
-
-
-def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
-    rows = list(frontier)
-    if not rows:
-        raise ValueError("There are no rows of a frontier to show; leave frontier=None for a report without one.")
-    for row in rows:
-        if not same_problem(row.solution.problem, problem):
-            raise ValueError(f"The frontier is of another problem: {row.solution.problem!r}, not {problem!r}.")
-    return rows
 
 
 def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None) -> str:
@@ -119,7 +113,8 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         "data": page_data(solution, line, peak, placed, rows),
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["breakable"] = _breakable
+    # A long name may end a line after its underscores, as in the page's script.
+    environment.filters["breakable"] = lambda text: Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_part("page.html")).render(
         _visible(said),
@@ -154,8 +149,3 @@ def _visible(document: Any) -> Any:
     if isinstance(document, (list, tuple)):
         return [_visible(part) for part in document]
     return document
-
-
-def _breakable(text: str) -> Markup:
-    """Add places at which a long name may end a line: after its underscores, as in the page's script."""
-    return Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from checkmate.core.answer import Column
-from checkmate.core.graph import CodePlace
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.op_costs import OpCosts, costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, nth
-from checkmate.inspection.timeline import Span, Timeline
+from checkmate.inspection.timeline import Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
 from checkmate.plot.style import LANES, ROLE_STYLES
 from checkmate.solvers.frontier import FIGURES, Row
@@ -29,10 +28,14 @@ def page_data(
     """The document that is embedded in the page; the script computes nothing of it again."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
-    texts = _Texts()
+    texts, places = _Texts(), [op.place for op in graph.ops]
+    modules = [f"{p.module} ({p.kind})" if p.module and p.kind else p.module or p.kind for p in places]
     roles = line.by_role()
-    names, stages = list(roles), _stages_of(line)
+    first = np.array([moment.time == 0 for moment in line.moments])
+    names, stages = list(roles), (first.cumsum() - first).tolist()  # stage t ends with the first execution of op t
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
+    spans = sorted(line.spans, key=lambda span: -span.bytes)
+    lives = [(span.born, span.died) for span in spans]
     shown = {*sizes, *workspace, *line.host_bytes, *line.bytes.tolist()}
     shown.update(size for row in roles.values() for size in row.tolist())
     return {
@@ -52,8 +55,8 @@ def page_data(
         "ops": {
             "name": [texts[op.name] for op in graph.ops],
             "target": [texts[op.target] for op in graph.ops],
-            "module": [texts[_module(op.place)] for op in graph.ops],
-            "line": [texts[op.place.line] for op in graph.ops],
+            "module": [texts[module] for module in modules],
+            "line": [texts[place.line] for place in places],
             "where": [texts[op.where or ""] for op in graph.ops],
             "takes": [format_seconds(seconds) for seconds in problem.seconds],
         },
@@ -75,8 +78,8 @@ def page_data(
         },
         # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
         "spans": [
-            [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[span.over]]
-            for span in sorted(line.spans, key=lambda span: -span.bytes)
+            [span.value, texts[span.role], span.copy, int(begin), int(end) - 1, span.uses, texts[span.over]]
+            for span, (begin, end) in zip(spans, np.searchsorted(line.ticks, lives), strict=True)
         ],
         "links": _links(line) if line.lanes else None,
         "kept": _intervals(solution.schedule.S),
@@ -199,18 +202,6 @@ def _op_tables(line: Timeline, problem: Problem, stages: list[int]) -> tuple[Pag
     )
 
 
-def _stages_of(line: Timeline) -> list[int]:
-    """(N,) the stage of each execution; stage t ends with the first execution of op t."""
-    first = np.array([moment.time == 0 for moment in line.moments])
-    return (first.cumsum() - first).tolist()
-
-
-def _seen(line: Timeline, span: Span) -> tuple[int, int]:
-    """The first and the last moment at which a copy is alive."""
-    first, end = np.searchsorted(line.ticks, (span.born, span.died)).tolist()
-    return first, end - 1
-
-
 def _links(line: Timeline) -> dict[str, Any]:
     """The traffic of each link, the waits for it, and the bytes in a second memory if anything crosses to it."""
     there = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
@@ -228,10 +219,6 @@ def _links(line: Timeline) -> dict[str, Any]:
         "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
     }
-
-
-def _module(place: CodePlace) -> str:
-    return f"{place.module} ({place.kind})" if place.module and place.kind else place.module or place.kind
 
 
 def _intervals(S: np.ndarray) -> list[list[int]]:
