@@ -92,10 +92,6 @@ class Column:
         value = _value(row, self.sort or self.get)
         return None if isinstance(value, str) else value
 
-    def totals(self, rows: Sequence[Any]) -> str:
-        """The cell of all these rows together."""
-        return self.show(sum(_value(row, self.get) for row in rows)) if self.total and self.show else ""
-
 
 def _value(row: Any, get: Get) -> Any:
     value = getattr(row, get) if isinstance(get, str) else get(row)
@@ -112,7 +108,8 @@ def table(columns: Sequence[Column], rows: Sequence[Any], *, top: int | None = N
     """
     cells, left = [[column.text(row) for column in columns] for row in rows[:top]], rows[len(rows[:top]) :]
     if left:
-        cells.append([f"... and {len(left)} more", *(column.totals(left) for column in columns[1:])])
+        sums = (c.show(sum(_value(row, c.get) for row in left)) if c.total and c.show else "" for c in columns[1:])
+        cells.append([f"... and {len(left)} more", *sums])
     return Table([c.head for c in columns], cells, {c.head for c in columns if c.show}, title)
 
 

@@ -24,8 +24,6 @@ MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer ho
 
 # what makes values that others hold: autograd, and ops that speak with other ranks
 _HELD_BY_OTHERS = ("autograd", "_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
-
-
 _WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
 _LINE = re.compile(r"[^\s,()]+:\d+$")
 

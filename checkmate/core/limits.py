@@ -74,8 +74,15 @@ class Limits:
                 max_runs.update(dict.fromkeys(rule.ops, rule.asks))
         has_backward = 0 < graph.forward_length < len(graph.ops)
         last = last_stages(graph)
+        # Values that cannot be made again after each stage and may be read then; less results of the step.
+        closing: dict[int, tuple[int, ...]] = {}
+        read = lives(graph, last)[1] if last else []
+        for k, stage in last.items():
+            later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
+            if later:
+                closing[stage] = (*closing.get(stage, ()), *later)
         recomputed = recomputed if has_backward else set()
-        return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, _closing(graph, last))
+        return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, closing)
 
 
 def last_stages(graph: Graph) -> dict[int, int]:
@@ -114,14 +121,3 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
         for v in op.inputs:
             read[v] = max(read[v], useful[k])
     return useful, read
-
-
-def _closing(graph: Graph, last: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Values that cannot be made again after each stage and may be read then; less results of the step."""
-    found: dict[int, tuple[int, ...]] = {}
-    read = lives(graph, last)[1] if last else []
-    for k, stage in last.items():
-        later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
-        if later:
-            found[stage] = (*found.get(stage, ()), *later)
-    return found

@@ -149,11 +149,7 @@ class Plan:
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}
         lines = []
-        for i, step in enumerate(self.steps):
+        for i, (name, *numbers) in enumerate(self.as_lists()):
             lines += [half[i]] if i in half else []
-            if isinstance(step, (Run, Start)):
-                over = "" if isinstance(step, Start) or step.over is None else f" over {step.over}"
-                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.op}{over}")
-            else:
-                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.value}")
+            lines.append(f"{i:>6}  {name} {' over '.join(map(str, numbers))}")
         return "\n".join(lines)

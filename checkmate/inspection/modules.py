@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -60,7 +61,15 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
             break
         groups = folded
     if len(groups) > most:
-        groups = _together(groups, most)
+        # Group neighbours evenly, so that the heaviest group is as light as it can be.
+        single, weighs = groups, [group.weight for group in groups]
+        capacity = bisect_left(range(sum(weighs)), True, max(weighs), key=lambda c: len(_packed(single, c)) <= most)
+        packed = _packed(groups, capacity)
+        groups = packed if 2 * len(packed) > most else groups
+    # A few are far heavier: take the lightest neighbours together.
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
+        groups[i : i + 2] = [_joined(groups[i : i + 2])]
     return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
 
 
@@ -72,18 +81,6 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
             yield run[0]
         else:
             yield _Group(run[0].first, run[-1].last, module, module, sum(group.weight for group in run))
-
-
-def _together(groups: list[_Group], most: int) -> list[_Group]:
-    """Group neighbours evenly; only the lightest ones if a few are far heavier."""
-    packed = _packed(groups, _least_capacity(groups, most))
-    if len(packed) * 2 > most:
-        return packed
-    groups = list(groups)
-    while len(groups) > most:
-        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
-        groups[i : i + 2] = [_joined(groups[i : i + 2])]
-    return groups
 
 
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
@@ -105,22 +102,12 @@ def _joined(run: list[_Group]) -> _Group:
     return _Group(run[0].first, run[-1].last, begin, end, sum(group.weight for group in run))
 
 
-def _least_capacity(groups: list[_Group], most: int) -> int:
-    """The lightest that the heaviest of at most ``most`` groups of neighbours can be."""
-    low, high = max(group.weight for group in groups), sum(group.weight for group in groups)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_packed(groups, middle)) <= most:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _label(group: _Group, paths: list[Path]) -> str:
     """``h`` for all of a module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
     inside = [path for path in paths[group.first : group.last + 1] if path]
-    shared = _shared(inside)
+    # Names at the front that all of them have in common.
+    pairs = zip(min(inside, default=()), max(inside, default=()), strict=False)
+    shared = tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     outside = (*paths[: group.first], *paths[group.last + 1 :])
     if shared and (len(set(inside)) == 1 or all(path[: len(shared)] != shared for path in outside)):
         return ".".join(shared)
@@ -131,9 +118,3 @@ def _label(group: _Group, paths: list[Path]) -> str:
     if n and begin != end and min(len(begin), len(end)) > n and begin[n + 1 :] == end[n + 1 :]:
         return f"{'.'.join(begin[: n + 1])}-{end[n]}"
     return " - ".join(dict.fromkeys(filter(None, map(".".join, (begin, end)))))
-
-
-def _shared(paths: list[Path]) -> Path:
-    """The names at the front that all of them have in common."""
-    first, last = min(paths, default=()), max(paths, default=())
-    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

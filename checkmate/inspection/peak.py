@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -202,7 +202,8 @@ def explain_peak(
     plan, _ = check_plan(solution, "explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    size = max(1, min(STEP, (solution.peak or 0) // PARTS)) if step is None else parse_bytes(step)
+    peak = solution.peak or 0
+    size = max(1, min(STEP, peak // PARTS)) if step is None else parse_bytes(step)
     line = timeline(plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)
@@ -212,12 +213,16 @@ def explain_peak(
     moving = {crossing.item: words[crossing.lane] for crossing in line.under_way(moment.index)}
     each = zip_longest(alive, sending)
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
-    asked = list(_prices(solution, size, time_limit)) if prices else []
-    best = _better(solution, [answer for _, answer in asked])
-    bought = tuple(price for price, _ in asked)
-    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line), best)
-    host_bytes = None if solution.problem.host is None else line.host_bytes[moment.index]
-    return PeakExplanation(held, bought, *about, host_bytes)
+    # Less memory than the peak, if that is possible, and more than the budget.
+    changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
+    asked = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
+    return PeakExplanation(
+        held,
+        tuple(price for price, _ in asked),
+        *(line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line)),
+        better=_better(solution, [answer for _, answer in asked]),
+        host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
+    )
 
 
 def _not_over(solution: Solution, line: Timeline) -> str:
@@ -324,14 +329,6 @@ def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     return again(best, solution.problem, solution.budget, bound=bound)
 
 
-def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
-    """The prices of less memory than the peak, if that is possible, and of more than the budget, with the plans."""
-    assert solution.peak is not None
-    for budget, change in ((solution.peak - step, -step), (solution.budget + step, step)):
-        if budget > 0:
-            yield _price(solution, budget, change, time_limit)
-
-
 def _price(solution: Solution, budget: int, change: int, time_limit: float) -> tuple[Price, Solution]:
     answer = solve(solution.problem, budget, time_limit=time_limit, start=solution, progress=False)
     cost, bound = answer.cost, answer.bound
@@ -340,8 +337,7 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> t
     else:  # this plan fits there
         cost = min(cost, solution.cost)
         bound = min(bound, cost)
-    price = Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
-    return price, answer
+    return Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost), answer
 
 
 def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Span) -> float | None:
@@ -364,13 +360,8 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     for position, step in ((made + 1, Send(v)), (away, Wait(v)), (away, Free(v)), (back, Fetch(v)), (read, Wait(v))):
         added.setdefault(position, []).append(step)
     added[read].append(Drop(v))
-    longer = _with(plan, added)
+    steps = chain.from_iterable((*added.get(p, ()), step) for p, step in enumerate(plan.steps))
+    longer = Plan(tuple(steps), plan.boundary + sum(len(more) for p, more in added.items() if p < plan.boundary))
     if simulate(longer, problem).host_peak > problem.host.budget:
         return None
     return timing(longer, problem).seconds - line.seconds
-
-
-def _with(plan: Plan, before: Mapping[int, list[Step]]) -> Plan:
-    """The plan with more steps, each before the position given."""
-    steps = chain.from_iterable((*before.get(p, ()), step) for p, step in enumerate(plan.steps))
-    return Plan(tuple(steps), plan.boundary + sum(len(more) for p, more in before.items() if p < plan.boundary))
