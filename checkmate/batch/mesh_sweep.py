@@ -29,7 +29,6 @@ from checkmate.tracing import trace
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 DIMENSIONS = ("data", "tensor")  # of meshes, in this order
-_HEADS = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,16 @@ class MeshSweep(Listed[MeshPoint]):
         return best if best is not None and best.solution.plan is not None else None
 
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS, [*map(_cells, self.points)], {*_HEADS[1:]})
-
-
-def _cells(point: MeshPoint) -> tuple[str, ...]:
-    where = " x ".join(map(str, point.mesh)), str(point.size)
-    if point.peak is None:
-        return (*where, "no plan", "", "", "", "")
-    figures = f"{point.throughput:.4g}", format_seconds(point.seconds), f"{point.overhead:+.2%}", f"{point.gap:.2%}"
-    return (*where, *figures, format_bytes(point.peak))
+        rows: list[tuple[str, ...]] = []
+        for point in self.points:
+            where = " x ".join(map(str, point.mesh)), str(point.size)
+            if point.peak is None:
+                rows.append((*where, "no plan", "", "", "", ""))
+                continue
+            rate, step = f"{point.throughput:.4g}", format_seconds(point.seconds)
+            rows.append((*where, rate, step, f"{point.overhead:+.2%}", f"{point.gap:.2%}", format_bytes(point.peak)))
+        heads = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
+        yield Table(heads, rows, {*heads[1:]})
 
 
 def sweep_meshes(

@@ -173,12 +173,23 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
         module, spent = op.place.module, float((there - here) * problem.seconds[k])
         ops.append(OpDifference(k, op.name, op.target, op.phase, module, op.where or "", here, there, spent))
     values = _values(problem, kept_a, kept_b)
+    # The differences by groups of modules, in the order of the forward; groups without any are left out.
+    touched = {row.module for row in (*ops, *values)}
+    paths = [path for path in dict.fromkeys(op.place.module for op in graph.ops) if path and path in touched]
+    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, top))]
+    groups += [(OUTSIDE, [""])] if "" in touched else []
+    modules = []
+    for label, inside in groups:
+        within = [row for row in ops if row.module in inside]
+        runs, spent = sum(row.runs_b - row.runs_a for row in within), sum(row.seconds for row in within)
+        kept = sum(row.bytes for row in values if row.module in inside)
+        modules.append(ModuleDifference(label, runs, spent, kept))
     return Difference(
         a=a,
         b=b,
         ops=tuple(sorted(ops, key=lambda row: -abs(row.seconds))),
         values=values,
-        modules=_modules(problem, ops, values, top),
+        modules=tuple(modules),
         kept_at="between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}",
         sent=_values(problem, plan_a.sent, plan_b.sent),
         top=top,
@@ -199,24 +210,3 @@ def _values(problem: Problem, a: Set[int], b: Set[int]) -> tuple[ValueDifference
         op, size = problem.graph.ops[value.producer], int(problem.sizes[v])
         rows.append(ValueDifference(v, value.name, op.place.module, op.where or "", size if v in b else -size))
     return tuple(sorted(rows, key=lambda row: -abs(row.bytes)))
-
-
-def _modules(
-    problem: Problem, ops: list[OpDifference], values: tuple[ValueDifference, ...], most: int
-) -> tuple[ModuleDifference, ...]:
-    """Sum up the differences by groups of modules, in the order of the forward; groups without any are left out."""
-    touched = {row.module for row in ops} | {row.module for row in values}
-    order = dict.fromkeys(op.place.module for op in problem.graph.ops)
-    paths = [path for path in order if path and path in touched]
-    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, most))]
-    if "" in touched:
-        groups.append((OUTSIDE, [""]))
-    return tuple(
-        ModuleDifference(
-            label,
-            sum(row.runs_b - row.runs_a for row in ops if row.module in inside),
-            sum(row.seconds for row in ops if row.module in inside),
-            sum(row.bytes for row in values if row.module in inside),
-        )
-        for label, inside in groups
-    )

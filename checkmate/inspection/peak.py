@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
-from checkmate.core.problem import Problem
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.timing import timing
@@ -288,7 +287,15 @@ def _held(
     elif span.role == "results":
         why_not = "a result of the step"
     elif use is not None:
-        why_not = next(filter(None, (_cannot_run(solution.problem, k, line, use) for k in sorted(needed))), "")
+        # The first of the ops that cannot run again just before the next use.
+        ran = {other.op for other in line.moments[:use]}
+        for op, by in ((graph.ops[k], solution.problem.limits.last_stage.get(k)) for k in sorted(needed)):
+            if op.pinned:
+                why_not = f"{op.name} {op.pinned}"
+            elif by in ran:
+                why_not = f"{op.name} reads what {graph.ops[by].name} has overwritten by then"
+            if why_not:
+                break
     return Held(
         value=span.value,
         name=span.name,
@@ -307,26 +314,16 @@ def _held(
     )
 
 
-def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
-    """Say why op k cannot run again just before this execution; empty if it can."""
-    op, by = problem.graph.ops[k], problem.limits.last_stage.get(k)
-    if op.pinned:
-        return f"{op.name} {op.pinned}"
-    if by is None or all(moment.op != by for moment in line.moments[:index]):
-        return ""
-    return f"{op.name} reads what {problem.graph.ops[by].name} has overwritten by then"
-
-
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     """The fastest plan of the same ops that fits the budget too, if one of the answers is faster."""
-    least, same = solution.cost * (1 - OPTIMAL_GAP), [a for a in answers if a.problem.splits == solution.problem.splits]
-    faster = [a for a in same if a.peak is not None and a.peak <= solution.budget and a.cost < least]
-    if not faster:
+    best, least = None, solution.cost * (1 - OPTIMAL_GAP)
+    for one in answers:
+        fits = one.peak is not None and one.peak <= solution.budget and one.problem.splits == solution.problem.splits
+        if fits and one.cost < least:
+            best, least = one, one.cost
+    if best is None:
         return None
-    best = min(faster, key=lambda answer: answer.cost)
-    assert best.schedule is not None
-    bound = min(solution.bound, best.cost)
-    return again(best, solution.problem, solution.budget, bound=bound)
+    return again(best, solution.problem, solution.budget, bound=min(solution.bound, best.cost))
 
 
 def _price(solution: Solution, budget: int, change: int, time_limit: float) -> tuple[Price, Solution]:

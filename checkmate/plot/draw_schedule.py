@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
 from checkmate.plot.style import RED, axes_of, pyplot
 
@@ -37,7 +35,10 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     """
     _, plan = check_plan(solution, "draw")
     again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
-    T, kept = len(again), _kept(solution.problem, plan)
+    T, kept = len(again), np.zeros_like(plan.R)  # of each stage and op: some value of it is at hand
+    for v, value in enumerate(solution.problem.graph.values):
+        if value.producer is not None:
+            kept[:, value.producer] |= plan.S[:, v]
     ax = axes_of(ax, (7.5, 7.5))
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -70,15 +71,6 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     for mark in marks:
         mark.set_sizes([LEGEND_SIZE])  # a mark as large as a cell of a small schedule covers the words
     return ax
-
-
-def _kept(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """(T, T) bool: some value of the op is in memory when the stage begins."""
-    kept = np.zeros_like(schedule.R)
-    for v, value in enumerate(problem.graph.values):
-        if value.producer is not None:
-            kept[:, value.producer] |= schedule.S[:, v]
-    return kept
 
 
 def _averaged(cells: np.ndarray) -> np.ndarray:

@@ -22,10 +22,10 @@ from markupsafe import Markup, escape
 
 from checkmate.core.files import write_bytes
 from checkmate.core.solution import Solution, Status, check_solution
-from checkmate.inspection.addresses import Addresses, addresses
+from checkmate.inspection.addresses import addresses
 from checkmate.inspection.difference import same_problem
-from checkmate.inspection.peak import PeakExplanation, explain_peak
-from checkmate.inspection.timeline import Timeline, timeline
+from checkmate.inspection.peak import explain_peak
+from checkmate.inspection.timeline import timeline
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 from checkmate.webpage import captions
@@ -93,11 +93,7 @@ def report(
             raise ValueError(f"The frontier is of another problem: {problem!r}, not {solution.problem!r}.")
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
-    write_bytes(path, _page(solution, line, peak, addresses(solution), rows).encode())
-    return path
-
-
-def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None) -> str:
+    placed = addresses(solution)
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
@@ -116,7 +112,7 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
     # A long name may end a line after its underscores, as in the page's script.
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.from_string(_part("page.html")).render(
+    page = environment.from_string(_part("page.html")).render(
         _visible(said),
         title=f"checkmate: a step within {format_bytes(solution.budget)}",
         version=__version__,
@@ -125,6 +121,8 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         script=Markup(script),
         script_hash=_hash(script),
     )
+    write_bytes(path, page.encode())
+    return path
 
 
 def _part(name: str) -> str:
