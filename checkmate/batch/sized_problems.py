@@ -49,28 +49,24 @@ class SizedProblems:
         """The problem of a size from the traced sizes next to it; None where they differ in more than figures."""
         if size in self.traced:
             return self.traced[size]
-        sizes = self._around(size)
-        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
-        if len(alike) < 2 or sizes[1] not in alike:
-            return None
-        # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
-        shares = [math.prod((size - other) / (own - other) for other in alike if other != own) for own in alike]
-        return _mixed([self.traced[n] for n in alike], shares)
-
-    def _around(self, size: int) -> list[int]:
-        """Traced sizes to estimate from: those on both sides and a third, or two on one side, none near to another.
-
-        A jump of a few bytes, or seconds measured at a bad time, would be drawn out to the size asked for.
-        """
+        # Estimate from sizes on both sides and a third, or from two on one side, none near to another: a jump of a few
+        # bytes, or seconds measured at a bad time, would be drawn out to the size asked for.
         below = sorted((n for n in self.traced if n < size), reverse=True)
         above = sorted(n for n in self.traced if n > size)
         nearest = sorted([*below, *above], key=lambda n: abs(n - size))
         if below and above:
             ends = [below[0], above[0]]
             apart = [n for n in nearest if 2 * min(abs(n - end) for end in ends) >= ends[1] - ends[0]]
-            return [*ends, *apart[:1]]
-        apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
-        return [*nearest[:1], *(apart or nearest[1:])[:1]]
+            sizes = [*ends, *apart[:1]]
+        else:
+            apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
+            sizes = [*nearest[:1], *(apart or nearest[1:])[:1]]
+        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
+        if len(alike) < 2 or sizes[1] not in alike:
+            return None
+        # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
+        shares = [math.prod((size - other) / (own - other) for other in alike if other != own) for own in alike]
+        return _mixed([self.traced[n] for n in alike], shares)
 
 
 def _numbered_as(like: Problem, problem: Problem) -> tuple[list[int], list[int]] | None:

@@ -67,12 +67,12 @@ class Limits:
         """Collect the limits that rules and the graph set."""
         max_runs: dict[int, int] = {}
         recomputed: set[int] = set()
+        has_backward = 0 < graph.forward_length < len(graph.ops)
         for rule in rules:
-            if rule.asks == "recompute":
+            if rule.asks == "recompute" and has_backward:
                 recomputed.update(v for k in rule.ops for v in graph.ops[k].outputs)
             elif isinstance(rule.asks, int) and rule.pin is None:
                 max_runs.update(dict.fromkeys(rule.ops, rule.asks))
-        has_backward = 0 < graph.forward_length < len(graph.ops)
         last = last_stages(graph)
         # Values that cannot be made again after each stage and may be read then; less results of the step.
         closing: dict[int, tuple[int, ...]] = {}
@@ -81,7 +81,6 @@ class Limits:
             later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
             if later:
                 closing[stage] = (*closing.get(stage, ()), *later)
-        recomputed = recomputed if has_backward else set()
         return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, closing)
 
 

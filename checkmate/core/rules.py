@@ -118,18 +118,20 @@ def as_mapping(problem: Problem) -> dict[str, Ask]:
 
 def check(rules: object) -> None:
     """Raise a RuleError for rules that are wrong for every step."""
-    choice = f"a rule is one of {', '.join(map(repr, WORDS))}, or how often an op may run at most, 1 or more"
     if not isinstance(rules, Mapping):
         raise RuleError(f'Rules are a dict of patterns, such as {{"blocks.3": "keep"}}, not {rules!r}.')
     for pattern, asks in rules.items():
         if not isinstance(pattern, str) or not pattern:
             raise RuleError(f"A rule is for a pattern of names, such as 'blocks.3.*', not for {pattern!r}.")
-        if isinstance(asks, bool) or not isinstance(asks, (str, int)) or (isinstance(asks, int) and asks < 1):
-            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {choice}.")
-        if isinstance(asks, str) and asks not in WORDS:
-            near = difflib.get_close_matches(asks, WORDS, 1)
+        is_count = isinstance(asks, int) and not isinstance(asks, bool) and asks >= 1
+        if not is_count and not (isinstance(asks, str) and asks in WORDS):
+            near = difflib.get_close_matches(asks, WORDS, 1) if isinstance(asks, str) else []
             meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {choice}.{meant}")
+            words = ", ".join(map(repr, WORDS))
+            raise RuleError(
+                f"The rule for {pattern!r} is {asks!r}: a rule is one of {words}, or how often an op may run at most, 1 "
+                f"or more.{meant}"
+            )
 
 
 def names_any(pattern: str, graph: Graph) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Neighbours of a row: those from ``first`` to ``last``, both included."""
 
     first: int
@@ -69,7 +68,7 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
     # A few are far heavier: take the lightest neighbours together.
     while len(groups) > most:
         i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
-        groups[i : i + 2] = [_joined(groups[i : i + 2])]
+        groups[i : i + 2] = [_joined(groups[i], groups[i + 1])]
     return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
 
 
@@ -85,21 +84,17 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
 
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
     """Neighbours taken together as long as they weigh no more than this."""
-    runs: list[list[_Group]] = [[]]
-    weight = 0
+    packed: list[_Group] = []
     for group in groups:
-        if runs[-1] and weight + group.weight > capacity:
-            runs.append([])
-            weight = 0
-        runs[-1].append(group)
-        weight += group.weight
-    return [_joined(run) for run in runs]
+        if packed and packed[-1].weight + group.weight <= capacity:
+            packed[-1] = _joined(packed[-1], group)
+        else:
+            packed.append(group)
+    return packed
 
 
-def _joined(run: list[_Group]) -> _Group:
-    begin = next((group.begin for group in run if group.begin), ())
-    end = next((group.end for group in reversed(run) if group.end), ())
-    return _Group(run[0].first, run[-1].last, begin, end, sum(group.weight for group in run))
+def _joined(a: _Group, b: _Group) -> _Group:
+    return _Group(a.first, b.last, a.begin or b.begin, b.end or a.end, a.weight + b.weight)
 
 
 def _label(group: _Group, paths: list[Path]) -> str:
