@@ -107,7 +107,6 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
     Results of the step are at hand in any case, and not made again to be read.
 
     Args:
-        graph: of T ops and V values.
         last: for some ops the last stage in which they may run, as `last_stages` gives it.
     """
     results = set(graph.outputs)

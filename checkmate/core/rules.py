@@ -129,8 +129,8 @@ def check(rules: object) -> None:
             meant = f" Did you mean {near[0]!r}?" if near else ""
             words = ", ".join(map(repr, WORDS))
             raise RuleError(
-                f"The rule for {pattern!r} is {asks!r}: a rule is one of {words}, or how often an op may run at most, 1 "
-                f"or more.{meant}"
+                f"The rule for {pattern!r} is {asks!r}: a rule is one of {words}, or how often an op may run at most, "
+                f"1 or more.{meant}"
             )
 
 

@@ -103,10 +103,8 @@ def largest_sizes(
     """The largest sizes within a room: of plain PyTorch, of a step that runs nothing twice, and of a planned one.
 
     Args:
-        problems: of the step at any size.
         given: the size of the batch that was looked at.
         update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
-        trace_seconds: that a trace takes.
         deadline: of `time.perf_counter`; sizes found by estimates are searched on from, traced, if there is time.
 
     Raises:

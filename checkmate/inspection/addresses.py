@@ -83,7 +83,6 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     """Place what a plan makes in one arena: lives are known when a step is planned, so addresses are.
 
     Args:
-        solution: with a plan.
         time_limit: seconds to search for a lower arena than the first one found.
 
     Raises:

@@ -143,8 +143,6 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     begins at which a plan that keeps everything has its peak.
 
     Args:
-        a: a Solution with a plan.
-        b: another, of the same problem.
         top: how many ops and values are printed.
 
     Raises:

@@ -179,7 +179,6 @@ def explain_peak(
     peak, the rest staying as it is; it is asked of the largest values only, as many as are printed.
 
     Args:
-        solution: one with a plan.
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
             of the peak if that is less.
         prices: whether to ask for prices at all; it takes two solves.

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     """Bytes over the executions of a plan, each copy of a value as a box, coloured by role.
 
-    Args:
-        placed: of `checkmate.addresses`.
-        ax: where to draw.
-
     Raises:
         ValueError: if nothing is placed.
         ImportError: without Matplotlib.

@@ -74,9 +74,7 @@ def frontier(
     for. Methods that have no plan for any of the budgets stand in the title of the legend.
 
     Args:
-        rows: of `checkmate.frontier`.
         peers: points of other tools for the same step by name, each a pair of peak in bytes and seconds.
-        ax: where to draw.
 
     Raises:
         ValueError: if there is no row.

@@ -49,10 +49,7 @@ def memory(
     memory, one more the bytes there.
 
     Args:
-        solution: one with a plan.
-        compare: more of them.
         by: "role" tells apart parameters, activations, what is made again, gradients, ...; "module" the modules.
-        ax: where to draw.
 
     Raises:
         TypeError: if ``ax`` is no Axes.

@@ -54,7 +54,6 @@ def report(
     plan and problem. A file that is there is replaced, at once.
 
     Args:
-        solution: one with a plan.
         path: of the page, such as ``"plan.html"``.
         frontier: rows of `checkmate.frontier` for the same problem, to be shown too.
         prices: whether to say, too, what less or more memory would change; takes two solves, as
