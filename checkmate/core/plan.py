@@ -32,38 +32,28 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Free:
+class _OfValue:
+    value: int
+
+
+class Free(_OfValue):
     """Let go of a value."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Send:
+class Send(_OfValue):
     """Begin to copy a value into the second memory (`checkmate.core.host`). It stays in memory."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(_OfValue):
     """Begin to copy a value back from the second memory. It takes its bytes now, and can be read after `Wait`."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Wait:
+class Wait(_OfValue):
     """Go on when the transfer of a value has ended."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(_OfValue):
     """Let go of the copy of a value in the second memory."""
-
-    value: int
 
 
 Step = Run | Start | Free | Send | Fetch | Wait | Drop

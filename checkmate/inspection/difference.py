@@ -172,7 +172,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
         ops.append(OpDifference(k, op.name, op.target, op.phase, module, op.where or "", here, there, spent))
     values = _values(problem, kept_a, kept_b)
     # The differences by groups of modules, in the order of the forward; groups without any are left out.
-    touched = {row.module for row in (*ops, *values)}
+    touched = {row.module for row in ops} | {row.module for row in values}
     paths = [path for path in dict.fromkeys(op.place.module for op in graph.ops) if path and path in touched]
     groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, top))]
     groups += [(OUTSIDE, [""])] if "" in touched else []

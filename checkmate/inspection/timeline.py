@@ -250,42 +250,20 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         raise ValueError("The plan runs nothing: it has no timeline.")
     groups = [list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0]
     # The way that saves the most, by op and value that it may write over.
-    ways = {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
-    moments, ticks, workspaces = _moments(plan, problem, events, groups, ways)
-    crossings, carried = _link_uses(problem, events)
-    host_bytes = tuple(max(event.host_bytes for event in group) for group in groups)
-    levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
-    return Timeline(
-        moments=moments,
-        spans=_spans(problem, events, ways),
-        resident=_resident(problem),
-        boundary=sum(moment.phase == "forward" for moment in moments),
-        seconds=events[-1].until,
-        ticks=np.array(ticks, dtype=np.int64),
-        workspaces=np.array(workspaces, dtype=np.int64),
-        crossings=crossings,
-        carried=carried,
-        host_bytes=host_bytes,
-        levels=((0.0, 0), *levels),
-    )
-
-
-def _moments(
-    plan: Plan, problem: Problem, events: list[Event], groups: list[list[Event]], ways: Ways
-) -> tuple[tuple[Moment, ...], list[int], list[int]]:
-    """The executions, with the tick of the most bytes from each to the next, and the workspace then."""
-    times = [0] * len(problem.graph.ops)
-    positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
-    moments, ticks, workspaces, on_links = [], list[int](), list[int](), dict[int, int]()
-    held = {e.tick: 0 for e in events}  # at each tick, workspace of ops on links
+    ways: Ways = {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
+    # Workspace of ops on links at each tick, without the op that runs then.
+    held, on_links = dict.fromkeys((event.tick for event in events), 0), dict[int, int]()
     for event in events:
         if isinstance(event.step, Start):
             on_links[event.step.op] = int(problem.workspace[event.step.op])
         held[event.tick] = sum(on_links.values())
         if isinstance(event.step, Run):
             held[event.tick] -= on_links.pop(event.step.op, 0)
+    # The executions, with the tick of the most bytes from each to the next, and the workspace then.
+    moments, ticks, workspaces, times = [], list[int](), list[int](), [0] * len(problem.graph.ops)
+    positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
     for position, group in zip(positions, groups, strict=True):
-        event, run = group[0], plan.steps[position]
+        event, run = group[0], group[0].step
         assert isinstance(run, Run)
         op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
         fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.device_bytes)
@@ -300,7 +278,22 @@ def _moments(
         ticks.append(fullest.tick)
         workspaces.append(held[fullest.tick] + (workspace if fullest is event else 0))
         times[run.op] += 1
-    return tuple(moments), ticks, workspaces
+    crossings, carried = _link_uses(problem, events)
+    host_bytes = tuple(max(event.host_bytes for event in group) for group in groups)
+    levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
+    return Timeline(
+        moments=tuple(moments),
+        spans=_spans(problem, events, ways),
+        resident=_resident(problem),
+        boundary=sum(moment.phase == "forward" for moment in moments),
+        seconds=events[-1].until,
+        ticks=np.array(ticks, dtype=np.int64),
+        workspaces=np.array(workspaces, dtype=np.int64),
+        crossings=crossings,
+        carried=carried,
+        host_bytes=host_bytes,
+        levels=((0.0, 0), *levels),
+    )
 
 
 def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...]:

@@ -110,7 +110,8 @@ def frontier(
     # A second scale at the right: seconds relative to running each op once, if that takes any.
     base = rows[0].solution.problem.keep_all_cost
     if base > 0:
-        right = ax.secondary_yaxis("right", functions=(lambda s: s / base - 1, lambda over: (1 + over) * base))
+        there_and_back: Any = (lambda seconds: seconds / base - 1, lambda over: (1 + over) * base)
+        right = ax.secondary_yaxis("right", functions=there_and_back)
         right.yaxis.set_major_formatter("{x:+.1%}")
         right.set_ylabel("recomputation")
     ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
