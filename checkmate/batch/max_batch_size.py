@@ -166,7 +166,6 @@ class _Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which it has looked."""
         return time.perf_counter() - self.began
 
     @property
@@ -176,11 +175,9 @@ class _Search:
         return self.best
 
     def text(self) -> str:
-        """The status line."""
         return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
 
     def note(self, attempt: Attempt) -> None:
-        """Log an attempt."""
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
         how = "" if attempt.traced else " (estimated)"
         again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
@@ -329,7 +326,6 @@ class _Search:
             self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
-        """The answer."""
         # a larger size that keeps all may have been traced for something else, where its own search was cut short
         keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:

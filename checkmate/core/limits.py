@@ -45,9 +45,7 @@ class Rule:
     @property
     def pin(self) -> str | None:
         """The reason why its ops run once, in the words of `Op.pinned`; None: they may run again."""
-        if self.asks in ("keep", "once", 1):
-            return f"is under the rule {self.text}"
-        return None
+        return f"is under the rule {self.text}" if self.asks in ("keep", "once", 1) else None
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
-    yield from links.left()
+    for v in sorted({*links.going, *links.in_host}):
+        yield f"{graph.values[v].name} is on a link or in the second memory when the step ends"
     # Both memories hold what the simulator counts.
     if not plan.runs or (budget is None and problem.host is None):
         return
@@ -371,8 +372,3 @@ class _Links:
         for v in gone:
             if v in self.going:
                 yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"
-
-    def left(self) -> Iterator[str]:
-        """List the transfers and copies that are left when the step ends."""
-        for v in sorted({*self.going, *self.in_host}):
-            yield f"{self.problem.graph.values[v].name} is on a link or in the second memory when the step ends"

@@ -99,7 +99,7 @@ class PeakExplanation(Listed[Held]):
         yield "budget", f"{format_bytes(self.budget)}, of which {format_bytes(self.budget - self.peak)} are left"
         held = sum(row.bytes for row in self.held)
         yield "values", f"{format_bytes(held)} in {len(self.held)} values"
-        for moving, about in _MOVING.items():
+        for moving, about in _MOVING.values():
             if on_link := [row for row in self.held if row.moving == moving]:
                 of = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
                 yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
@@ -129,7 +129,10 @@ class PeakExplanation(Listed[Held]):
             yield Table((about,))
 
 
-_MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
+_MOVING = {  # by lane
+    "sent": ("being sent", "whose copy is not complete"),
+    "fetched": ("on its way back", "which cannot be read yet"),
+}
 PRICES = (
     Column("memory", "change_bytes", partial(signed, form=format_bytes)),
     Column("budget", "budget", format_bytes),
@@ -207,36 +210,32 @@ def explain_peak(
     remake = Remaking(solution, line)
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
-    words = {"fetched": "on its way back", "sent": "being sent"}
-    moving = {crossing.item: words[crossing.lane] for crossing in line.under_way(moment.index)}
+    moving = {crossing.item: _MOVING[crossing.lane][0] for crossing in line.under_way(moment.index)}
     each = zip_longest(alive, sending)
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
+    # The input that the op at the peak could write over, and the op that still reads it.
+    not_over = ""
+    for v, saved in solution.problem.savings[moment.op]:
+        name = solution.problem.graph.values[v].name
+        if name == moment.over:
+            break
+        span = next(span for span in alive if span.value == v)
+        use = span.next_use(moment.index)
+        if use is None and span.last == moment.index:  # it goes, and yet nothing is written over it
+            continue
+        keeps = "is kept" if use is None else f"{line.moments[use].name} reads later"
+        not_over = f"{name}, which {keeps}: {moment.name} could be written over it, and take {format_bytes(saved)} less"
+        break
     # Less memory than the peak, if that is possible, and more than the budget.
     changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
     asked = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
     return PeakExplanation(
         held,
         tuple(price for price, _ in asked),
-        *(line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line)),
+        *(line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over),
         better=_better(solution, [answer for _, answer in asked]),
         host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
     )
-
-
-def _not_over(solution: Solution, line: Timeline) -> str:
-    """Name the input that the op at the peak could write over, and the op that still reads it; empty: none."""
-    moment, problem = line.peak_moment, solution.problem
-    for v, saved in problem.savings[moment.op]:
-        name = problem.graph.values[v].name
-        if name == moment.over:
-            break
-        span = next(span for span in line.alive(moment.index) if span.value == v)
-        use = span.next_use(moment.index)
-        if use is None and span.last == moment.index:  # it goes, and yet nothing is written over it
-            continue
-        keeps = "is kept" if use is None else f"{line.moments[use].name} reads later"
-        return f"{name}, which {keeps}: {moment.name} could be written over it, and take {format_bytes(saved)} less"
-    return ""
 
 
 class Remaking:

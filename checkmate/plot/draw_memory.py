@@ -13,17 +13,7 @@ import numpy as np
 
 from checkmate.core.solution import Solution, check_plan
 from checkmate.inspection.timeline import OUTSIDE, Timeline, timeline
-from checkmate.plot.style import (
-    FILLS,
-    HATCHES,
-    LANES,
-    LINES,
-    RED,
-    ROLE_STYLES,
-    ROLE_WORDS,
-    axes_of,
-    units,
-)
+from checkmate.plot.style import FILLS, HATCHES, LANES, LINES, RED, ROLE_STYLES, ROLE_WORDS, axes_of, units
 from checkmate.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

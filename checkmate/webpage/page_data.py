@@ -12,7 +12,7 @@ from checkmate.core.answer import Column
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
-from checkmate.inspection.op_costs import OpCosts, costs_of
+from checkmate.inspection.op_costs import costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, nth
 from checkmate.inspection.timeline import Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
@@ -127,79 +127,61 @@ def _tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
 ) -> Iterator[PageTable]:
     """Give the tables in order: name, title, columns, rows. Tables that a plan may lack come if they have rows."""
+    columns: Sequence[Column] = peak.columns
     at_peak = [span.first for span in line.alive(peak.moment.index)]
-    yield "peak", f"Values at the peak ({len(peak)})", peak.columns, peak.held, at_peak
-    again, all_ops = _op_tables(line, problem, stages)
-    if again[-1]:
-        yield again
+    yield "peak", f"Values at the peak ({len(peak)})", columns, peak.held, at_peak
+    # The ops that run again, with the price of that.
+    ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # of each op, indices of moments
+    for moment in line.moments:
+        runs[moment.op].append(moment.index)
+    more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
+    before = [", ".join(ops[stages[i]].name for i in of[1:]) for of in runs]
+    names = Column("op", "name"), Column("computes", "target")
+    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
+    if dear := sorted((op for op in ops if more[op.op]), key=lambda op: -more[op.op] * op.seconds):
+        columns = (
+            *names,
+            Column("times more", lambda op: more[op.op], str),
+            Column("costs", lambda op: more[op.op] * op.seconds, format_seconds),
+            makes,
+            Column("before", lambda op: before[op.op], sort=lambda op: stages[runs[op.op][1]]),
+            where,
+        )
+        yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
     if peak.prices:
         yield "prices", "What less or more memory would change", PRICES, peak.prices, None
+    # What links carry.
     when = (
         Column("asked for after", lambda use: line.moments[use.after].name),
         Column("begins", "begin", format_seconds),
         Column("takes", lambda use: use.end - use.begin, format_seconds),
         Column("waited for", "waited", format_seconds),
     )
-    columns: Sequence[Column]
     if moved := line.crossings:
         columns = Column("value", "name"), Column("direction", "lane"), Column("bytes", "bytes", format_bytes), *when
         yield "transfers", f"Transfers ({len(moved)})", columns, moved, [use.after for use in moved]
     if carried := line.carried:
         columns = Column("op", "name"), Column("link", "lane"), *when
         yield "carried", f"Ops on links ({len(carried)})", columns, carried, [use.run for use in carried]
-    yield all_ops
-    if rows is not None:
-        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
-        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
-
-
-def _op_tables(line: Timeline, problem: Problem, stages: list[int]) -> tuple[PageTable, PageTable]:
-    """Two tables: ops that run again, with the price of that; and the costs of all ops, the most seconds first."""
-    ops, moments = costs_of(problem).rows, line.moments
-    runs: list[list[int]] = [[] for _ in ops]  # indices of moments
-    for moment in moments:
-        runs[moment.op].append(moment.index)
-
-    def more(op: OpCosts) -> int:
-        return len(runs[op.op]) - 1
-
-    def spent(op: OpCosts) -> float:
-        return len(runs[op.op]) * op.seconds
-
-    def before(op: OpCosts) -> str:
-        return ", ".join(ops[stages[i]].name for i in runs[op.op][1:])
-
-    def over(op: OpCosts) -> str:
-        return next((moments[i].over for i in runs[op.op] if moments[i].over), "")
-
-    names = Column("op", "name"), Column("computes", "target")
-    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
-    again = (
-        *names,
-        Column("times more", more, str),
-        Column("costs", lambda op: more(op) * op.seconds, format_seconds),
-        makes,
-        Column("before", before, sort=lambda op: stages[runs[op.op][1]]),
-        where,
-    )
-    costs = (
+    # The costs of all ops, the most seconds first.
+    over = [next((line.moments[i].over for i in of if line.moments[i].over), "") for of in runs]
+    by_cost = sorted(ops, key=lambda op: -spent[op.op])
+    columns = (
         *names,
         Column("of the", "phase"),
         Column("runs", lambda op: len(runs[op.op]), str),
         Column("each", "seconds", format_seconds),
-        Column("in all", spent, format_seconds),
-        Column("share", lambda op: spent(op) / line.seconds if line.seconds else "", "{:.2%}".format),
+        Column("in all", lambda op: spent[op.op], format_seconds),
+        Column("share", lambda op: spent[op.op] / line.seconds if line.seconds else "", "{:.2%}".format),
         makes,
-        *[Column("written over", over)] * any(map(over, ops)),
+        *[Column("written over", lambda op: over[op.op])] * any(over),
         Column("workspace", "workspace_bytes", format_bytes),
         where,
     )
-    dear = sorted((op for op in ops if more(op)), key=lambda op: -more(op) * op.seconds)
-    by_cost = sorted(ops, key=lambda op: -spent(op))
-    return (
-        ("again", f"What is run again ({len(dear)} ops)", again, dear, [runs[op.op][1] for op in dear]),
-        ("ops", f"Ops by cost ({len(ops)})", costs, by_cost, [runs[op.op][0] for op in by_cost]),
-    )
+    yield "ops", f"Ops by cost ({len(ops)})", columns, by_cost, [runs[op.op][0] for op in by_cost]
+    if rows is not None:
+        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
+        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
 
 
 def _links(line: Timeline) -> dict[str, Any]:
