@@ -194,9 +194,8 @@ class Solution:
             ]
             if "allocated_peak" in self.details:
                 given, held = (format_bytes(self.details[f"{what}_peak"]) for what in ("allocated", "reserved"))
-                facts.append(
-                    ("allocated", f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed")
-                )
+                text = f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed"
+                facts.append(("allocated", text))
             if "halved" in self.details:
                 more, seconds = self.details["halved"]
                 facts.append(("with more", f"{format_bytes(more)}: half of that at most, {format_seconds(seconds)}"))

@@ -17,7 +17,6 @@ PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in mu
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
 NAMES = ("recomputation", "with its loss in parts", "with a second memory")
 RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
-FOR_WANT_OF_TIME = "not looked at, for want of time"
 
 
 def ways_of(
@@ -45,7 +44,7 @@ def ways_of(
         if (fits or planned_fits) and not everything:
             why_not = NOT_ASKED
         elif planned_fits and began + longest > deadline:
-            why_not = FOR_WANT_OF_TIME
+            why_not = "not looked at, for want of time"
         elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
             why_not = "no loss that would help"
         elif name == WITH_HOST and there is None:

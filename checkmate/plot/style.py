@@ -39,14 +39,8 @@ ROLE_WORDS = {  # what a legend says of those whose names do not say it all
 FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
 HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")
 LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-LANES = (
-    (BLUE, "//"),
-    (ORANGE, "||"),
-    (PURPLE, "\\\\"),
-    (GREEN, "--"),
-    (SKY, "xx"),
-    (YELLOW, ".."),
-)  # of links, in turn
+# A fill and a hatch for each link, in turn.
+LANES = ((BLUE, "//"), (ORANGE, "||"), (PURPLE, "\\\\"), (GREEN, "--"), (SKY, "xx"), (YELLOW, ".."))
 MARKERS = "osD^vP*X<>pdh"
 
 
