@@ -107,7 +107,16 @@ def max_batch_size(
     >>> found.size >= found.keep_all, found.solution.peak <= 100_000
     (True, True)
     """
-    names = _checked(baselines, smallest, largest, time_limit)
+    for name, size in (("smallest", smallest), ("largest", largest)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is a size, an integer of at least 1, not {size!r}.")
+    if smallest > largest:
+        raise ValueError(f"There is no size from {smallest} to {largest}.")
+    check_limits(time_limit, 0.0)
+    given = (baselines,) if isinstance(baselines, str) else baselines
+    names = BASELINES if given is True else () if given is False else tuple(given)
+    for name in names:
+        check_method(name)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
     known, asked = (host, None) if isinstance(host, Host) else (None, host)
@@ -125,22 +134,6 @@ def max_batch_size(
         search.compare(names)
         search.draw()
     return search.result()
-
-
-def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_limit: float) -> tuple[str, ...]:
-    """The names of the baselines, once all arguments make sense."""
-    for name, size in (("smallest", smallest), ("largest", largest)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is a size, an integer of at least 1, not {size!r}.")
-    if smallest > largest:
-        raise ValueError(f"There is no size from {smallest} to {largest}.")
-    check_limits(time_limit, 0.0)
-    if isinstance(baselines, str):
-        baselines = (baselines,)
-    names = BASELINES if baselines is True else () if baselines is False else tuple(baselines)
-    for name in names:
-        check_method(name)
-    return names
 
 
 @dataclass
@@ -173,7 +166,6 @@ class _Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which it has looked."""
         return time.perf_counter() - self.began
 
     @property
@@ -183,11 +175,9 @@ class _Search:
         return self.best
 
     def text(self) -> str:
-        """The status line."""
         return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
 
     def note(self, attempt: Attempt) -> None:
-        """Log an attempt."""
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
         how = "" if attempt.traced else " (estimated)"
         again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
@@ -202,7 +192,23 @@ class _Search:
             Unsupported: if measured peaks stay above the budget.
         """
         for _ in range(ROUNDS):
-            self._find_one()
+            # The largest size that keeps all is where the search with recomputation begins.
+            kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
+            self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open
+            if self.interrupted:
+                self.best = self.kept
+                return
+            search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
+            if search.low is None:
+                assert search.high is not None
+                raise self._refusal(search.high)
+            self.best, self.beyond = search.low, search.high
+            # So far the first plan under the cap was taken: look for a better one.
+            known, limit = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
+            if not self.interrupted and known.gap > GAP and limit > 0:
+                found = solve(known.problem, self.budget, time_limit=limit, gap=GAP, start=known, progress=False)
+                if found.plan is not None and found.cost <= known.cost:
+                    self.best = replace(search.low, solution=found)
             if steps is None or self.interrupted:
                 return
             answer = self.answer
@@ -210,7 +216,7 @@ class _Search:
             if measured <= self.total:
                 self.measured = measured
                 return
-            # plan for less, by what was measured above the prediction; the time for it begins anew
+            # Plan for less, by what was measured above the prediction; the time for it begins anew.
             log.info("size %d took %s, not within the budget", answer.size, format_bytes(measured))
             self.began = time.perf_counter()
             self.above += max(1, measured - (answer.solution.peak or 0))
@@ -221,25 +227,6 @@ class _Search:
             f"Size {answer.size} was predicted to stay within {format_bytes(self.budget)} and took "
             f"{format_bytes(measured)} when it ran. Measure the costs of ops on this machine (profile='measure')."
         )
-
-    def _find_one(self) -> None:
-        # the largest size that keeps all is where the search with recomputation begins
-        kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
-        self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open
-        if self.interrupted:
-            self.best = self.kept
-            return
-        search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
-        if search.low is None:
-            assert search.high is not None
-            raise self._refusal(search.high)
-        self.best, self.beyond = search.low, search.high
-        # so far the first plan under the cap was taken: look for a better one
-        known, limit = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
-        if not self.interrupted and known.gap > GAP and limit > 0:
-            found = solve(known.problem, self.budget, time_limit=limit, gap=GAP, start=known, progress=False)
-            if found.plan is not None and found.cost <= known.cost:
-                self.best = replace(search.low, solution=found)
 
     def _until(self, share: float) -> float:
         return self.began + share * self.time_limit
@@ -339,7 +326,6 @@ class _Search:
             self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
-        """The answer."""
         # a larger size that keeps all may have been traced for something else, where its own search was cut short
         keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from checkmate.backends.planner import Bytes
 from checkmate.core.answer import Listed, Table
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.source import Choice, source_of
@@ -29,7 +28,6 @@ from checkmate.tracing import trace
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 DIMENSIONS = ("data", "tensor")  # of meshes, in this order
-_HEADS = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,16 @@ class MeshSweep(Listed[MeshPoint]):
         return best if best is not None and best.solution.plan is not None else None
 
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS, [*map(_cells, self.points)], {*_HEADS[1:]})
-
-
-def _cells(point: MeshPoint) -> tuple[str, ...]:
-    where = " x ".join(map(str, point.mesh)), str(point.size)
-    if point.peak is None:
-        return (*where, "no plan", "", "", "", "")
-    figures = f"{point.throughput:.4g}", format_seconds(point.seconds), f"{point.overhead:+.2%}", f"{point.gap:.2%}"
-    return (*where, *figures, format_bytes(point.peak))
+        rows: list[tuple[str, ...]] = []
+        for point in self.points:
+            where = " x ".join(map(str, point.mesh)), str(point.size)
+            if point.peak is None:
+                rows.append((*where, "no plan", "", "", "", ""))
+                continue
+            rate, step = f"{point.throughput:.4g}", format_seconds(point.seconds)
+            rows.append((*where, rate, step, f"{point.overhead:+.2%}", f"{point.gap:.2%}", format_bytes(point.peak)))
+        heads = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
+        yield Table(heads, rows, {*heads[1:]})
 
 
 def sweep_meshes(
@@ -121,8 +120,8 @@ def sweep_meshes(
     total, asked = parse_bytes(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
     source = source_of(profile)
     on_gpu = isinstance(source, Device) and source.capability is not None
-
-    def problem(mesh: tuple[int, ...], size: int) -> Problem:
+    calls = []
+    for mesh, size in asked:
         if not 1 <= len(mesh) <= len(DIMENSIONS) or not all(type(n) is int and n >= 1 for n in mesh):
             raise ValueError(f"A mesh is (data,) or (data, tensor), numbers of ranks, not {mesh!r}.")
         dist.init_process_group("fake", rank=0, world_size=prod(mesh), store=FakeStore())
@@ -130,11 +129,10 @@ def sweep_meshes(
             ranks = init_device_mesh("cuda" if on_gpu else "cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)])
             with torch.device("meta") if on_gpu else nullcontext():
                 step, batch = make_step(ranks, size)
-            return trace(step, *batch, profile=profile, cache=cache, overlap=overlap)
+            problem = trace(step, *batch, profile=profile, cache=cache, overlap=overlap)
         finally:
             dist.destroy_process_group()
-
-    calls = [(problem(*of), "auto", total, {"time_limit": time_limit}) for of in asked]
+        calls.append((problem, "auto", total, {"time_limit": time_limit}))
     points = []
     for (mesh, size), found in zip(asked, solve_all(calls, jobs=jobs, client=client), strict=True):
         one = found if found.plan is not None else refused(found, time_limit=1.0)

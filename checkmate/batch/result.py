@@ -73,7 +73,13 @@ class LargestBatch(Listed[SizePoint]):
         return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
 
     def _title(self) -> str:
-        return f"largest size within {format_bytes(self.budget)}, {_cap(self.max_overhead)}: {self.size}"
+        if self.max_overhead is None:
+            cap = "any recomputation"
+        elif isinstance(self.max_overhead, str):
+            cap = "recomputing one forward at most"
+        else:
+            cap = f"{self.max_overhead:.1%} recomputation at most"
+        return f"largest size within {format_bytes(self.budget)}, {cap}: {self.size}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         yield "one more", _NEXT[self.next_size]
@@ -111,11 +117,3 @@ _NEXT = {
     "not looked at": "not looked at, for want of time",
     "asked for no more": "not asked for",
 }
-
-
-def _cap(max_overhead: float | str | None) -> str:
-    if max_overhead is None:
-        return "any recomputation"
-    if isinstance(max_overhead, str):
-        return "recomputing one forward at most"
-    return f"{max_overhead:.1%} recomputation at most"

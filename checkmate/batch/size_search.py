@@ -194,7 +194,12 @@ class SizeSearch:
             self.traced(self.hint)
         if self.low is None and not self.traced(self.smallest).fits:
             return None
-        self._spread()
+        # Trace sizes above the smallest until two of them differ: else nothing can be estimated.
+        traced, size, fits = self.problems.traced, self.smallest, True
+        first = next(iter(traced.values())).live_bytes
+        while fits and size < self.largest and all(np.array_equal(p.live_bytes, first) for p in traced.values()):
+            size = min(REACH * size, self.largest)
+            fits = self.in_time and size < self._end and self.traced(size).fits
         while self.in_time and self.is_open:
             width = None if self.high is None else self._end - self._low.size
             guess = self._guess()
@@ -203,7 +208,7 @@ class SizeSearch:
             elif not self.sure:
                 break
             else:
-                # no larger size is estimated to fit: trace the next, and strides that double as long as they do
+                # No larger size is estimated to fit: trace the next, and strides that double as long as they do.
                 step = 1
                 while self.in_time and self._low.size + step < self._end and self.traced(self._low.size + step).fits:
                     step *= 2
@@ -229,15 +234,6 @@ class SizeSearch:
     def _end(self) -> int:
         """The first size that is not to be tried."""
         return self.largest + 1 if self.high is None else self.high.size
-
-    def _spread(self) -> None:
-        """Trace sizes above the smallest until two of them differ: else nothing can be estimated."""
-        traced, size = self.problems.traced, self.smallest
-        first = next(iter(traced.values())).live_bytes
-        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in traced.values()):
-            size = min(REACH * size, self.largest)
-            if not self.in_time or size >= self._end or not self.traced(size).fits:
-                return
 
     def _guess(self) -> int:
         """The largest size that fits by estimate; where nothing can be estimated, one to trace."""

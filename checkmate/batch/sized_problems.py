@@ -12,7 +12,7 @@ workspaces and resident bytes. This is a guess of where to look: no answer rests
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -49,28 +49,24 @@ class SizedProblems:
         """The problem of a size from the traced sizes next to it; None where they differ in more than figures."""
         if size in self.traced:
             return self.traced[size]
-        sizes = self._around(size)
-        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
-        if len(alike) < 2 or sizes[1] not in alike:
-            return None
-        # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
-        shares = [math.prod((size - other) / (own - other) for other in alike if other != own) for own in alike]
-        return _mixed([self.traced[n] for n in alike], shares)
-
-    def _around(self, size: int) -> list[int]:
-        """Traced sizes to estimate from: those on both sides and a third, or two on one side, none near to another.
-
-        A jump of a few bytes, or seconds measured at a bad time, would be drawn out to the size asked for.
-        """
+        # Estimate from sizes on both sides and a third, or from two on one side, none near to another: a jump of a few
+        # bytes, or seconds measured at a bad time, would be drawn out to the size asked for.
         below = sorted((n for n in self.traced if n < size), reverse=True)
         above = sorted(n for n in self.traced if n > size)
         nearest = sorted([*below, *above], key=lambda n: abs(n - size))
         if below and above:
             ends = [below[0], above[0]]
             apart = [n for n in nearest if 2 * min(abs(n - end) for end in ends) >= ends[1] - ends[0]]
-            return [*ends, *apart[:1]]
-        apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
-        return [*nearest[:1], *(apart or nearest[1:])[:1]]
+            sizes = [*ends, *apart[:1]]
+        else:
+            apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
+            sizes = [*nearest[:1], *(apart or nearest[1:])[:1]]
+        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
+        if len(alike) < 2 or sizes[1] not in alike:
+            return None
+        # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
+        shares = [math.prod((size - other) / (own - other) for other in alike if other != own) for own in alike]
+        return _mixed([self.traced[n] for n in alike], shares)
 
 
 def _numbered_as(like: Problem, problem: Problem) -> tuple[list[int], list[int]] | None:
@@ -110,15 +106,25 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
     def whole(figures: Iterable[np.ndarray | int]) -> np.ndarray:
         return np.ceil(total(figures) - 1e-6).astype(np.int64)
 
+    def key(problem: Problem, way: InPlace) -> tuple[str, ...]:
+        values = [problem.graph.values[v].name for v in (way.over, way.makes) if v is not None]
+        return problem.graph.ops[way.op].name, *values
+
     graph, renumbered = problems[0].graph, [*zip(problems, numbered, strict=True)]
     sizes = whole(np.array([p.graph.values[v].size_bytes for v in values]) for p, (_, values) in renumbered)
+    # The ways that all problems have.
+    workspaces, ways = [{key(p, way): way.workspace for way in p.profile.ways} for p in problems], []
+    for way in problems[0].profile.ways:
+        name = key(problems[0], way)
+        if all(name in of for of in workspaces) and (way.makes is None or sizes[way.makes] == sizes[way.over]):
+            ways.append(replace(way, workspace=int(whole(of[name] for of in workspaces))))
     profile = Profile(
         seconds=total(p.seconds[ops] for p, (ops, _) in renumbered),
         workspace_bytes=whole(p.workspace[ops] for p, (ops, _) in renumbered),
         resident_bytes=int(whole(p.resident for p in problems)),
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),
-        ways=tuple(w for w in _mixed_ways(problems, whole) if w.makes is None or sizes[w.makes] == sizes[w.over]),
+        ways=tuple(ways),
     )
 
     def next_split() -> Problem | None:
@@ -129,16 +135,3 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
     values = tuple(replace(value, size_bytes=int(n)) for value, n in zip(graph.values, sizes, strict=True))
     further = next_split if all(p.next_split is not None for p in problems) else None
     return replace(problems[0], graph=replace(graph, values=values), profile=profile, codegen=None, next_split=further)
-
-
-def _mixed_ways(problems: list[Problem], whole: Callable[[Iterable[int]], np.ndarray]) -> Iterator[InPlace]:
-    """The ways that all problems have, their workspaces mixed."""
-
-    def key(problem: Problem, way: InPlace) -> tuple[str, ...]:
-        values = [problem.graph.values[v].name for v in (way.over, way.makes) if v is not None]
-        return problem.graph.ops[way.op].name, *values
-
-    workspaces = [{key(p, way): way.workspace for way in p.profile.ways} for p in problems]
-    for way in problems[0].profile.ways:
-        if all(key(problems[0], way) in of for of in workspaces):
-            yield replace(way, workspace=int(whole(of[key(problems[0], way)] for of in workspaces)))

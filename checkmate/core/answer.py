@@ -92,10 +92,6 @@ class Column:
         value = _value(row, self.sort or self.get)
         return None if isinstance(value, str) else value
 
-    def totals(self, rows: Sequence[Any]) -> str:
-        """The cell of all these rows together."""
-        return self.show(sum(_value(row, self.get) for row in rows)) if self.total and self.show else ""
-
 
 def _value(row: Any, get: Get) -> Any:
     value = getattr(row, get) if isinstance(get, str) else get(row)
@@ -112,7 +108,8 @@ def table(columns: Sequence[Column], rows: Sequence[Any], *, top: int | None = N
     """
     cells, left = [[column.text(row) for column in columns] for row in rows[:top]], rows[len(rows[:top]) :]
     if left:
-        cells.append([f"... and {len(left)} more", *(column.totals(left) for column in columns[1:])])
+        sums = (c.show(sum(_value(row, c.get) for row in left)) if c.total and c.show else "" for c in columns[1:])
+        cells.append([f"... and {len(left)} more", *sums])
     return Table([c.head for c in columns], cells, {c.head for c in columns if c.show}, title)
 
 
@@ -158,8 +155,17 @@ def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | N
     def down(height: int) -> str:
         return f"{ROOM + TALL * (1 - height / top):.1f}"
 
+    stretches = [*zip(heights, ends, strict=True)]
+    # Of many stretches, draw as many columns as can be told apart.
+    if len(stretches) > COLUMNS:
+        highest, begin = [0] * COLUMNS, 0.0
+        for height, until in stretches:
+            for column in range(int(begin * COLUMNS), min(COLUMNS - 1, int(until * COLUMNS)) + 1):
+                highest[column] = max(highest[column], height)
+            begin = until
+        stretches = [(height, (column + 1) / COLUMNS) for column, height in enumerate(highest)]
     floor, below = ROOM + TALL, ROOM + TALL + 14
-    steps = "".join(f"V{down(height)}H{WIDE * until:.1f}" for height, until in _columns(heights, ends))
+    steps = "".join(f"V{down(height)}H{WIDE * until:.1f}" for height, until in stretches)
     level = "" if line is None else f'<path d="M0 {down(line)}H{WIDE}" stroke="currentColor" stroke-dasharray="6 3"/>'
     return (
         f'<svg role="img" aria-label="{html.escape(words)}" viewBox="0 0 {WIDE} {below + 4}" fill="currentColor"'
@@ -168,18 +174,6 @@ def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | N
         f'<text x="0" y="12">{html.escape(words)}</text><text x="0" y="{below}">0</text>'
         f'<text x="{WIDE}" y="{below}" text-anchor="end">{html.escape(end)}</text></svg>'
     )
-
-
-def _columns(heights: Sequence[int], ends: Sequence[float]) -> list[tuple[int, float]]:
-    """(height, end) of each stretch, or where these are many of as many columns as can be told apart."""
-    if len(heights) <= COLUMNS:
-        return list(zip(heights, ends, strict=True))
-    highest, begin = [0] * COLUMNS, 0.0
-    for height, end in zip(heights, ends, strict=True):
-        for column in range(int(begin * COLUMNS), min(COLUMNS - 1, int(end * COLUMNS)) + 1):
-            highest[column] = max(highest[column], height)
-        begin = end
-    return [(height, (column + 1) / COLUMNS) for column, height in enumerate(highest)]
 
 
 def record(row: Any) -> dict[str, Any]:

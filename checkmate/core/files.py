@@ -50,7 +50,6 @@ def read_json(path: Path, *, format: str, versions: Collection[int], what: str, 
     """Read a JSON document, unpacked if the file's name ends in ``.gz``.
 
     Args:
-        path: of the file.
         format: what it must say that it is.
         versions: those that can be read.
         what: the format for a person, e.g. "table of measured ops".
@@ -93,10 +92,7 @@ def hash_of(what: object) -> str:
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file at once: whoever reads meanwhile sees the old file or the new one.
 
-    Args:
-        path: of the file.
-        content: all of it.
-        private: whether only this user may read it; by default whoever may read a file that a program makes here.
+    Only this user may read a ``private`` one; else whoever may read a file that a program makes here.
 
     Raises:
         OSError: if it cannot be written.
@@ -169,9 +165,7 @@ class Rows:
 def rows(table: str, *, write: bool = False) -> Iterator[Rows]:
     """The rows of a table, made if missing: to be read at one moment, or to be read and written by nobody else.
 
-    Args:
-        table: its name, with a version of what its documents say.
-        write: whether rows are written.
+    The table's name has a version of what its documents say.
 
     Raises:
         OSError: if the database cannot be opened, read or written, or was damaged.

@@ -24,8 +24,6 @@ MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer ho
 
 # what makes values that others hold: autograd, and ops that speak with other ranks
 _HELD_BY_OTHERS = ("autograd", "_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
-
-
 _WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
 _LINE = re.compile(r"[^\s,()]+:\d+$")
 
@@ -122,7 +120,23 @@ class Graph:
                 raise InvalidProblem(f"Output {v} is not a value: there are {len(self.values)}.")
         if len(set(self.outputs)) != len(self.outputs):
             raise InvalidProblem("An output is listed twice.")
-        self._check_overwrites()
+        # An op overwrites what is there before the step begins, once, and no other op does.
+        first: dict[int, str] = {}
+        for op in self.ops:
+            for v in op.overwrites:
+                if not 0 <= v < len(self.values):
+                    raise InvalidProblem(f"Op {op.name!r} overwrites value {v}, but there are {len(self.values)}.")
+                name = self.values[v].name
+                if self.values[v].producer is not None:
+                    raise InvalidProblem(
+                        f"Op {op.name!r} overwrites {name!r}, which an op makes: only what is there before the step "
+                        "begins can be overwritten."
+                    )
+                if op.pinned is None:
+                    raise InvalidProblem(f"Op {op.name!r} overwrites {name!r}, so it must be pinned: to run once.")
+                if v in first:
+                    raise InvalidProblem(f"Ops {first[v]!r} and {op.name!r} both overwrite {name!r}; one op may.")
+                first[v] = op.name
 
     def _check_value(self, v: int, value: Value) -> None:
         _check_texts(f"Value {v}", value.name)
@@ -164,24 +178,6 @@ class Graph:
                     f"Op {op.name!r} reads {self.values[v].name!r}, which is made by {self.ops[producer].name!r}, "
                     "itself or a later op: the graph has a cycle or is not in execution order."
                 )
-
-    def _check_overwrites(self) -> None:
-        first: dict[int, str] = {}
-        for op in self.ops:
-            for v in op.overwrites:
-                if not 0 <= v < len(self.values):
-                    raise InvalidProblem(f"Op {op.name!r} overwrites value {v}, but there are {len(self.values)}.")
-                name = self.values[v].name
-                if self.values[v].producer is not None:
-                    raise InvalidProblem(
-                        f"Op {op.name!r} overwrites {name!r}, which an op makes: only what is there before the step "
-                        "begins can be overwritten."
-                    )
-                if op.pinned is None:
-                    raise InvalidProblem(f"Op {op.name!r} overwrites {name!r}, so it must be pinned: to run once.")
-                if v in first:
-                    raise InvalidProblem(f"Ops {first[v]!r} and {op.name!r} both overwrite {name!r}; one op may.")
-                first[v] = op.name
 
     @cached_property
     def overwritten_by(self) -> dict[int, int]:

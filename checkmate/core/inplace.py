@@ -69,7 +69,6 @@ def savings(ways: Sequence[InPlace], sizes: np.ndarray, workspace: np.ndarray) -
     A value of no bytes is nothing to write over.
 
     Args:
-        ways: of all ops.
         sizes: (V,) bytes of each value.
         workspace: (T,) bytes of a plain run of each op.
     """

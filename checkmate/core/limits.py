@@ -45,9 +45,7 @@ class Rule:
     @property
     def pin(self) -> str | None:
         """The reason why its ops run once, in the words of `Op.pinned`; None: they may run again."""
-        if self.asks in ("keep", "once", 1):
-            return f"is under the rule {self.text}"
-        return None
+        return f"is under the rule {self.text}" if self.asks in ("keep", "once", 1) else None
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,21 @@ class Limits:
         """Collect the limits that rules and the graph set."""
         max_runs: dict[int, int] = {}
         recomputed: set[int] = set()
+        has_backward = 0 < graph.forward_length < len(graph.ops)
         for rule in rules:
-            if rule.asks == "recompute":
+            if rule.asks == "recompute" and has_backward:
                 recomputed.update(v for k in rule.ops for v in graph.ops[k].outputs)
             elif isinstance(rule.asks, int) and rule.pin is None:
                 max_runs.update(dict.fromkeys(rule.ops, rule.asks))
-        has_backward = 0 < graph.forward_length < len(graph.ops)
         last = last_stages(graph)
-        recomputed = recomputed if has_backward else set()
-        return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, _closing(graph, last))
+        # Values that cannot be made again after each stage and may be read then; less results of the step.
+        closing: dict[int, tuple[int, ...]] = {}
+        read = lives(graph, last)[1] if last else []
+        for k, stage in last.items():
+            later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
+            if later:
+                closing[stage] = (*closing.get(stage, ()), *later)
+        return cls(dict(sorted(max_runs.items())), frozenset(recomputed), last, closing)
 
 
 def last_stages(graph: Graph) -> dict[int, int]:
@@ -101,7 +105,6 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
     Results of the step are at hand in any case, and not made again to be read.
 
     Args:
-        graph: of T ops and V values.
         last: for some ops the last stage in which they may run, as `last_stages` gives it.
     """
     results = set(graph.outputs)
@@ -114,14 +117,3 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
         for v in op.inputs:
             read[v] = max(read[v], useful[k])
     return useful, read
-
-
-def _closing(graph: Graph, last: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Values that cannot be made again after each stage and may be read then; less results of the step."""
-    found: dict[int, tuple[int, ...]] = {}
-    read = lives(graph, last)[1] if last else []
-    for k, stage in last.items():
-        later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
-        if later:
-            found[stage] = (*found.get(stage, ()), *later)
-    return found

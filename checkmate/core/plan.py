@@ -32,38 +32,28 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Free:
+class _OfValue:
+    value: int
+
+
+class Free(_OfValue):
     """Let go of a value."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Send:
+class Send(_OfValue):
     """Begin to copy a value into the second memory (`checkmate.core.host`). It stays in memory."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(_OfValue):
     """Begin to copy a value back from the second memory. It takes its bytes now, and can be read after `Wait`."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Wait:
+class Wait(_OfValue):
     """Go on when the transfer of a value has ended."""
 
-    value: int
 
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(_OfValue):
     """Let go of the copy of a value in the second memory."""
-
-    value: int
 
 
 Step = Run | Start | Free | Send | Fetch | Wait | Drop
@@ -149,11 +139,7 @@ class Plan:
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}
         lines = []
-        for i, step in enumerate(self.steps):
+        for i, (name, *numbers) in enumerate(self.as_lists()):
             lines += [half[i]] if i in half else []
-            if isinstance(step, (Run, Start)):
-                over = "" if isinstance(step, Start) or step.over is None else f" over {step.over}"
-                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.op}{over}")
-            else:
-                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.value}")
+            lines.append(f"{i:>6}  {name} {' over '.join(map(str, numbers))}")
         return "\n".join(lines)

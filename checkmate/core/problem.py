@@ -302,9 +302,17 @@ class Problem:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
+        # The least version of files that say all of it.
+        needs = {
+            WITH_LINKS: self.graph.links,
+            WITH_HOST: self.host,
+            WITH_OVERWRITES: self.graph.overwritten_by,
+            WITH_WAYS: self.profile.ways,
+            WITH_RULES: self.rules,
+        }
         document = {
             "format": FORMAT,
-            "version": self._version(),
+            "version": next((version for version, there in needs.items() if there), VERSION),
             "ops": [_without_defaults(op) for op in self.graph.ops],
             "values": [asdict(value) for value in self.graph.values],
             "outputs": self.graph.outputs,
@@ -321,16 +329,6 @@ class Problem:
         path = Path(path)
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
-    def _version(self) -> int:
-        """The least version of files that say all of it."""
-        if self.graph.links:
-            return WITH_LINKS
-        if self.host is not None:
-            return WITH_HOST
-        if self.graph.overwritten_by:
-            return WITH_OVERWRITES
-        return WITH_WAYS if self.profile.ways else WITH_RULES if self.rules else VERSION
-
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Problem:
         """Read what `to_json` wrote, 2**26 bytes at most, unpacked. Nothing in the file can run.
@@ -342,14 +340,22 @@ class Problem:
         path, what = Path(path), "problem file"
         document = read_json(path, format=FORMAT, versions=(VERSION, *NEWER), what=what, most=MOST_BYTES)
         try:
-            ops = tuple(map(_read_op, document["ops"]))
-            graph = Graph(ops, tuple(Value(**value) for value in document["values"]), tuple(document["outputs"]))
+            ops = []
+            for op in document["ops"]:
+                made = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
+                made |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
+                ops.append(Op(**made))
+            values = tuple(Value(**value) for value in document["values"])
+            graph = Graph(tuple(ops), values, tuple(document["outputs"]))
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
             ways = tuple(InPlace(**way) for way in document.get("ways", ()))  # older files lack these, and what follows
-            rules = tuple(map(_read_rule, document.get("rules", ())))
+            rules = []
+            for rule in document.get("rules", ()):
+                exempt = tuple((k, why) for k, why in rule["exempt"])
+                rules.append(Rule(rule["pattern"], rule["asks"], tuple(rule["ops"]), exempt))
             profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways)
             host = Host(**document["host"]) if "host" in document else None
-            return cls(graph, profile, rules=rules, host=host)
+            return cls(graph, profile, rules=tuple(rules), host=host)
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:
@@ -359,17 +365,6 @@ class Problem:
 def _without_defaults(part: Op | InPlace) -> dict[str, Any]:
     """An op or a way as JSON holds it: without what older files lack, where it has none."""
     return {name: what for name, what in asdict(part).items() if name not in NOT_IN_OLDER or what}
-
-
-def _read_op(op: dict[str, Any]) -> Op:
-    made: dict[str, Any] = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
-    made |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
-    return Op(**made)
-
-
-def _read_rule(rule: dict[str, Any]) -> Rule:
-    exempt = tuple((k, why) for k, why in rule["exempt"])
-    return Rule(rule["pattern"], rule["asks"], tuple(rule["ops"]), exempt)
 
 
 def _index(k: Any, n: int, where: str) -> int:

@@ -46,13 +46,34 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
     """
     check(rules)
     plain = without_rules(problem)
-    found = _resolved(plain.graph, rules)
-    pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
-    ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(plain.graph.ops))
+    graph, found = plain.graph, list[Rule]()
+    named = {pattern: [k for k, op in enumerate(graph.ops) if _names(pattern, op)] for pattern in rules}
+    last = {k: pattern for pattern, ks in named.items() for k in ks}  # by the last pattern that names it
+    for pattern, asks in rules.items():
+        if not named[pattern]:
+            raise RuleError(f"The rule {pattern!r}: {asks!r} names nothing in this step. {_near(graph, pattern)}")
+        # Each rule is for those of its ops that no later rule names.
+        left = [k for k in named[pattern] if last[k] == pattern]
+        if not left:
+            later = dict.fromkeys(repr(last[k]) for k in named[pattern])
+            raise RuleError(
+                f"The rule {pattern!r}: {asks!r} is for ops that later rules name too, and the last rule holds: "
+                f"{', '.join(later)}. Put it after them, or leave it out."
+            )
+        # It binds those that can obey it.
+        may = ((k, _runs_no_more(graph, k) if asks == "recompute" else None) for k in left)
+        exempt = {k: why for k, why in may if why}
+        free = tuple(k for k in left if k not in exempt)
+        if not free:
+            (k, why), more = next(iter(exempt.items())), f" (and {len(exempt) - 1} more)" if len(exempt) > 1 else ""
+            raise RuleError(f"The rule {pattern!r}: {asks!r} cannot be obeyed: {graph.ops[k].name} {why}{more}.")
+        found.append(Rule(pattern, asks, free, tuple(exempt.items())))
     if not found:
         return plain
+    pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
+    ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(graph.ops))
     next_split = None if plain.next_split is None else partial(_ruled, plain.next_split, dict(rules))
-    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found, next_split=next_split)
+    return replace(plain, graph=replace(graph, ops=ops), rules=tuple(found), next_split=next_split)
 
 
 def _ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
@@ -102,57 +123,20 @@ def check(rules: object) -> None:
     for pattern, asks in rules.items():
         if not isinstance(pattern, str) or not pattern:
             raise RuleError(f"A rule is for a pattern of names, such as 'blocks.3.*', not for {pattern!r}.")
-        if isinstance(asks, bool) or not isinstance(asks, (str, int)) or (isinstance(asks, int) and asks < 1):
-            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {_choice()}.")
-        if isinstance(asks, str) and asks not in WORDS:
-            near = difflib.get_close_matches(asks, WORDS, 1)
+        is_count = isinstance(asks, int) and not isinstance(asks, bool) and asks >= 1
+        if not is_count and not (isinstance(asks, str) and asks in WORDS):
+            near = difflib.get_close_matches(asks, WORDS, 1) if isinstance(asks, str) else []
             meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {_choice()}.{meant}")
+            words = ", ".join(map(repr, WORDS))
+            raise RuleError(
+                f"The rule for {pattern!r} is {asks!r}: a rule is one of {words}, or how often an op may run at most, "
+                f"1 or more.{meant}"
+            )
 
 
 def names_any(pattern: str, graph: Graph) -> bool:
     """Tell whether a pattern names an op of a graph."""
     return any(_names(pattern, op) for op in graph.ops)
-
-
-def _choice() -> str:
-    return f"a rule is one of {', '.join(map(repr, WORDS))}, or how often an op may run at most, 1 or more"
-
-
-def _resolved(graph: Graph, rules: Rules) -> tuple[Rule, ...]:
-    """The rules with the ops that each of them is for."""
-    named = {pattern: [k for k, op in enumerate(graph.ops) if _names(pattern, op)] for pattern in rules}
-    last = {k: pattern for pattern, ks in named.items() for k in ks}  # by the last pattern that names it
-    found = []
-    for pattern, asks in rules.items():
-        if not named[pattern]:
-            raise RuleError(f"The rule {pattern!r}: {asks!r} names nothing in this step. {_near(graph, pattern)}")
-        left = [k for k in named[pattern] if last[k] == pattern]
-        if not left:
-            later = dict.fromkeys(repr(last[k]) for k in named[pattern])
-            raise RuleError(
-                f"The rule {pattern!r}: {asks!r} is for ops that later rules name too, and the last rule holds: "
-                f"{', '.join(later)}. Put it after them, or leave it out."
-            )
-        found.append(_bound(graph, pattern, asks, left))
-    return tuple(found)
-
-
-def _bound(graph: Graph, pattern: str, asks: Ask, named: list[int]) -> Rule:
-    """The rule for those of the named ops that can obey it.
-
-    Raises:
-        RuleError: if none can.
-    """
-    if asks != "recompute":
-        return Rule(pattern, asks, tuple(named))
-    exempt = tuple((k, why) for k in named if (why := _runs_no_more(graph, k)))
-    free = [k for k in named if k not in dict(exempt)]
-    if not free:
-        k, why = exempt[0]
-        more = f" (and {len(exempt) - 1} more)" if len(exempt) > 1 else ""
-        raise RuleError(f"The rule {pattern!r}: {asks!r} cannot be obeyed: {graph.ops[k].name} {why}{more}.")
-    return Rule(pattern, asks, tuple(free), exempt)
 
 
 def _runs_no_more(graph: Graph, k: int) -> str | None:
@@ -169,8 +153,7 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
 
 def _names(pattern: str, op: Op) -> bool:
     """Tell whether a pattern names an op: by its target or a tag, or by its module in the forward."""
-    modules = _modules(op) if op.phase == "forward" else ()
-    return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *modules))
+    return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *_modules(op)))
 
 
 def _targets(op: Op) -> tuple[str, ...]:
@@ -180,8 +163,8 @@ def _targets(op: Op) -> tuple[str, ...]:
 
 
 def _modules(op: Op) -> list[str]:
-    """The module that an op is of, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
-    parts = op.place.module.split(".") if op.place.module else []
+    """The module that an op of the forward is of, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
+    parts = op.place.module.split(".") if op.place.module and op.phase == "forward" else []
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
 
 
@@ -189,13 +172,13 @@ def _near(graph: Graph, pattern: str) -> str:
     """Names of the step that are nearest to a pattern, and which kinds there are."""
     names: dict[str, None] = {}
     for op in graph.ops:
-        names |= dict.fromkeys((*op.tags, *(_modules(op) if op.phase == "forward" else ()), *_targets(op)[::-1]))
+        names |= dict.fromkeys((*op.tags, *_modules(op), *_targets(op)[::-1]))
     stem = pattern.rstrip("*?.")
     near = difflib.get_close_matches(stem, names, NEAR)
     near = near or [name for name in names if stem and stem.lower() in name.lower()][:NEAR]
     if near:
         return f"Near it: {', '.join(map(repr, near))}."
-    outer = dict.fromkeys(modules[-1] for op in graph.ops if op.phase == "forward" and (modules := _modules(op)))
+    outer = dict.fromkeys(modules[-1] for op in graph.ops if (modules := _modules(op)))
     tags = dict.fromkeys(tag for op in graph.ops for tag in op.tags)
     said = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in (("modules", outer), ("tags", tags)) if names]
     return f"It has {'; '.join([*said, 'ops such as ' + repr(_targets(graph.ops[0])[-1])])}."

@@ -84,7 +84,7 @@ class Schedule:
         R = np.asarray(R, dtype=bool)
         T, V = len(graph.ops), len(graph.values)
         stage, op = np.nonzero(R)
-        made_by = _producers(graph)
+        made_by = np.array([-1 if v.producer is None else v.producer for v in graph.values])
         made = made_by >= 0
         # moments of a value in one row of numbers: (T + 1) v, and after it one more for each stage
         makes = (T + 1) * np.arange(V)
@@ -256,8 +256,3 @@ def run_at_once(plan: Plan, graph: Graph) -> Plan:
             steps.append(Run(turn))
             turn += 1
     return Plan(tuple(steps), len(steps) if plan.boundary == len(plan.steps) else boundary)
-
-
-def _producers(graph: Graph) -> np.ndarray:
-    """(V,) int: the producer of each value, -1 where it has none."""
-    return np.array([-1 if v.producer is None else v.producer for v in graph.values])

@@ -6,13 +6,12 @@ On the main path, 13 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -214,7 +213,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
     times = [0] * len(graph.ops)
     turn = 0  # the op whose turn it is to run, or to start, for the first time
     results, limits = set(graph.outputs), problem.limits
-    links, started = _Links(problem), set[int]()
+    links = _Links(problem)
+    started = links.started
     for i, step in enumerate(plan.steps):
         # At the boundary no op is under way, and what a rule has made again is gone.
         if i == plan.boundary:
@@ -226,7 +226,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue
-        yield from (f"step {i} {fault}" for fault in (*links.touched(step), *_touched(step, started, graph)))
+        yield from (f"step {i} {fault}" for fault in links.touched(step))
         # A value goes: it is at hand, an op makes it, and it is no result.
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
@@ -288,7 +288,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
-    yield from links.left()
+    for v in sorted({*links.going, *links.in_host}):
+        yield f"{graph.values[v].name} is on a link or in the second memory when the step ends"
     # Both memories hold what the simulator counts.
     if not plan.runs or (budget is None and problem.host is None):
         return
@@ -301,31 +302,14 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
         yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"
 
 
-def _touched(step: Run | Start | Free, started: Collection[int], graph: Graph) -> Iterator[str]:
-    """Faults of a step that lets go of, makes or writes over what an op on a link reads or makes."""
-    if isinstance(step, Start):
-        if step.op in started:
-            yield f"starts {graph.ops[step.op].name}, which is under way"
-        return
-    touched = {step.value} if isinstance(step, Free) else {*graph.ops[step.op].outputs, *graph.ops[step.op].overwrites}
-    over = step.over if isinstance(step, Run) else None
-    for k in started:
-        op = graph.ops[k]
-        if isinstance(step, Run) and k == step.op:
-            if over is not None:
-                yield f"runs {op.name} over {graph.values[over].name}, though it was started"
-            continue
-        for v in sorted((touched | ({over} if over is not None else set())).intersection((*op.inputs, *op.outputs))):
-            yield f"touches {graph.values[v].name} while {op.name} is under way"
-
-
 class _Links:
-    """The transfers under way to and from the second memory, and the copies there."""
+    """The transfers under way to and from the second memory, the copies there, and the ops under way on links."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.going: dict[int, Send | Fetch] = {}  # value -> its transfer that nobody has waited for
         self.in_host: set[int] = set()
+        self.started: set[int] = set()
 
     def follow(self, step: Send | Fetch | Wait | Drop, at_hand: set[int]) -> Iterator[str]:
         """Faults of a step about transfers, which then counts as done."""
@@ -363,16 +347,21 @@ class _Links:
         self.going[v] = step
 
     def touched(self, step: Run | Start | Free) -> Iterator[str]:
-        """Faults of a run or of a value let go of, where that is on a link."""
-        if not self.going:
-            return
-        graph = self.problem.graph
-        gone = (step.value,) if isinstance(step, Free) else (*graph.ops[step.op].outputs, getattr(step, "over", None))
-        for v in gone:
+        """Faults of a step that lets go of, makes or writes over a value on a link, or one that an op there uses."""
+        graph, over = self.problem.graph, [step.over] if isinstance(step, Run) and step.over is not None else []
+        values = [step.value] if isinstance(step, Free) else [*graph.ops[step.op].outputs, *over]
+        for v in values:
             if v in self.going:
                 yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"
-
-    def left(self) -> Iterator[str]:
-        """List the transfers and copies that are left when the step ends."""
-        for v in sorted({*self.going, *self.in_host}):
-            yield f"{self.problem.graph.values[v].name} is on a link or in the second memory when the step ends"
+        if isinstance(step, Start):
+            if step.op in self.started:
+                yield f"starts {graph.ops[step.op].name}, which is under way"
+            return
+        touched = {*values, *(() if isinstance(step, Free) else graph.ops[step.op].overwrites)}
+        for k in self.started:
+            op = graph.ops[k]
+            if isinstance(step, Free) or k != step.op:
+                for v in sorted({*op.inputs, *op.outputs} & touched):
+                    yield f"touches {graph.values[v].name} while {op.name} is under way"
+            elif over:
+                yield f"runs {op.name} over {graph.values[over[0]].name}, though it was started"

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from checkmate.core.answer import area_picture, facts_html
-from checkmate.core.plan import Fetch, Plan, Run, Start
+from checkmate.core.plan import Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.simulator import simulate
@@ -159,8 +159,20 @@ class Solution:
 
     def _repr_html_(self) -> str:
         """Show the facts of `str`, and the memory over the step as a small picture, in a notebook."""
-        picture = "" if self.plan is None else _memory_picture(self.plan, self.problem, self.budget)
-        return facts_html(self.title, self.facts) + picture
+        shown = facts_html(self.title, self.facts)
+        if self.plan is None:
+            return shown
+        held, events = simulate(self.plan, self.problem).bytes_at, list(walk(self.plan, self.problem))
+        begins, seconds = [event.at for event in events if isinstance(event.step, Run)], events[-1].until
+        if seconds > 0:
+            ends = [end / seconds for end in (*begins[1:], seconds)]
+        else:  # op by op
+            ends = [(i + 1) / len(held) for i in range(len(held))]
+        beyond = self.budget > 1.5 * max(held)
+        above = ", above this picture" if beyond else ""
+        words = f"Memory over the step: budget {format_bytes(self.budget)}{above}, peak {format_bytes(max(held))}"
+        line = None if beyond else self.budget
+        return shown + area_picture(held, ends, line=line, words=words, end=format_seconds(seconds))
 
     @property
     def title(self) -> str:
@@ -182,9 +194,8 @@ class Solution:
             ]
             if "allocated_peak" in self.details:
                 given, held = (format_bytes(self.details[f"{what}_peak"]) for what in ("allocated", "reserved"))
-                facts.append(
-                    ("allocated", f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed")
-                )
+                text = f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed"
+                facts.append(("allocated", text))
             if "halved" in self.details:
                 more, seconds = self.details["halved"]
                 facts.append(("with more", f"{format_bytes(more)}: half of that at most, {format_seconds(seconds)}"))
@@ -195,27 +206,6 @@ class Solution:
         if self.problem.profile.estimated:
             facts.append(("costs", self.problem.profile.source))
         return [*facts, ("solved in", format_seconds(self.seconds))]
-
-
-def _memory_picture(plan: Plan, problem: Problem, budget: int) -> str:
-    """Draw the bytes in memory over the seconds of the step, in HTML, with the budget unless it is far above."""
-    held, begins, seconds = list[int](), list[float](), 0.0  # of each run, the most bytes until the next
-    for event in walk(plan, problem):
-        seconds = event.until
-        if isinstance(event.step, Run):
-            held.append(event.device_bytes)
-            begins.append(event.at)
-        elif held and isinstance(event.step, (Start, Fetch)):
-            held[-1] = max(held[-1], event.device_bytes)
-    if seconds > 0:
-        ends = [end / seconds for end in (*begins[1:], seconds)]
-    else:  # op by op
-        ends = [(i + 1) / len(held) for i in range(len(held))]
-    beyond = budget > 1.5 * max(held)
-    above = ", above this picture" if beyond else ""
-    words = f"Memory over the step: budget {format_bytes(budget)}{above}, peak {format_bytes(max(held))}"
-    line = None if beyond else budget
-    return area_picture(held, ends, line=line, words=words, end=format_seconds(seconds))
 
 
 def check_problem(problem: object) -> None:

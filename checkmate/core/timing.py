@@ -157,9 +157,7 @@ def timing(plan: Plan, problem: Problem) -> Timing:
     events = list(walk(plan, problem))
     moved = ((e.step.value, isinstance(e.step, Fetch), e) for e in events if isinstance(e.step, (Send, Fetch)))
     transfers = tuple(Transfer(v, back, e.at, e.begin, e.end) for v, back, e in moved)
+    late = ((i, e) for i, e in enumerate(events) if e.until > e.at)  # runs, and waits
     ops = problem.graph.ops
-    waits = (
-        i for i, e in enumerate(events) if isinstance(e.step, Wait) or (isinstance(e.step, Run) and ops[e.step.op].link)
-    )
-    stalls = tuple((i, events[i].until - events[i].at) for i in waits if events[i].until > events[i].at)
+    stalls = tuple((i, e.until - e.at) for i, e in late if not isinstance(e.step, Run) or ops[e.step.op].link)
     return Timing(events[-1].until if events else 0.0, tuple(e.at for e in events), transfers, stalls)

@@ -95,9 +95,6 @@ class Fits(Printed):
 
     facts_width: ClassVar = 13
 
-    def __str__(self) -> str:
-        return repr(self)
-
     @property
     def fits(self) -> bool:
         """Plain PyTorch does, or one of the ways."""
@@ -131,53 +128,42 @@ class Fits(Printed):
         yield "optimizer", self.optimizer
         if self.why_no_largest == NOT_ASKED:
             yield "more", "everything=True (--everything) looks at all ways to take less, and for the largest batch"
+        elif (one := self.largest) is None:
+            yield "largest batch", self.why_no_largest
         else:
-            yield "largest batch", self._largest()
+            estimated = f"estimated from sizes {' and '.join(map(str, one.traced))}"
+            known = "looked at there, and at one more" if one.checked else estimated
+            recomputed = f" ({one.overhead:+.0%} recomputation)" if one.overhead else ""
+            sizes = f"{one.plain} plainly, {one.keep_all} with nothing run twice, {one.planned} planned{recomputed}"
+            yield "largest batch", f"{sizes}; {known}; this batch has {one.given}"
         for note in self.notes:
             yield "note", note
         yield "found in", f"{format_seconds(self.seconds)}, of which tracing took {format_seconds(self.trace_seconds)}"
 
-    def _largest(self) -> str:
-        if (one := self.largest) is None:
-            return self.why_no_largest
-        if one.checked:
-            known = "looked at there, and at one more"
-        else:
-            known = f"estimated from sizes {' and '.join(map(str, one.traced))}"
-        recomputed = f" ({one.overhead:+.0%} recomputation)" if one.overhead else ""
-        return (
-            f"{one.plain} plainly, {one.keep_all} with nothing run twice, {one.planned} planned{recomputed}; "
-            f"{known}; this batch has {one.given}"
-        )
-
     def _tables(self) -> Iterator[Table]:
-        rows = [
-            (name, format_bytes(a), format_bytes(b)) for (name, a), (_, b) in zip(self.plain, self.kept, strict=True)
-        ]
+        # The bytes at the peak, part by part.
+        parts = zip(self.plain, self.kept, strict=True)
+        rows = [(name, format_bytes(a), format_bytes(b)) for (name, a), (_, b) in parts]
         rows.append(("together", format_bytes(self.plain.peak), format_bytes(self.kept.peak)))
         rows.append(("at the peak runs", self.plain.at, self.kept.at))
         heads = ("bytes at the peak", f"{PLAIN}, about", "nothing run twice")
         yield Table(heads, rows, heads[1:])
-        ways = ("", "smallest budget", "fits", "at", "recomputed", "step", "allocator holds")
-        looked_at = [_cells(way) for way in self.ways if way.why_not != NOT_ASKED]
-        yield Table(ways, [self._plain_cells(), *looked_at], {*ways[1:]} - {"fits"})
-
-    def _plain_cells(self) -> tuple[str, ...]:
+        # Plain PyTorch, and each way that was looked at.
         held = "-" if self.plain_reserved is None else format_bytes(self.plain_reserved)
-        fits, peak = _said(fits=self.fits_plainly), format_bytes(self.plain.peak)
-        return PLAIN, peak, fits, peak, "none", format_seconds(self.plain_seconds), held
-
-
-def _said(*, fits: bool) -> str:
-    return "yes" if fits else "no"
-
-
-def _cells(way: MemoryOption) -> tuple[str, ...]:
-    if way.smallest is None:
-        return way.name, "-", way.why_not, "", "", "", ""
-    first = way.name, format_bytes(way.smallest), _said(fits=way.fits)
-    if way.solution is None or way.peak is None:
-        return *first, way.why_not, "", "", ""
-    held = "-" if way.reserved is None else format_bytes(way.reserved)
-    again = f"{way.overhead:.1%}" if way.overhead else "none"
-    return *first, format_bytes(way.peak), again, format_seconds(way.seconds or 0.0), held
+        peak, fits = format_bytes(self.plain.peak), "yes" if self.fits_plainly else "no"
+        cells: list[tuple[str, ...]] = [(PLAIN, peak, fits, peak, "none", format_seconds(self.plain_seconds), held)]
+        for way in self.ways:
+            if way.why_not == NOT_ASKED:
+                continue
+            if way.smallest is None:
+                cells.append((way.name, "-", way.why_not, "", "", "", ""))
+                continue
+            first = way.name, format_bytes(way.smallest), "yes" if way.fits else "no"
+            if way.peak is None:
+                cells.append((*first, way.why_not, "", "", ""))
+                continue
+            held = "-" if way.reserved is None else format_bytes(way.reserved)
+            again = f"{way.overhead:.1%}" if way.overhead else "none"
+            cells.append((*first, format_bytes(way.peak), again, format_seconds(way.seconds or 0.0), held))
+        columns = ("", "smallest budget", "fits", "at", "recomputed", "step", "allocator holds")
+        yield Table(columns, cells, {*columns[1:]} - {"fits"})

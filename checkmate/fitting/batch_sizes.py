@@ -77,8 +77,7 @@ def scaled(batch: Batch, size: int) -> Batch:
                 rows, once = torch.arange(size) % len(view), tuple(slice(1 if step == 0 else None) for step in strides)
                 one[once] = view.detach()[rows.to(view.device)][once]
             made[id(view)] = one.requires_grad_(view.requires_grad)
-    scaled_batch: Batch = tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), batch)
-    return scaled_batch
+    return tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), batch)
 
 
 def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -103,10 +102,8 @@ def largest_sizes(
     """The largest sizes within a room: of plain PyTorch, of a step that runs nothing twice, and of a planned one.
 
     Args:
-        problems: of the step at any size.
         given: the size of the batch that was looked at.
         update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
-        trace_seconds: that a trace takes.
         deadline: of `time.perf_counter`; sizes found by estimates are searched on from, traced, if there is time.
 
     Raises:

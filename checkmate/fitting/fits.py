@@ -10,7 +10,7 @@ device: bytes are those of the captured step, seconds a roofline's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,17 +29,16 @@ from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
 from checkmate.fitting import TIME_LIMIT
-from checkmate.fitting.answer import NOT_ASKED, Fits
+from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
-from checkmate.fitting.memory_options import ways_of
+from checkmate.fitting.memory_options import IN_PARTS, RECOMPUTATION, WITH_HOST, ways_of
 from checkmate.fitting.memory_parts import Resident, as_plain, lives_of_plain, parts_of
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
-from checkmate.fitting.target_device import TargetDevice
-from checkmate.fitting.verdict import line_of_code, notes, verdict
+from checkmate.fitting.target_device import TargetDevice, written
 from checkmate.statusline import showing
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep, training_step
-from checkmate.units import check_positive
+from checkmate.units import check_positive, format_bytes, format_seconds
 
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
@@ -172,3 +171,75 @@ def fits(
         trace_seconds=traced - began,
         seconds=time.perf_counter() - began,
     )
+
+
+def verdict(
+    place: TargetDevice,
+    plain_peak: int,
+    plain_seconds: float,
+    ways: tuple[MemoryOption, ...],
+    best: MemoryOption | None,
+    sizes: LargestSizes | None,
+) -> str:
+    """Tell whether it fits, and how, in a sentence."""
+    needs, room = format_bytes(plain_peak), format_bytes(place.room)
+    if plain_peak <= place.room:
+        return f"It fits {place.name} as it is: plain PyTorch takes about {needs}, and there is room for {room}."
+    if best is None:
+        least = min((way.smallest for way in ways if way.smallest is not None), default=plain_peak)
+        smaller = f"; a batch of {sizes.planned} does" if sizes is not None and sizes.planned else ""
+        proven = all(way.bound is None or way.bound > place.budget for way in ways)
+        found = "the smallest budget" if proven else "the smallest budget found"
+        return (
+            f"It does not fit {place.name}: there is room for {room}, plain PyTorch takes about {needs}, and {found} "
+            f"of any way is {format_bytes(least)}{smaller}."
+        )
+    again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
+    took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
+    how = _HOW[best.name] if best.overhead or best.name != RECOMPUTATION else "as one whole step"
+    return (
+        f"It fits {place.name} {how}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
+        f"that there is room for, where plain PyTorch takes about {needs}; {again}, and it takes about {took} instead "
+        f"of {plain_took}."
+    )
+
+
+_HOW = {
+    RECOMPUTATION: "by recomputation",
+    IN_PARTS: "by recomputation, with its loss in parts",
+    WITH_HOST: "only with a second memory",
+}
+
+
+def line_of_code(fn: Callable[..., Any], best: MemoryOption | None, *, plainly: bool, room: int) -> str:
+    """The line to write."""
+    name = getattr(fn, "__name__", "loss_fn")
+    name = name if name.isidentifier() else "loss_fn"
+    if plainly:
+        return f"loss = {name}(*batch); loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    if best is None:
+        return "none: take a smaller batch, a lower precision or another device"
+    options = "".join(f", {option}={value}" for option, value in best.options.items())
+    return f'step = checkmate.training_step({name}, optimizer, budget="{written(room)}"{options})'
+
+
+def notes(
+    place: TargetDevice,
+    problem: Problem,
+    host: Host | None,
+    make_batch: Callable[[int], Any] | None,
+    ways: tuple[MemoryOption, ...],
+    largest: LargestSizes | None,
+) -> Iterator[str]:
+    """The assumptions, and the meaning of the words on the page."""
+    yield "nothing run twice: a planned step that runs each op once, and lets go of each gradient at its update"
+    looked_at = {way.name for way in ways if way.smallest is not None}
+    if IN_PARTS in looked_at:
+        yield f"{IN_PARTS}: logits of a language model are computed for some rows after the others, with the same bits"
+    if WITH_HOST in looked_at:
+        yield f"{WITH_HOST}: values wait in the memory of the host until the backward reads them"
+    yield f"costs: {problem.profile.source}"
+    if WITH_HOST in looked_at and (there := place.host(host)) is not None:
+        yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
+    if make_batch is None and largest is not None:
+        yield "sizes of the batch scale the first dimension that all its tensors share"

@@ -17,7 +17,6 @@ PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in mu
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
 NAMES = ("recomputation", "with its loss in parts", "with a second memory")
 RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
-FOR_WANT_OF_TIME = "not looked at, for want of time"
 
 
 def ways_of(
@@ -45,7 +44,7 @@ def ways_of(
         if (fits or planned_fits) and not everything:
             why_not = NOT_ASKED
         elif planned_fits and began + longest > deadline:
-            why_not = FOR_WANT_OF_TIME
+            why_not = "not looked at, for want of time"
         elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
             why_not = "no loss that would help"
         elif name == WITH_HOST and there is None:
@@ -56,38 +55,28 @@ def ways_of(
         one, options = without_parts(problem) if name == RECOMPUTATION else problem, {}
         if name == WITH_HOST and there is not None:
             one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
-        known = _way(name, one, place, seconds, known, options)
+        # The smallest budget: that of an earlier way will do, and a plan at the bound is often found where other
+        # searches had no time.
+        ends = min_budget(one, time_limit=seconds)
+        smallest = ends.peak if known is None else min(ends.peak, known.smallest or ends.peak)
+        if not ends.proven:
+            smallest = min(smallest, planned(one, ends.bound, seconds).peak or smallest)
+        # The plan, for the room or that budget; without a host that of an earlier way will do.
+        if known is not None and known.fits and known.solution is not None and one.host is None:
+            solution = known.solution
+        else:
+            budget = place.budget if ends.bound <= place.budget else smallest
+            solution = planned(one, budget, PATIENCE, improve=seconds)
+            if solution.peak is None:
+                solution = planned(one, smallest, PATIENCE)
+        smallest = min(smallest, solution.peak or smallest)
+        fits_here = solution.peak is not None and solution.peak <= place.budget
+        why_not = "" if solution.peak is not None else "no plan found in time"
+        reserved = place.reserved_for(solution)
+        known = MemoryOption(name, options, smallest, ends.bound, fits_here, solution, reserved, why_not)
         ways.append(known)
         longest = max(longest, time.perf_counter() - began)
     return ways
-
-
-def _way(
-    name: str,
-    problem: Problem,
-    place: TargetDevice,
-    seconds: float,
-    known: MemoryOption | None,
-    options: dict[str, str],
-) -> MemoryOption:
-    """A way, which may do as one that is ``known``: take its smallest budget, and without a host its plan."""
-    ends = min_budget(problem, time_limit=seconds)
-    smallest, bound = ends.peak, ends.bound
-    if known is not None:
-        smallest = min(smallest, known.smallest or smallest)
-    if not ends.proven:  # a plan at the bound is often found where other searches had no time
-        smallest = min(smallest, planned(problem, bound, seconds).peak or smallest)
-    if known is not None and known.fits and known.solution is not None and problem.host is None:
-        solution = known.solution
-    else:
-        budget = place.budget if bound <= place.budget else smallest
-        solution = planned(problem, budget, PATIENCE, improve=seconds)
-        if solution.peak is None:
-            solution = planned(problem, smallest, PATIENCE)
-    smallest = min(smallest, solution.peak or smallest)
-    fits = solution.peak is not None and solution.peak <= place.budget
-    why_not = "" if solution.peak is not None else "no plan found in time"
-    return MemoryOption(name, options, smallest, bound, fits, solution, place.reserved_for(solution), why_not)
 
 
 def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:

@@ -47,9 +47,8 @@ class StandIns:
 
     def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
         """Copy an optimizer with its settings and state, for stand-ins of its parameters."""
-        other = _copy(
-            optimizer, [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
-        )
+        groups = [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
+        other = _copy(optimizer, groups)
         for parameter, state in optimizer.state.items():
             other.state[self.of(parameter)] = self.within(state)
         return other

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.solution import Solution, check_solution
-from checkmate.inspection.timeline import timeline
+from checkmate.inspection.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
 
@@ -83,7 +83,6 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     """Place what a plan makes in one arena: lives are known when a step is planned, so addresses are.
 
     Args:
-        solution: with a plan.
         time_limit: seconds to search for a lower arena than the first one found.
 
     Raises:
@@ -110,16 +109,16 @@ def lives_of(solution: Solution) -> list[Life]:
     """The storages of a plan: of its values, and of the workspace of each op that runs."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
-    lives: list[Life] = []
-    life_of: list[int] = []  # by span
+    chains: list[list[Span]] = []  # of each storage, the copies in it
+    chain_of: list[list[Span]] = []  # by span
     for span in line.spans:
-        box = Box(span.name, span.role, span.first, span.last, span.bytes, 0, span.over)
         if span.continues is None:
-            life_of.append(len(lives))
-            lives.append(Life(span.bytes, span.born, span.died, (box,)))
-        else:
-            life_of.append(life_of[span.continues])
-            before = lives[life_of[-1]]
-            lives[life_of[-1]] = replace(before, died=span.died, boxes=(*before.boxes, box))
+            chains.append([])
+        chain_of.append(chains[-1] if span.continues is None else chain_of[span.continues])
+        chain_of[-1].append(span)
+    lives = []
+    for chain in chains:
+        boxes = tuple(Box(s.name, s.role, s.first, s.last, s.bytes, 0, s.over) for s in chain)
+        lives.append(Life(chain[0].bytes, chain[0].born, chain[-1].died, boxes))
     work = ((m, Box(m.name, "workspace", m.index, m.index, m.workspace, 0)) for m in line.moments if m.workspace)
     return lives + [Life(m.workspace, m.tick, m.tick + 1, (box,)) for m, box in work]

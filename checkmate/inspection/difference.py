@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,7 +11,6 @@ import numpy as np
 
 from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
 from checkmate.inspection.modules import fold
 from checkmate.inspection.timeline import OUTSIDE
@@ -86,7 +85,8 @@ class Difference(Printed):
         if a.runs_over or b.runs_over:
             yield "in place", f"{a.runs_over} to {b.runs_over} runs write over an input"
         if a.second_memory is not None or b.second_memory is not None:
-            for word, sent in (("sends", _gained(self.sent)), ("sends no more", _lost(self.sent))):
+            for word, sign in (("sends", 1), ("sends no more", -1)):
+                sent = [row for row in self.sent if row.bytes * sign > 0]
                 size = format_bytes(sum(abs(row.bytes) for row in sent))
                 yield word, f"{len(sent)} values, {size}" if sent else "no value"
             yield "waits", f"{format_seconds(a.waited)} to {format_seconds(b.waited)} for transfers"
@@ -94,7 +94,8 @@ class Difference(Printed):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
             times, spent = sum(abs(row.runs_b - row.runs_a) for row in rows), sum(row.seconds for row in rows)
             yield word, f"{len(rows)} ops, {times} times in all: {_more_seconds(spent)}" if rows else "no op"
-        for word, kept in (("keeps", _gained(self.values)), ("drops", _lost(self.values))):
+        for word, sign in (("keeps", 1), ("drops", -1)):
+            kept = [row for row in self.values if row.bytes * sign > 0]
             size = _more_bytes(sum(row.bytes for row in kept))
             yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
 
@@ -135,14 +136,6 @@ def _values_by(head: str) -> tuple[Column, ...]:
     )
 
 
-def _gained(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
-    return [row for row in rows if row.bytes > 0]
-
-
-def _lost(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
-    return [row for row in rows if row.bytes < 0]
-
-
 def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     """Compare plan b with plan a of the same step.
 
@@ -150,8 +143,6 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     begins at which a plan that keeps everything has its peak.
 
     Args:
-        a: a Solution with a plan.
-        b: another, of the same problem.
         top: how many ops and values are printed.
 
     Raises:
@@ -172,16 +163,33 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     divided = 0 < forward < len(graph.ops)
     stage = forward if divided else int(problem.live_bytes.argmax())
     kept_a, kept_b = (set(np.flatnonzero(schedule.S[stage]).tolist()) for schedule in (schedule_a, schedule_b))
-    ops, values = list(_ops(problem, schedule_a, schedule_b)), list(_values(problem, kept_a, kept_b))
-    sent = _values(problem, plan_a.sent, plan_b.sent)
+    # The ops that run more often in one plan.
+    runs_a, runs_b = schedule_a.R.sum(axis=0), schedule_b.R.sum(axis=0)
+    ops = []
+    for k in np.flatnonzero(runs_a != runs_b).tolist():
+        op, here, there = graph.ops[k], int(runs_a[k]), int(runs_b[k])
+        module, spent = op.place.module, float((there - here) * problem.seconds[k])
+        ops.append(OpDifference(k, op.name, op.target, op.phase, module, op.where or "", here, there, spent))
+    values = _values(problem, kept_a, kept_b)
+    # The differences by groups of modules, in the order of the forward; groups without any are left out.
+    touched = {row.module for row in ops} | {row.module for row in values}
+    paths = [path for path in dict.fromkeys(op.place.module for op in graph.ops) if path and path in touched]
+    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, top))]
+    groups += [(OUTSIDE, [""])] if "" in touched else []
+    modules = []
+    for label, inside in groups:
+        within = [row for row in ops if row.module in inside]
+        runs, spent = sum(row.runs_b - row.runs_a for row in within), sum(row.seconds for row in within)
+        kept = sum(row.bytes for row in values if row.module in inside)
+        modules.append(ModuleDifference(label, runs, spent, kept))
     return Difference(
         a=a,
         b=b,
         ops=tuple(sorted(ops, key=lambda row: -abs(row.seconds))),
-        values=tuple(sorted(values, key=lambda row: -abs(row.bytes))),
-        modules=_modules(problem, ops, values, top),
+        values=values,
+        modules=tuple(modules),
         kept_at="between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}",
-        sent=tuple(sorted(sent, key=lambda row: -abs(row.bytes))),
+        sent=_values(problem, plan_a.sent, plan_b.sent),
         top=top,
     )
 
@@ -191,38 +199,12 @@ def same_problem(a: Problem, b: Problem) -> bool:
     return a is b or (a.graph == b.graph and np.array_equal(a.seconds, b.seconds))
 
 
-def _ops(problem: Problem, a: Schedule, b: Schedule) -> Iterator[OpDifference]:
-    runs_a, runs_b = a.R.sum(axis=0), b.R.sum(axis=0)
-    for k in np.flatnonzero(runs_a != runs_b):
-        op, here, there = problem.graph.ops[k], int(runs_a[k]), int(runs_b[k])
-        module, spent = op.place.module, float((there - here) * problem.seconds[k])
-        yield OpDifference(int(k), op.name, op.target, op.phase, module, op.where or "", here, there, spent)
-
-
-def _values(problem: Problem, a: Set[int], b: Set[int]) -> Iterator[ValueDifference]:
+def _values(problem: Problem, a: Set[int], b: Set[int]) -> tuple[ValueDifference, ...]:
+    """The values in one of two sets only, the most bytes first."""
+    rows = []
     for v in sorted(a ^ b):
         value = problem.graph.values[v]
         assert value.producer is not None  # only what ops make is kept or sent
         op, size = problem.graph.ops[value.producer], int(problem.sizes[v])
-        yield ValueDifference(v, value.name, op.place.module, op.where or "", size if v in b else -size)
-
-
-def _modules(
-    problem: Problem, ops: list[OpDifference], values: list[ValueDifference], most: int
-) -> tuple[ModuleDifference, ...]:
-    """Sum up the differences by groups of modules, in the order of the forward; groups without any are left out."""
-    touched = {row.module for row in ops} | {row.module for row in values}
-    order = dict.fromkeys(op.place.module for op in problem.graph.ops)
-    paths = [path for path in order if path and path in touched]
-    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, most))]
-    if "" in touched:
-        groups.append((OUTSIDE, [""]))
-    return tuple(
-        ModuleDifference(
-            label,
-            sum(row.runs_b - row.runs_a for row in ops if row.module in inside),
-            sum(row.seconds for row in ops if row.module in inside),
-            sum(row.bytes for row in values if row.module in inside),
-        )
-        for label, inside in groups
-    )
+        rows.append(ValueDifference(v, value.name, op.place.module, op.where or "", size if v in b else -size))
+    return tuple(sorted(rows, key=lambda row: -abs(row.bytes)))

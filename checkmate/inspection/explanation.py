@@ -67,8 +67,11 @@ class Explanation(Printed):
         yield "smallest", f"{format_bytes(smallest.peak)} (proven: no schedule below {format_bytes(smallest.bound)})"
         yield from (("in parts", text) for text in smallest.splits)
         yield "resident", f"{format_bytes(self.problem.resident)} of parameters, buffers and inputs"
-        if any(self.problem.savings):
-            yield "in place", _in_place(self.problem)
+        if over := sum(map(bool, self.problem.savings)):
+            plain = replace(self.problem, profile=replace(self.problem.profile, ways=()))
+            saved = plain.keep_all_peak - self.problem.keep_all_peak
+            worth = f"they take {format_bytes(saved)} off it" if saved else "they leave it as it is"
+            yield "in place", f"{over} ops can write over an input that is not needed any more; keeping all, {worth}"
         waiting = format_bytes(self.held_bytes)
         yield "pinned", f"{len(self.pinned)} ops run once; {waiting} of what they make wait for the backward"
 
@@ -79,19 +82,15 @@ class Explanation(Printed):
         if self.pinned:
             yield table(_COLUMNS, self.pinned, top=self.top)
         if self.problem is not None and self.problem.rules:
-            heads = "pattern", "rule", "ops", "makes", "cannot obey"
-            yield Table(heads, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
+            sizes, rows = self.problem.sizes, []
+            for rule in self.problem.rules:
+                made = sum(int(sizes[list(self.problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
+                reasons = Counter(why for _, why in rule.exempt)
+                cannot = "; ".join(f"{count}: it {why}" for why, count in reasons.items())
+                rows.append((rule.pattern, str(rule.asks), str(len(rule.ops)), format_bytes(made), cannot))
+            yield Table(("pattern", "rule", "ops", "makes", "cannot obey"), rows, {"ops", "makes"}, title="rules")
         if self.breaks:
             yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")
-
-
-def _in_place(problem: Problem) -> str:
-    """Count the ops that can write over an input, and the bytes this takes off the peak of keeping everything."""
-    plain = replace(problem, profile=replace(problem.profile, ways=()))
-    saved = plain.keep_all_peak - problem.keep_all_peak
-    worth = f"they take {format_bytes(saved)} off it" if saved else "they leave it as it is"
-    over = sum(map(bool, problem.savings))
-    return f"{over} ops can write over an input that is not needed any more; keeping all, {worth}"
 
 
 _COLUMNS = (
@@ -102,15 +101,6 @@ _COLUMNS = (
     Column("held", "held_bytes", format_bytes),
     Column("where", "where"),
 )
-
-
-def _rule_rows(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """Rows of the rules: how many ops each is for, the bytes that they make, and why others cannot obey it."""
-    for rule in problem.rules:
-        made = sum(int(problem.sizes[list(problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
-        reasons = Counter(why for _, why in rule.exempt)
-        cannot = "; ".join(f"{count}: it {why}" for why, count in reasons.items())
-        yield rule.pattern, str(rule.asks), str(len(rule.ops)), format_bytes(made), cannot
 
 
 def pinned_ops(problem: Problem) -> tuple[Pinned, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Neighbours of a row: those from ``first`` to ``last``, both included."""
 
     first: int
@@ -60,7 +60,15 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
             break
         groups = folded
     if len(groups) > most:
-        groups = _together(groups, most)
+        # Group neighbours evenly, so that the heaviest group is as light as it can be.
+        single, weighs = groups, [group.weight for group in groups]
+        capacity = bisect_left(range(sum(weighs)), True, max(weighs), key=lambda c: len(_packed(single, c)) <= most)
+        packed = _packed(groups, capacity)
+        groups = packed if 2 * len(packed) > most else groups
+    # A few are far heavier: take the lightest neighbours together.
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
+        groups[i : i + 2] = [_joined(groups[i], groups[i + 1])]
     return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
 
 
@@ -74,53 +82,27 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
             yield _Group(run[0].first, run[-1].last, module, module, sum(group.weight for group in run))
 
 
-def _together(groups: list[_Group], most: int) -> list[_Group]:
-    """Group neighbours evenly; only the lightest ones if a few are far heavier."""
-    packed = _packed(groups, _least_capacity(groups, most))
-    if len(packed) * 2 > most:
-        return packed
-    groups = list(groups)
-    while len(groups) > most:
-        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
-        groups[i : i + 2] = [_joined(groups[i : i + 2])]
-    return groups
-
-
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
     """Neighbours taken together as long as they weigh no more than this."""
-    runs: list[list[_Group]] = [[]]
-    weight = 0
+    packed: list[_Group] = []
     for group in groups:
-        if runs[-1] and weight + group.weight > capacity:
-            runs.append([])
-            weight = 0
-        runs[-1].append(group)
-        weight += group.weight
-    return [_joined(run) for run in runs]
-
-
-def _joined(run: list[_Group]) -> _Group:
-    begin = next((group.begin for group in run if group.begin), ())
-    end = next((group.end for group in reversed(run) if group.end), ())
-    return _Group(run[0].first, run[-1].last, begin, end, sum(group.weight for group in run))
-
-
-def _least_capacity(groups: list[_Group], most: int) -> int:
-    """The lightest that the heaviest of at most ``most`` groups of neighbours can be."""
-    low, high = max(group.weight for group in groups), sum(group.weight for group in groups)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_packed(groups, middle)) <= most:
-            high = middle
+        if packed and packed[-1].weight + group.weight <= capacity:
+            packed[-1] = _joined(packed[-1], group)
         else:
-            low = middle + 1
-    return low
+            packed.append(group)
+    return packed
+
+
+def _joined(a: _Group, b: _Group) -> _Group:
+    return _Group(a.first, b.last, a.begin or b.begin, b.end or a.end, a.weight + b.weight)
 
 
 def _label(group: _Group, paths: list[Path]) -> str:
     """``h`` for all of a module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
     inside = [path for path in paths[group.first : group.last + 1] if path]
-    shared = _shared(inside)
+    # Names at the front that all of them have in common.
+    pairs = zip(min(inside, default=()), max(inside, default=()), strict=False)
+    shared = tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     outside = (*paths[: group.first], *paths[group.last + 1 :])
     if shared and (len(set(inside)) == 1 or all(path[: len(shared)] != shared for path in outside)):
         return ".".join(shared)
@@ -131,9 +113,3 @@ def _label(group: _Group, paths: list[Path]) -> str:
     if n and begin != end and min(len(begin), len(end)) > n and begin[n + 1 :] == end[n + 1 :]:
         return f"{'.'.join(begin[: n + 1])}-{end[n]}"
     return " - ".join(dict.fromkeys(filter(None, map(".".join, (begin, end)))))
-
-
-def _shared(paths: list[Path]) -> Path:
-    """The names at the front that all of them have in common."""
-    first, last = min(paths, default=()), max(paths, default=())
-    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

@@ -64,11 +64,8 @@ class Costs(Listed[OpCosts]):
             yield "in place", f"{over} ops can write over an input that is not needed any more"
 
     def _tables(self) -> Iterator[Table]:
-        for name, rows in (
-            ("time", self.by_time()),
-            ("bytes", self.by_bytes()),
-            ("bytes x lifetime", self.by_lifetime()),
-        ):
+        most = {"time": self.by_time(), "bytes": self.by_bytes(), "bytes x lifetime": self.by_lifetime()}
+        for name, rows in most.items():
             yield table(_COLUMNS, rows[: self.top], title=f"most {name}")
 
 

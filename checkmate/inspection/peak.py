@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
-from checkmate.core.problem import Problem
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.timing import timing
@@ -100,7 +99,7 @@ class PeakExplanation(Listed[Held]):
         yield "budget", f"{format_bytes(self.budget)}, of which {format_bytes(self.budget - self.peak)} are left"
         held = sum(row.bytes for row in self.held)
         yield "values", f"{format_bytes(held)} in {len(self.held)} values"
-        for moving, about in _MOVING.items():
+        for moving, about in _MOVING.values():
             if on_link := [row for row in self.held if row.moving == moving]:
                 of = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
                 yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
@@ -130,7 +129,10 @@ class PeakExplanation(Listed[Held]):
             yield Table((about,))
 
 
-_MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
+_MOVING = {  # by lane
+    "sent": ("being sent", "whose copy is not complete"),
+    "fetched": ("on its way back", "which cannot be read yet"),
+}
 PRICES = (
     Column("memory", "change_bytes", partial(signed, form=format_bytes)),
     Column("budget", "budget", format_bytes),
@@ -180,7 +182,6 @@ def explain_peak(
     peak, the rest staying as it is; it is asked of the largest values only, as many as are printed.
 
     Args:
-        solution: one with a plan.
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
             of the peak if that is less.
         prices: whether to ask for prices at all; it takes two solves.
@@ -202,38 +203,39 @@ def explain_peak(
     plan, _ = check_plan(solution, "explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    size = max(1, min(STEP, (solution.peak or 0) // PARTS)) if step is None else parse_bytes(step)
+    peak = solution.peak or 0
+    size = max(1, min(STEP, peak // PARTS)) if step is None else parse_bytes(step)
     line = timeline(plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
-    words = {"fetched": "on its way back", "sent": "being sent"}
-    moving = {crossing.item: words[crossing.lane] for crossing in line.under_way(moment.index)}
+    moving = {crossing.item: _MOVING[crossing.lane][0] for crossing in line.under_way(moment.index)}
     each = zip_longest(alive, sending)
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
-    asked = list(_prices(solution, size, time_limit)) if prices else []
-    best = _better(solution, [answer for _, answer in asked])
-    bought = tuple(price for price, _ in asked)
-    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line), best)
-    host_bytes = None if solution.problem.host is None else line.host_bytes[moment.index]
-    return PeakExplanation(held, bought, *about, host_bytes)
-
-
-def _not_over(solution: Solution, line: Timeline) -> str:
-    """Name the input that the op at the peak could write over, and the op that still reads it; empty: none."""
-    moment, problem = line.peak_moment, solution.problem
-    for v, saved in problem.savings[moment.op]:
-        name = problem.graph.values[v].name
+    # The input that the op at the peak could write over, and the op that still reads it.
+    not_over = ""
+    for v, saved in solution.problem.savings[moment.op]:
+        name = solution.problem.graph.values[v].name
         if name == moment.over:
             break
-        span = next(span for span in line.alive(moment.index) if span.value == v)
+        span = next(span for span in alive if span.value == v)
         use = span.next_use(moment.index)
         if use is None and span.last == moment.index:  # it goes, and yet nothing is written over it
             continue
         keeps = "is kept" if use is None else f"{line.moments[use].name} reads later"
-        return f"{name}, which {keeps}: {moment.name} could be written over it, and take {format_bytes(saved)} less"
-    return ""
+        not_over = f"{name}, which {keeps}: {moment.name} could be written over it, and take {format_bytes(saved)} less"
+        break
+    # Less memory than the peak, if that is possible, and more than the budget.
+    changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
+    asked = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
+    return PeakExplanation(
+        held,
+        tuple(price for price, _ in asked),
+        *(line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over),
+        better=_better(solution, [answer for _, answer in asked]),
+        host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
+    )
 
 
 class Remaking:
@@ -283,7 +285,15 @@ def _held(
     elif span.role == "results":
         why_not = "a result of the step"
     elif use is not None:
-        why_not = next(filter(None, (_cannot_run(solution.problem, k, line, use) for k in sorted(needed))), "")
+        # The first of the ops that cannot run again just before the next use.
+        ran = {other.op for other in line.moments[:use]}
+        for op, by in ((graph.ops[k], solution.problem.limits.last_stage.get(k)) for k in sorted(needed)):
+            if op.pinned:
+                why_not = f"{op.name} {op.pinned}"
+            elif by in ran:
+                why_not = f"{op.name} reads what {graph.ops[by].name} has overwritten by then"
+            if why_not:
+                break
     return Held(
         value=span.value,
         name=span.name,
@@ -302,34 +312,16 @@ def _held(
     )
 
 
-def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
-    """Say why op k cannot run again just before this execution; empty if it can."""
-    op, by = problem.graph.ops[k], problem.limits.last_stage.get(k)
-    if op.pinned:
-        return f"{op.name} {op.pinned}"
-    if by is None or all(moment.op != by for moment in line.moments[:index]):
-        return ""
-    return f"{op.name} reads what {problem.graph.ops[by].name} has overwritten by then"
-
-
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     """The fastest plan of the same ops that fits the budget too, if one of the answers is faster."""
-    least, same = solution.cost * (1 - OPTIMAL_GAP), [a for a in answers if a.problem.splits == solution.problem.splits]
-    faster = [a for a in same if a.peak is not None and a.peak <= solution.budget and a.cost < least]
-    if not faster:
+    best, least = None, solution.cost * (1 - OPTIMAL_GAP)
+    for one in answers:
+        fits = one.peak is not None and one.peak <= solution.budget and one.problem.splits == solution.problem.splits
+        if fits and one.cost < least:
+            best, least = one, one.cost
+    if best is None:
         return None
-    best = min(faster, key=lambda answer: answer.cost)
-    assert best.schedule is not None
-    bound = min(solution.bound, best.cost)
-    return again(best, solution.problem, solution.budget, bound=bound)
-
-
-def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
-    """The prices of less memory than the peak, if that is possible, and of more than the budget, with the plans."""
-    assert solution.peak is not None
-    for budget, change in ((solution.peak - step, -step), (solution.budget + step, step)):
-        if budget > 0:
-            yield _price(solution, budget, change, time_limit)
+    return again(best, solution.problem, solution.budget, bound=min(solution.bound, best.cost))
 
 
 def _price(solution: Solution, budget: int, change: int, time_limit: float) -> tuple[Price, Solution]:
@@ -340,8 +332,7 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> t
     else:  # this plan fits there
         cost = min(cost, solution.cost)
         bound = min(bound, cost)
-    price = Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
-    return price, answer
+    return Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost), answer
 
 
 def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Span) -> float | None:
@@ -364,13 +355,8 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     for position, step in ((made + 1, Send(v)), (away, Wait(v)), (away, Free(v)), (back, Fetch(v)), (read, Wait(v))):
         added.setdefault(position, []).append(step)
     added[read].append(Drop(v))
-    longer = _with(plan, added)
+    steps = chain.from_iterable((*added.get(p, ()), step) for p, step in enumerate(plan.steps))
+    longer = Plan(tuple(steps), plan.boundary + sum(len(more) for p, more in added.items() if p < plan.boundary))
     if simulate(longer, problem).host_peak > problem.host.budget:
         return None
     return timing(longer, problem).seconds - line.seconds
-
-
-def _with(plan: Plan, before: Mapping[int, list[Step]]) -> Plan:
-    """The plan with more steps, each before the position given."""
-    steps = chain.from_iterable((*before.get(p, ()), step) for p, step in enumerate(plan.steps))
-    return Plan(tuple(steps), plan.boundary + sum(len(more) for p, more in before.items() if p < plan.boundary))

@@ -6,7 +6,7 @@ Pictures, explanations and reports read a plan through this module. Its bytes an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -31,6 +31,7 @@ ROLES = (
     "gradients",  # first copies of what the backward makes
     "workspace",  # of the op that runs
 )
+Ways = dict[tuple[int, int | None], InPlace]  # by op and value that it writes over
 OUTSIDE = "outside modules"
 GROUPS = 8  # of modules, where nobody says how many
 
@@ -247,44 +248,22 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     events = list(walk(plan, problem))
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    moments, ticks, workspaces = _moments(plan, problem, events)
-    crossings, carried = _link_uses(problem, events)
-    host_bytes = tuple(max(event.host_bytes for event in group) for group in _by_run(events))
-    levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
-    return Timeline(
-        moments=moments,
-        spans=_spans(problem, events),
-        resident=_resident(problem),
-        boundary=sum(moment.phase == "forward" for moment in moments),
-        seconds=events[-1].until,
-        ticks=np.array(ticks, dtype=np.int64),
-        workspaces=np.array(workspaces, dtype=np.int64),
-        crossings=crossings,
-        carried=carried,
-        host_bytes=host_bytes,
-        levels=((0.0, 0), *levels),
-    )
-
-
-def _by_run(events: list[Event]) -> Iterator[list[Event]]:
-    """Group the events from each execution to the next."""
-    return (list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0)
-
-
-def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[Moment, ...], list[int], list[int]]:
-    """The executions, with the tick of the most bytes from each to the next, and the workspace then."""
-    ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
-    positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
-    moments, ticks, workspaces, on_links = [], list[int](), list[int](), dict[int, int]()
-    held = {e.tick: 0 for e in events}  # at each tick, workspace of ops on links
+    groups = [list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0]
+    # The way that saves the most, by op and value that it may write over.
+    ways: Ways = {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
+    # Workspace of ops on links at each tick, without the op that runs then.
+    held, on_links = dict.fromkeys((event.tick for event in events), 0), dict[int, int]()
     for event in events:
         if isinstance(event.step, Start):
             on_links[event.step.op] = int(problem.workspace[event.step.op])
         held[event.tick] = sum(on_links.values())
         if isinstance(event.step, Run):
             held[event.tick] -= on_links.pop(event.step.op, 0)
-    for position, group in zip(positions, _by_run(events), strict=True):
-        event, run = group[0], plan.steps[position]
+    # The executions, with the tick of the most bytes from each to the next, and the workspace then.
+    moments, ticks, workspaces, times = [], list[int](), list[int](), [0] * len(problem.graph.ops)
+    positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
+    for position, group in zip(positions, groups, strict=True):
+        event, run = group[0], group[0].step
         assert isinstance(run, Run)
         op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
         fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.device_bytes)
@@ -299,12 +278,27 @@ def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[M
         ticks.append(fullest.tick)
         workspaces.append(held[fullest.tick] + (workspace if fullest is event else 0))
         times[run.op] += 1
-    return tuple(moments), ticks, workspaces
+    crossings, carried = _link_uses(problem, events)
+    host_bytes = tuple(max(event.host_bytes for event in group) for group in groups)
+    levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
+    return Timeline(
+        moments=tuple(moments),
+        spans=_spans(problem, events, ways),
+        resident=_resident(problem),
+        boundary=sum(moment.phase == "forward" for moment in moments),
+        seconds=events[-1].until,
+        ticks=np.array(ticks, dtype=np.int64),
+        workspaces=np.array(workspaces, dtype=np.int64),
+        crossings=crossings,
+        carried=carried,
+        host_bytes=host_bytes,
+        levels=((0.0, 0), *levels),
+    )
 
 
-def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
+def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...]:
     """List the copies of all values."""
-    graph, sizes, ways = problem.graph, problem.sizes.tolist(), _best_ways(problem)
+    graph, sizes = problem.graph, problem.sizes.tolist()
     made: list[dict[str, Any]] = []  # of each, what is known of its `Span`
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
@@ -389,11 +383,6 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
             when = start.at, event.begin, event.end, after, start.tick, event.tick + 1
             carried.append(LinkUse(op.link, step.op, op.name, 0, *when, waited, event.run))
     return tuple(crossings), tuple(carried)
-
-
-def _best_ways(problem: Problem) -> dict[tuple[int, int | None], InPlace]:
-    """The way that saves the most, by op and value that it may write over."""
-    return {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
 
 
 def _resident(problem: Problem) -> dict[str, int]:

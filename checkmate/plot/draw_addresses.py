@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from checkmate.inspection.addresses import Addresses, Box
+from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import ROLES
 from checkmate.plot.style import ROLE_STYLES, axes_of
 from checkmate.units import format_bytes
@@ -17,10 +15,6 @@ if TYPE_CHECKING:
 
 def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     """Bytes over the executions of a plan, each copy of a value as a box, coloured by role.
-
-    Args:
-        placed: of `checkmate.addresses`.
-        ax: where to draw.
 
     Raises:
         ValueError: if nothing is placed.
@@ -42,7 +36,9 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
         if boxes := [box for box in placed.boxes if box.role == role and box.bytes]:
             fill, hatch = ROLE_STYLES[role]
             look: Any = {"facecolor": fill, "hatch": hatch, "edgecolor": "#404040", "linewidth": 0.4}
-            ax.add_collection(PolyCollection([*map(_corners, boxes)], label=role, **look))
+            ends = ((box.first, box.last + 1, box.offset, box.offset + box.bytes) for box in boxes)
+            corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in ends]
+            ax.add_collection(PolyCollection(corners, label=role, **look))
     ax.axhline(placed.bound, color="black", ls=(0, (8, 3)), lw=1.2, label="most alive at one moment")
     ax.set(xlim=(0, 1 + max(box.last for box in placed.boxes)), ylim=(0, 1.05 * placed.height or 1))
     ax.yaxis.set_major_formatter(EngFormatter(unit="B"))
@@ -51,8 +47,3 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="executions of ops, in order", ylabel="address in the arena, in bytes", title=title)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
-
-
-def _corners(box: Box) -> np.ndarray:
-    left, right, bottom, top = box.first, box.last + 1, box.offset, box.offset + box.bytes
-    return np.array([(left, bottom), (right, bottom), (right, top), (left, top)])

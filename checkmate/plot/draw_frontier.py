@@ -74,9 +74,7 @@ def frontier(
     for. Methods that have no plan for any of the budgets stand in the title of the legend.
 
     Args:
-        rows: of `checkmate.frontier`.
         peers: points of other tools for the same step by name, each a pair of peak in bytes and seconds.
-        ax: where to draw.
 
     Raises:
         ValueError: if there is no row.
@@ -92,49 +90,32 @@ def frontier(
     if not rows:
         raise ValueError("There are no rows to draw.")
     ax = axes_of(ax, (8.5, 6))
-    none = _draw_methods(ax, rows)
-    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
-        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
-    _shade_bound(ax, rows)
-    units(ax, x="B", y="s")
-    _relative(ax, rows[0].solution.problem.keep_all_cost)
-    ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
-    title = f"no plan within any of these budgets: {', '.join(none)}" if none else None
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, title=title)
-    return ax
-
-
-def _draw_methods(ax: Axes, rows: list[Row]) -> list[str]:
-    """Draw the plans of each method; the names of those that have none."""
-    looks = zip(cycle((BLUE, RED, GREEN, PURPLE, ORANGE, "black", SKY)), cycle(MARKERS), cycle(("-", *LINES)))
+    # The plans of each method.
     lines = by_method(rows)
+    looks = zip(cycle((BLUE, RED, GREEN, PURPLE, ORANGE, "black", SKY)), cycle(MARKERS), cycle(("-", *LINES)))
     for method, (color, marker, style) in zip((line for line in lines if line.points), looks, strict=False):
         peaks, costs = zip(*method.points, strict=True)
         ax.step(peaks, costs, where="post", color=color, ls=style, lw=0.8, alpha=0.5)
         ax.plot(peaks, costs, color=color, ls="", marker=marker, ms=7, mfc="white", mew=1.6, label=method.label)
-    return [line.name for line in lines if not line.points]
-
-
-def _relative(ax: Axes, base: float) -> None:
-    """A second scale at the right: seconds relative to running each op once, if that takes any."""
-
-    def over(seconds: Any) -> Any:
-        return seconds / base - 1
-
-    def seconds(over: Any) -> Any:
-        return (1 + over) * base
-
-    if base > 0:
-        right = ax.secondary_yaxis("right", functions=(over, seconds))
-        right.yaxis.set_major_formatter("{x:+.1%}")
-        right.set_ylabel("recomputation")
-
-
-def _shade_bound(ax: Axes, rows: list[Row]) -> None:
-    """Shade the area proven to have no schedule, and fit the picture to it and to the lines."""
+    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
+        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
+    # The area proven to have no schedule; the picture fits it and the lines.
     points = [point for line in ax.lines for point in np.asarray(line.get_xydata()).tolist()]
     corners, bottom, top = proven_area(rows, points)
     edges, heights = zip(*corners, strict=True)
     look: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
     ax.fill_between(edges, bottom, heights, step="pre", label="proven: no schedule is here", zorder=0, **look)
     ax.set(xlim=(edges[0], edges[-1]), ylim=(bottom, top))
+    units(ax, x="B", y="s")
+    # A second scale at the right: seconds relative to running each op once, if that takes any.
+    base = rows[0].solution.problem.keep_all_cost
+    if base > 0:
+        there_and_back: Any = (lambda seconds: seconds / base - 1, lambda over: (1 + over) * base)
+        right = ax.secondary_yaxis("right", functions=there_and_back)
+        right.yaxis.set_major_formatter("{x:+.1%}")
+        right.set_ylabel("recomputation")
+    ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
+    none = [line.name for line in lines if not line.points]
+    title = f"no plan within any of these budgets: {', '.join(none)}" if none else None
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, title=title)
+    return ax

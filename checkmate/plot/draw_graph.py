@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +54,9 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
     nodes = _nodes(problem, most)
     rows = max(sum(node.x == x for node in nodes) for x in (0.0, 2.0))
     ax = axes_of(ax, (10, 1.5 + 0.46 * rows))
+    from matplotlib.patches import FancyArrowPatch
+
+    # The boxes, the darker the more time they take.
     slowest = max(node.seconds for node in nodes) or 1.0
     for node in nodes:
         shade = str(1 - 0.35 * node.seconds / slowest)
@@ -63,9 +65,42 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
         )
         many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
         facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
-        ax.text(node.x, node.y, f"{_shortened(node.name)}\n{facts}", ha="center", va="center", fontsize=7.5)
+        name = node.name
+        if len(name) > LONGEST:
+            name = f"{name[: LONGEST // 2 - 1]}…{name[-LONGEST // 2 :]}"
+        ax.text(node.x, node.y, f"{name}\n{facts}", ha="center", va="center", fontsize=7.5)
     ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))  # before labels look for room
-    _draw_edges(ax, problem, nodes)
+    # An arrow for each pair of boxes between which values go; neighbours straight, others around the column.
+    box = {k: i for i, node in enumerate(nodes) for k in node.ops}
+    edges: dict[tuple[int, int], int] = {}
+    for v, value in enumerate(problem.graph.values):
+        if value.producer is not None:
+            for b in {box[k] for k in problem.graph.users[v]} - {box[value.producer]}:
+                edges[box[value.producer], b] = edges.get((box[value.producer], b), 0) + value.size_bytes
+    largest = max(edges.values(), default=0) or 1
+    crossing = []  # from forward to backward: bytes, ends, width
+    for (a, b), size in edges.items():
+        begin, end = nodes[a], nodes[b]
+        across, down = begin.x != end.x, -1.0 if end.y < begin.y else 1.0
+        side = 0.5 if begin.x else -0.5  # where arrows around a column leave it
+        if across:
+            points, bend = ((begin.x + 0.5, begin.y), (end.x - 0.5, end.y)), 0.0
+        elif b == a + 1:
+            points, bend = ((begin.x, begin.y + 0.3 * down), (end.x, end.y - 0.3 * down)), 0.0
+        else:
+            far = min(0.45, 0.9 / max(1.0, abs(end.y - begin.y)))
+            points, bend = ((begin.x + side, begin.y), (end.x + side, end.y)), far
+        width = 0.4 + 3 * size / largest
+        arrow = FancyArrowPatch(
+            *points, arrowstyle="-|>", mutation_scale=7, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
+            label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5,
+            lw=width, color=BLUE if across else "#444444", alpha=0.75,
+        )  # fmt: skip
+        ax.add_patch(arrow)
+        if across:
+            crossing.append((size, np.array(points), width))
+    crossing.sort(key=lambda arrow: -arrow[0])
+    _label(ax, [(format_bytes(size) if size >= 0.02 * largest else "", ends, lw) for size, ends, lw in crossing])
     for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
         if any(node.x == x for node in nodes):
             ax.text(x, 0.75, head, ha="center", weight="bold")
@@ -88,16 +123,17 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
         rows = [[height * i / max(1, len(half) - 1) for i in range(len(half))] for half in halves]
     else:
         first = halves[0]
-        paths = _filled([ops[k].place.module for k in first])
+        # An op without a module between two of a network is of that of the op before: a sum of gradients, say.
+        paths = [ops[k].place.module for k in first]
+        last = max((i for i, path in enumerate(paths) if path), default=-1)
+        for i in range(1, last):
+            paths[i] = paths[i] or paths[i - 1]
         folded = fold(paths, min(max(1, most // len(halves)), len(first)))
         named, rows = [[(label, first[part.start : part.stop]) for label, part in folded]], [[*range(len(folded))]]
         height = len(folded) - 1
         if len(halves) == 2:
-            fits = _fits(problem, [inside for _, inside in named[0]], halves[1])
-            back = [
-                (g, [k for _, k in same])
-                for g, same in itertools.groupby(zip(_aligned(fits), halves[1], strict=True), key=itemgetter(0))
-            ]
+            groups = _aligned(problem, [inside for _, inside in named[0]], halves[1])
+            back = [(g, [*same]) for g, same in itertools.groupby(halves[1], key=lambda k: groups[k - forward])]
             named.append([(named[0][g][0], range(inside[0], inside[-1] + 1)) for g, inside in back])
             rows.append([height - g for g, _ in back])
     nodes, labels = [], [label for label, _ in named[0]]
@@ -111,28 +147,24 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
     return nodes
 
 
-def _fits(problem: Problem, groups: list[range], backward: range) -> np.ndarray:
-    """(B, G) for each op of the backward and each group of the forward, from 0 to 1: how well it belongs there.
+def _aligned(problem: Problem, groups: list[range], backward: range) -> list[int]:
+    """The forward's group of each op of the backward, the last group first: as many ops as can be are where they fit.
 
-    It does to those of its module; where none is of it, to those that make or read what it reads.
+    An op fits the groups of its module; where none is of it, those that make or read what it reads.
     """
-    ops = problem.graph.ops
+    ops, B, G = problem.graph.ops, len(backward), len(groups)
     modules = [{ops[k].place.module for k in group} - {""} for group in groups]
     touched = [{v for k in group for v in (*ops[k].inputs, *ops[k].outputs)} for group in groups]
     made = {v for group in groups for k in group for v in ops[k].outputs}
-    rows = []
-    for k in backward:
+    # How well each op fits each group, from 0 to 1.
+    fits = np.zeros((B, G))
+    for i, k in enumerate(backward):
         own = [float(ops[k].place.module in inside) for inside in modules]
         read = made.intersection(ops[k].inputs)
         near = [len(read & inside) / (2 * max(1, len(read))) for inside in touched]
-        rows.append(own if any(own) else near)
-    return np.array(rows)
-
-
-def _aligned(fits: np.ndarray) -> list[int]:
-    """The group of each op of the backward, the last group first, so that as many as can be are where they fit."""
-    B, G = fits.shape
-    best, came = np.zeros(G), np.zeros((B, G), dtype=int)  # groups from the last to the first
+        fits[i] = own if any(own) else near
+    # The best sum up to each op, if that is in each group, from the last group to the first.
+    best, came = np.zeros(G), np.zeros((B, G), dtype=int)
     for i, row in enumerate(fits[:, ::-1]):
         for g in range(1, G):  # of what is as good, to stay
             came[i, g] = g if best[g] >= best[came[i, g - 1]] else came[i, g - 1]
@@ -143,58 +175,8 @@ def _aligned(fits: np.ndarray) -> list[int]:
     return [G - 1 - g for g in reversed(at)]
 
 
-def _filled(paths: list[str]) -> list[str]:
-    """The paths, where an op between two of a network has none that of the op before: a sum of gradients, say."""
-    last = max((i for i, path in enumerate(paths) if path), default=-1)
-    filled: list[str] = []
-    for i, path in enumerate(paths):
-        filled.append(path or (filled[-1] if filled and i < last else ""))
-    return filled
-
-
 def _ends(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
-
-
-def _shortened(name: str) -> str:
-    """Its begin and its end, where it is longer than a box is wide."""
-    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2 - 1]}…{name[-LONGEST // 2 :]}"
-
-
-def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
-    """An arrow for each pair of boxes between which values go; neighbours straight, others around the column."""
-    from matplotlib.patches import FancyArrowPatch
-
-    box = {k: i for i, node in enumerate(nodes) for k in node.ops}
-    edges: dict[tuple[int, int], int] = {}
-    for v, value in enumerate(problem.graph.values):
-        if value.producer is not None:
-            for b in {box[k] for k in problem.graph.users[v]} - {box[value.producer]}:
-                edges[box[value.producer], b] = edges.get((box[value.producer], b), 0) + value.size_bytes
-    most = max(edges.values(), default=0) or 1
-    crossing = []  # from forward to backward: bytes, ends, width
-    for (a, b), size in edges.items():
-        begin, end = nodes[a], nodes[b]
-        across, down = begin.x != end.x, -1.0 if end.y < begin.y else 1.0
-        side = 0.5 if begin.x else -0.5  # where arrows around a column leave it
-        if across:
-            points, bend = ((begin.x + 0.5, begin.y), (end.x - 0.5, end.y)), 0.0
-        elif b == a + 1:
-            points, bend = ((begin.x, begin.y + 0.3 * down), (end.x, end.y - 0.3 * down)), 0.0
-        else:
-            far = min(0.45, 0.9 / max(1.0, abs(end.y - begin.y)))
-            points, bend = ((begin.x + side, begin.y), (end.x + side, end.y)), far
-        width = 0.4 + 3 * size / most
-        arrow = FancyArrowPatch(
-            *points, arrowstyle="-|>", mutation_scale=7, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
-            label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5,
-            lw=width, color=BLUE if across else "#444444", alpha=0.75,
-        )  # fmt: skip
-        ax.add_patch(arrow)
-        if across:
-            crossing.append((size, np.array(points), width))
-    crossing.sort(key=lambda arrow: -arrow[0])
-    _label(ax, [(format_bytes(size) if size >= 0.02 * most else "", ends, lw) for size, ends, lw in crossing])
 
 
 PLACES = (0.2, 0.3, 0.12, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88)  # of the way along an arrow, where its label may stand

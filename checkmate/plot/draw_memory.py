@@ -13,17 +13,7 @@ import numpy as np
 
 from checkmate.core.solution import Solution, check_plan
 from checkmate.inspection.timeline import OUTSIDE, Timeline, timeline
-from checkmate.plot.style import (
-    FILLS,
-    HATCHES,
-    LINES,
-    RED,
-    ROLE_STYLES,
-    ROLE_WORDS,
-    axes_of,
-    lane_styles,
-    units,
-)
+from checkmate.plot.style import FILLS, HATCHES, LANES, LINES, RED, ROLE_STYLES, ROLE_WORDS, axes_of, units
 from checkmate.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -49,10 +39,7 @@ def memory(
     memory, one more the bytes there.
 
     Args:
-        solution: one with a plan.
-        compare: more of them.
         by: "role" tells apart parameters, activations, what is made again, gradients, ...; "module" the modules.
-        ax: where to draw.
 
     Raises:
         TypeError: if ``ax`` is no Axes.
@@ -65,12 +52,20 @@ def memory(
     >>> ax.get_title(), [text.get_text() for text in ax.texts]
     ('plain PyTorch: peak 12 B\nstep 4.0 s', ['forward', 'backward', 'budget 13 B', 'peak 12 B\nop2'])
     """
-    line, others = _timeline(solution), [_timeline(other) for other in compare]
+    line, *others = (timeline(check_plan(one, "draw")[0], one.problem) for one in (solution, *compare))
     rows = line.by(by)
     ax = axes_of(ax, (10, 5 + 0.35 * len(line.lanes) + (1.3 if line.crossings else 0)))
     from matplotlib.patheffects import Normal, Stroke
 
-    _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
+    # An area for each row, the first one lowest, and a line around all of them.
+    styles = ROLE_STYLES if by == "role" else _styles(rows)
+    if rows:
+        areas = ax.stackplot(line.begins, [_held(row) for row in rows.values()], step="post", labels=list(rows))
+        for area, name in zip(areas, rows, strict=True):
+            fill, hatch = styles[name]
+            area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
+    ax.step(line.begins, _held(line.bytes), where="post", color="black", lw=0.7)
+    # A line for each other plan.
     for other, its, style in zip(compare, others, cycle(LINES)):
         label = f"{_called(other)}: peak {format_bytes(its.peak)}"
         (drawn,) = ax.step(its.begins, _held(its.bytes), where="post", color=OTHER, ls=style, lw=1.3, label=label)
@@ -83,14 +78,12 @@ def memory(
     ceiling = max(highest, 0 if beyond else solution.budget)
     longest = max(its.seconds for its in (line, *others)) or 1.0
     ax.set(xlim=(0, longest), ylim=(0, 1.4 * ceiling))
-    _name_halves(ax, line)
-    if not beyond:
-        _name_level(ax, budget, solution.budget, at_the_right=_middle(line) < longest / 2)
-    if line.seconds < longest:
-        _name_end(ax, line)
-    _name_peak(ax, line, 1.18 * ceiling)
+    _label(ax, line, "" if beyond else budget, solution.budget, longest, 1.18 * ceiling)
     units(ax, x="s", y="B")
-    ax.set(xlabel="time since the step began", ylabel="memory in use", title=_title(solution))
+    called = _called(solution)
+    more = "" if called == "plain PyTorch" else f" ({solution.overhead:+.2%} {solution.spent_on})"
+    title = f"{called}: peak {format_bytes(solution.peak or 0)}\nstep {format_seconds(solution.cost)}{more}"
+    ax.set(xlabel="time since the step began", ylabel="memory in use", title=title)
     handles, labels = ax.get_legend_handles_labels()
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
     shown = {**dict(zip(labels, labels, strict=True)), **(ROLE_WORDS if by == "role" else {})}
@@ -110,61 +103,28 @@ def _called(solution: Solution) -> str:
     return f"planned within {format_bytes(solution.budget)} ({solution.method})"
 
 
-def _title(solution: Solution) -> str:
-    called, step = _called(solution), format_seconds(solution.cost)
-    more = "" if called == "plain PyTorch" else f" ({solution.overhead:+.2%} {solution.spent_on})"
-    return f"{called}: peak {format_bytes(solution.peak or 0)}\nstep {step}{more}"
-
-
-def _timeline(solution: Solution) -> Timeline:
-    return timeline(check_plan(solution, "draw")[0], solution.problem)
-
-
-def _stack(ax: Axes, line: Timeline, rows: dict[str, np.ndarray], styles: Mapping[str, tuple[str, str]]) -> None:
-    """An area for each row, the first one lowest, and a line around all of them."""
-    at = line.begins
-    if rows:
-        areas = ax.stackplot(at, [_held(row) for row in rows.values()], step="post", labels=list(rows))
-        for area, name in zip(areas, rows, strict=True):
-            fill, hatch = styles[name]
-            area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
-    ax.step(at, _held(line.bytes), where="post", color="black", lw=0.7)
-
-
 def _held(row: np.ndarray) -> np.ndarray:
     return np.append(row, row[-1])
 
 
-def _name_halves(ax: Axes, line: Timeline) -> None:
-    if not 0 < line.boundary < len(line.moments):
-        return
-    border = line.moments[line.boundary].begin
-    ax.axvline(border, color="black", ls=":", lw=1)
-    for name, side, shift in (("forward", "right", -4), ("backward", "left", 4)):
-        ax.annotate(name, (border, 0.99), (shift, 0), ax.get_xaxis_transform(), "offset points", ha=side, va="top")
-
-
-def _middle(line: Timeline) -> float:
-    """Seconds at which the peak is."""
-    return line.peak_moment.begin + line.peak_moment.seconds / 2
-
-
-def _name_level(ax: Axes, words: str, level: int, *, at_the_right: bool) -> None:
-    """Label a line at this many bytes, at the end away from the peak."""
-    end, side, shift = (1.0, "right", -5) if at_the_right else (0.0, "left", 5)
-    place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
-    paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
-    ax.annotate(words, (end, level), (shift, 4), va="bottom", fontsize="small", bbox=paper, **place)
-
-
-def _name_end(ax: Axes, line: Timeline) -> None:
-    ax.axvline(line.seconds, color="black", ls=":", lw=1)
-    place: dict[str, Any] = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
-    ax.annotate("end", (line.seconds, 0.99), (4, 0), ha="left", va="top", **place)
-
-
-def _name_peak(ax: Axes, line: Timeline, height: float) -> None:
-    moment, middle = line.peak_moment, _middle(line)
+def _label(ax: Axes, line: Timeline, budget: str, level: int, longest: float, height: float) -> None:
+    """Label the halves, the budget unless that is empty, the end of the step if it ends sooner, and the peak."""
+    below_top: dict[str, Any] = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
+    if 0 < line.boundary < len(line.moments):
+        border = line.moments[line.boundary].begin
+        ax.axvline(border, color="black", ls=":", lw=1)
+        for name, side, shift in (("forward", "right", -4), ("backward", "left", 4)):
+            ax.annotate(name, (border, 0.99), (shift, 0), ha=side, **below_top)
+    moment = line.peak_moment
+    middle = moment.begin + moment.seconds / 2
+    if budget:  # at the end away from the peak
+        end, side, shift = (1.0, "right", -5) if middle < longest / 2 else (0.0, "left", 5)
+        place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
+        paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
+        ax.annotate(budget, (end, level), (shift, 4), va="bottom", fontsize="small", bbox=paper, **place)
+    if line.seconds < longest:
+        ax.axvline(line.seconds, color="black", ls=":", lw=1)
+        ax.annotate("end", (line.seconds, 0.99), (4, 0), ha="left", **below_top)
     where = f"\n{moment.where}" if moment.where else ""
     over = f" over {moment.over}" if moment.over else ""
     left = middle < line.seconds / 2
@@ -188,50 +148,43 @@ def _styles(rows: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def _links(ax: Axes, line: Timeline) -> None:
     """Strips under a picture of the memory, on its seconds: a lane for each link, and the bytes in a second memory."""
-    lane, there = 0.5 * len(line.lanes), [1.2] * bool(line.crossings)  # where the picture is 6 high
-    strips = _strips(ax, [lane, *there])
-    _lanes(strips[0], line)
-    if there:
-        _there(strips[1], line)
-        units(strips[1], x="s", y="B")
+    # The Axes become lower, to make room for the strips below; in no grid they keep their height.
+    count = len(line.lanes)
+    heights = [0.5 * count, *[1.2] * bool(line.crossings)]  # where the picture is 6 high
+    place = ax.get_subplotspec()
+    if place is None:
+        bottoms = [-(0.06 * (i + 1) + sum(heights[: i + 1]) / 6) for i in range(len(heights))]
+        strips = [ax.inset_axes((0.0, b, 1.0, h / 6), sharex=ax) for b, h in zip(bottoms, heights, strict=True)]
+    else:
+        rows = place.subgridspec(1 + len(heights), 1, height_ratios=(6, *heights))
+        ax.set_subplotspec(rows[0])
+        figure: Any = ax.figure
+        strips = [figure.add_subplot(rows[1 + i], sharex=ax) for i in range(len(heights))]
+    # What each link carries, and where the step waits for it.
+    lanes, waits = strips[0], False
+    for i, ((name, uses), (fill, hatch)) in enumerate(zip(line.lanes.items(), cycle(LANES))):
+        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": name}
+        lanes.broken_barh([(use.begin, use.end - use.begin) for use in uses], (i + 0.1, 0.8), **look)
+        if stalls := [use.stall for use in uses if use.waited]:
+            look = {"facecolor": "none", "edgecolor": RED, "linewidth": 1.5, "label": "" if waits else "the step waits"}
+            lanes.broken_barh([(begin, end - begin) for begin, end in stalls], (i + 0.03, 0.94), zorder=3, **look)
+            waits = True
+    lanes.set(ylim=(0, count))
+    lanes.set_yticks([i + 0.5 for i in range(count)], list(line.lanes))
+    lanes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize="small")
+    # The bytes in the second memory.
+    if line.crossings:
+        there = strips[1]
+        changes = [*line.levels, (line.seconds, line.levels[-1][1])]
+        seconds, levels = (np.array(column) for column in zip(*changes, strict=True))
+        there.fill_between(seconds, levels, step="post", facecolor="#bcd9ea", edgecolor="black", linewidth=0.7)
+        most = int(levels.max())
+        there.set(ylim=(0, 1.25 * most or 1), ylabel="bytes there")
+        words = f"at most {format_bytes(most)}\nin the second memory"
+        there.text(1.02, 0.5, words, va="center", transform=there.transAxes)
+        units(there, x="s", y="B")
+    # The seconds are written below the lowest only.
     for above in (ax, *strips[:-1]):
         above.tick_params(labelbottom=False)
     strips[-1].set_xlabel(ax.get_xlabel())
     ax.set_xlabel("")
-
-
-def _strips(ax: Axes, heights: list[float]) -> list[Axes]:
-    """Make room for strips below the Axes, which become lower; Axes in no grid keep their height."""
-    place = ax.get_subplotspec()
-    if place is None:
-        bottoms = [-(0.06 * (i + 1) + sum(heights[: i + 1]) / 6) for i in range(len(heights))]
-        return [ax.inset_axes((0.0, b, 1.0, h / 6), sharex=ax) for b, h in zip(bottoms, heights, strict=True)]
-    rows = place.subgridspec(1 + len(heights), 1, height_ratios=(6, *heights))
-    ax.set_subplotspec(rows[0])
-    figure: Any = ax.figure
-    return [figure.add_subplot(rows[1 + i], sharex=ax) for i in range(len(heights))]
-
-
-def _lanes(ax: Axes, line: Timeline) -> None:
-    waits = False
-    for i, ((name, uses), (fill, hatch)) in enumerate(
-        zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
-    ):
-        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": name}
-        ax.broken_barh([(use.begin, use.end - use.begin) for use in uses], (i + 0.1, 0.8), **look)
-        if stalls := [use.stall for use in uses if use.waited]:
-            look = {"facecolor": "none", "edgecolor": RED, "linewidth": 1.5, "label": "" if waits else "the step waits"}
-            ax.broken_barh([(begin, end - begin) for begin, end in stalls], (i + 0.03, 0.94), zorder=3, **look)
-            waits = True
-    ax.set(ylim=(0, len(line.lanes)))
-    ax.set_yticks([i + 0.5 for i in range(len(line.lanes))], list(line.lanes))
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize="small")
-
-
-def _there(ax: Axes, line: Timeline) -> None:
-    changes = [*line.levels, (line.seconds, line.levels[-1][1])]
-    seconds, levels = (np.array(column) for column in zip(*changes, strict=True))
-    ax.fill_between(seconds, levels, step="post", facecolor="#bcd9ea", edgecolor="black", linewidth=0.7)
-    most = int(levels.max())
-    ax.set(ylim=(0, 1.25 * most or 1), ylabel="bytes there")
-    ax.text(1.02, 0.5, f"at most {format_bytes(most)}\nin the second memory", va="center", transform=ax.transAxes)

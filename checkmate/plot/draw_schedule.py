@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
 from checkmate.plot.style import RED, axes_of, pyplot
 
@@ -37,9 +35,15 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     """
     _, plan = check_plan(solution, "draw")
     again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
-    T, kept = len(again), _kept(solution.problem, plan)
+    T, kept = len(again), np.zeros_like(plan.R)  # of each stage and op: some value of it is at hand
+    for v, value in enumerate(solution.problem.graph.values):
+        if value.producer is not None:
+            kept[:, value.producer] |= plan.S[:, v]
     ax = axes_of(ax, (7.5, 7.5))
-    ax.imshow(_averaged(kept), cmap=_shades(), vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("kept", ["white", "#9ecae1"])
+    ax.imshow(_averaged(kept), cmap=shades, vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
     cell = 400 / T  # points, about
     ax.scatter(range(T), range(T), s=max(1.0, (0.8 * cell) ** 2), marker="s", c="#222222", lw=0, label="first run")
     t, k = np.nonzero(np.tril(plan.R, -1))
@@ -56,22 +60,17 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
         ax.set_xticks(range(T), names, rotation=90)
         ax.set_yticks(range(T), names)
     if 0 < forward < T:
-        _halves(ax, forward, T)
-    shade = pyplot().Rectangle((0, 0), 1, 1, color=_shades()(1.0), label="at hand when the stage begins")
+        ax.axvline(forward - 0.5, color="black", ls="--", lw=0.8)
+        ax.axhline(forward - 0.5, color="black", ls="--", lw=0.8)
+        for name, middle in (("forward", forward / 2), ("backward", (forward + T) / 2)):
+            ax.text(middle - 0.5, 1.01, name, ha="center", va="bottom", transform=ax.get_xaxis_transform())
+            ax.text(1.01, middle - 0.5, name, ha="left", va="center", rotation=270, transform=ax.get_yaxis_transform())
+    shade = pyplot().Rectangle((0, 0), 1, 1, color=shades(1.0), label="at hand when the stage begins")
     legend = ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
     marks: list[Any] = legend.legend_handles[:2]
     for mark in marks:
         mark.set_sizes([LEGEND_SIZE])  # a mark as large as a cell of a small schedule covers the words
     return ax
-
-
-def _kept(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """(T, T) bool: some value of the op is in memory when the stage begins."""
-    kept = np.zeros_like(schedule.R)
-    for v, value in enumerate(problem.graph.values):
-        if value.producer is not None:
-            kept[:, value.producer] |= schedule.S[:, v]
-    return kept
 
 
 def _averaged(cells: np.ndarray) -> np.ndarray:
@@ -83,18 +82,3 @@ def _averaged(cells: np.ndarray) -> np.ndarray:
     sums = np.add.reduceat(np.add.reduceat(cells.astype(np.float32), edges, axis=0), edges, axis=1)
     widths = np.diff([*edges, len(cells)])
     return sums / np.outer(widths, widths)
-
-
-def _halves(ax: Axes, forward: int, T: int) -> None:
-    """Lines between forward and backward, with their names along the top and the right edge."""
-    ax.axvline(forward - 0.5, color="black", ls="--", lw=0.8)
-    ax.axhline(forward - 0.5, color="black", ls="--", lw=0.8)
-    for name, middle in (("forward", forward / 2), ("backward", (forward + T) / 2)):
-        ax.text(middle - 0.5, 1.01, name, ha="center", va="bottom", transform=ax.get_xaxis_transform())
-        ax.text(1.01, middle - 0.5, name, ha="left", va="center", rotation=270, transform=ax.get_yaxis_transform())
-
-
-def _shades() -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("kept", ["white", "#9ecae1"])

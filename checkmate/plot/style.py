@@ -5,7 +5,6 @@ What colours tell apart, hatches, markers or line styles tell apart too, so that
 
 from __future__ import annotations
 
-from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,14 +39,8 @@ ROLE_WORDS = {  # what a legend says of those whose names do not say it all
 FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
 HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")
 LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-LANES = (
-    (BLUE, "//"),
-    (ORANGE, "||"),
-    (PURPLE, "\\\\"),
-    (GREEN, "--"),
-    (SKY, "xx"),
-    (YELLOW, ".."),
-)  # of links, in turn
+# A fill and a hatch for each link, in turn.
+LANES = ((BLUE, "//"), (ORANGE, "||"), (PURPLE, "\\\\"), (GREEN, "--"), (SKY, "xx"), (YELLOW, ".."))
 MARKERS = "osD^vP*X<>pdh"
 
 
@@ -71,11 +64,6 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise TypeError(f"ax is one Axes to draw on, such as plt.subplots()[1], not {type(ax).__name__}.")
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
-
-
-def lane_styles(count: int) -> list[tuple[str, str]]:
-    """A fill and a hatch for each link."""
-    return list(islice(cycle(LANES), count))
 
 
 def units(ax: Axes, *, x: str, y: str) -> None:

@@ -36,62 +36,45 @@ ABOUT_ROLES = {
 
 
 def summary(solution: Solution) -> str:
-    """The plan in three sentences."""
+    """The plan in some sentences: its peak, its price, what waits or runs elsewhere, and its proof."""
     problem, peak = solution.problem, solution.peak or 0
+    assert solution.schedule is not None
+    assert solution.plan is not None
     share = f", {peak / problem.keep_all_peak:.1%} of what keeping everything takes" if problem.keep_all_peak else ""
     ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
-    return (
-        f"This plan runs a step of {ops} within a budget of {budget}. "
-        f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_elsewhere_in_words(solution)}"
-        f"{_proof_in_words(solution)}"
-    )
-
-
-def _price_in_words(solution: Solution) -> str:
-    assert solution.schedule is not None
-    again = solution.schedule.recomputed
-    if not again.any():
-        return f"No op runs twice: the step takes {format_seconds(solution.cost)}.{_beside_in_words(solution)}"
-    ops, times = int((again > 0).sum()), int(again.sum())
-    once = solution.problem.keep_all_cost
-    added = float(again @ solution.problem.seconds)
-    share = f" ({added / once:+.2%})" if once else ""
-    return (
-        f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
-        f"{_counted(times, 'time')} in all, "
-        f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{share}.{_beside_in_words(solution)}"
-    )
-
-
-def _beside_in_words(solution: Solution) -> str:
-    """The seconds that links save by carrying ops, with a space before; empty if none does."""
-    assert solution.plan is not None
-    if not solution.plan.started:
-        return ""
-    started = sum(isinstance(step, Start) for step in solution.plan.steps)
-    step, waits = format_seconds(solution.cost), format_seconds(solution.waited)
-    ops = _counted(started, "op")
-    return f" Links carry {ops} beside the others, so that the step takes {step}, {waits} of it waiting for a link."
-
-
-def _elsewhere_in_words(solution: Solution) -> str:
-    """The values in the second memory, with a space behind; empty if there are none."""
-    away = solution.second_memory
-    if away is None:
-        return ""
-    many = away.values > 1
-    hidden = f"{away.timing.hidden:.1%} of the time of {'their' if many else 'its'} transfers is hidden behind ops"
-    waits = f", and the step waits {format_seconds(away.waited)} for the rest" if away.waited else ""
-    return (
-        f"{_counted(away.values, 'value')} {'wait' if many else 'waits'} in the second memory for a while, "
-        f"{format_bytes(away.peak)} at most at a time; {hidden}{waits}. "
-    )
-
-
-def _proof_in_words(solution: Solution) -> str:
+    text = f"This plan runs a step of {ops} within a budget of {budget}. Its peak is {format_bytes(peak)}{share}. "
+    # The ops that run again, and the seconds that this adds.
+    again, once = solution.schedule.recomputed, problem.keep_all_cost
+    if again.any():
+        count, added = int((again > 0).sum()), float(again @ problem.seconds)
+        more = f" ({added / once:+.2%})" if once else ""
+        text += (
+            f"To stay within it, {_counted(count, 'op')} {'run' if count > 1 else 'runs'} again, "
+            f"{_counted(int(again.sum()), 'time')} in all, "
+            f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{more}. "
+        )
+    else:
+        text += f"No op runs twice: the step takes {format_seconds(solution.cost)}. "
+    # The seconds that links save by carrying ops.
+    if solution.plan.started:
+        ops = _counted(sum(isinstance(step, Start) for step in solution.plan.steps), "op")
+        step, waits = format_seconds(solution.cost), format_seconds(solution.waited)
+        text += (
+            f"Links carry {ops} beside the others, so that the step takes {step}, {waits} of it waiting for a link. "
+        )
+    # The values in the second memory.
+    if (away := solution.second_memory) is not None:
+        many = away.values > 1
+        hidden = f"{away.timing.hidden:.1%} of the time of {'their' if many else 'its'} transfers is hidden behind ops"
+        waits = f", and the step waits {format_seconds(away.waited)} for the rest" if away.waited else ""
+        text += (
+            f"{_counted(away.values, 'value')} {'wait' if many else 'waits'} in the second memory for a while, "
+            f"{format_bytes(away.peak)} at most at a time; {hidden}{waits}. "
+        )
+    # The proof.
     if solution.status is Status.OPTIMAL:
-        return f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
-    return (
+        return text + f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
+    return text + (
         f"It is proven that every schedule within the budget ({KIND}) takes at least "
         f"{format_seconds(solution.bound)}, so another one could save at most {solution.gap:.2%} of the step."
     )
@@ -144,15 +127,11 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     if problem.host is not None:
         yield "second memory", str(problem.host)
     yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
-    yield "written with", ", ".join(_versions())
-
-
-def _versions() -> Iterator[str]:
-    yield f"checkmate {__version__}"
-    yield f"Python {platform.python_version()}"
+    versions = [f"checkmate {__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "numpy", "highspy"):
         with suppress(metadata.PackageNotFoundError):
-            yield f"{name} {metadata.version(name)}"
+            versions.append(f"{name} {metadata.version(name)}")
+    yield "written with", ", ".join(versions)
 
 
 def memory_text(solution: Solution, line: Timeline) -> str:

@@ -21,12 +21,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from checkmate.core.files import write_bytes
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status, check_solution
-from checkmate.inspection.addresses import Addresses, addresses
+from checkmate.inspection.addresses import addresses
 from checkmate.inspection.difference import same_problem
-from checkmate.inspection.peak import PeakExplanation, explain_peak
-from checkmate.inspection.timeline import Timeline, timeline
+from checkmate.inspection.peak import explain_peak
+from checkmate.inspection.timeline import timeline
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 from checkmate.webpage import captions
@@ -55,7 +54,6 @@ def report(
     plan and problem. A file that is there is replaced, at once.
 
     Args:
-        solution: one with a plan.
         path: of the page, such as ``"plan.html"``.
         frontier: rows of `checkmate.frontier` for the same problem, to be shown too.
         prices: whether to say, too, what less or more memory would change; takes two solves, as
@@ -67,7 +65,7 @@ def report(
         OSError: if the page cannot be written, for example because its folder is missing.
 
     >>> import tempfile
-    >>> from checkmate import solve
+    >>> from checkmate import Problem, solve
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = report(solve(chain, 50), Path(folder) / "plan.html")
@@ -86,24 +84,15 @@ def report(
         raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} for the report {path.name} is missing. Make it, then again.")
-    rows = None if frontier is None else _rows_of(frontier, solution.problem)
+    rows = None if frontier is None else list(frontier)
+    if rows is not None and not rows:
+        raise ValueError("There are no rows of a frontier to show; leave frontier=None for a report without one.")
+    for problem in (row.solution.problem for row in rows or ()):
+        if not same_problem(problem, solution.problem):
+            raise ValueError(f"The frontier is of another problem: {problem!r}, not {solution.problem!r}.")
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
-    write_bytes(path, _page(solution, line, peak, addresses(solution), rows).encode())
-    return path
-
-
-def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
-    rows = list(frontier)
-    if not rows:
-        raise ValueError("There are no rows of a frontier to show; leave frontier=None for a report without one.")
-    for row in rows:
-        if not same_problem(row.solution.problem, problem):
-            raise ValueError(f"The frontier is of another problem: {row.solution.problem!r}, not {problem!r}.")
-    return rows
-
-
-def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None) -> str:
+    placed = addresses(solution)
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
@@ -119,9 +108,10 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         "data": page_data(solution, line, peak, placed, rows),
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["breakable"] = _breakable
+    # A long name may end a line after its underscores, as in the page's script.
+    environment.filters["breakable"] = lambda text: Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.from_string(_part("page.html")).render(
+    page = environment.from_string(_part("page.html")).render(
         _visible(said),
         title=f"checkmate: a step within {format_bytes(solution.budget)}",
         version=__version__,
@@ -130,6 +120,8 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         script=Markup(script),
         script_hash=_hash(script),
     )
+    write_bytes(path, page.encode())
+    return path
 
 
 def _part(name: str) -> str:
@@ -154,8 +146,3 @@ def _visible(document: Any) -> Any:
     if isinstance(document, (list, tuple)):
         return [_visible(part) for part in document]
     return document
-
-
-def _breakable(text: str) -> Markup:
-    """Add places at which a long name may end a line: after its underscores, as in the page's script."""
-    return Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))

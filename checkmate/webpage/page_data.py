@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from checkmate.core.answer import Column
-from checkmate.core.graph import CodePlace
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
-from checkmate.inspection.op_costs import OpCosts, costs_of
+from checkmate.inspection.op_costs import costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, nth
-from checkmate.inspection.timeline import Span, Timeline
+from checkmate.inspection.timeline import Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
-from checkmate.plot.style import ROLE_STYLES, lane_styles
+from checkmate.plot.style import LANES, ROLE_STYLES
 from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.captions import ABOUT_ROLES
@@ -28,10 +28,14 @@ def page_data(
     """The document that is embedded in the page; the script computes nothing of it again."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
-    texts = _Texts()
+    texts, places = _Texts(), [op.place for op in graph.ops]
+    modules = [f"{p.module} ({p.kind})" if p.module and p.kind else p.module or p.kind for p in places]
     roles = line.by_role()
-    names, stages = list(roles), _stages_of(line)
+    first = np.array([moment.time == 0 for moment in line.moments])
+    names, stages = list(roles), (first.cumsum() - first).tolist()  # stage t ends with the first execution of op t
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
+    spans = sorted(line.spans, key=lambda span: -span.bytes)
+    lives = [(span.born, span.died) for span in spans]
     shown = {*sizes, *workspace, *line.host_bytes, *line.bytes.tolist()}
     shown.update(size for row in roles.values() for size in row.tolist())
     return {
@@ -51,8 +55,8 @@ def page_data(
         "ops": {
             "name": [texts[op.name] for op in graph.ops],
             "target": [texts[op.target] for op in graph.ops],
-            "module": [texts[_module(op.place)] for op in graph.ops],
-            "line": [texts[op.place.line] for op in graph.ops],
+            "module": [texts[module] for module in modules],
+            "line": [texts[place.line] for place in places],
             "where": [texts[op.where or ""] for op in graph.ops],
             "takes": [format_seconds(seconds) for seconds in problem.seconds],
         },
@@ -74,8 +78,8 @@ def page_data(
         },
         # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
         "spans": [
-            [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[span.over]]
-            for span in sorted(line.spans, key=lambda span: -span.bytes)
+            [span.value, texts[span.role], span.copy, int(begin), int(end) - 1, span.uses, texts[span.over]]
+            for span, (begin, end) in zip(spans, np.searchsorted(line.ticks, lives), strict=True)
         ],
         "links": _links(line) if line.lanes else None,
         "kept": _intervals(solution.schedule.S),
@@ -123,91 +127,61 @@ def _tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
 ) -> Iterator[PageTable]:
     """Give the tables in order: name, title, columns, rows. Tables that a plan may lack come if they have rows."""
+    columns: Sequence[Column] = peak.columns
     at_peak = [span.first for span in line.alive(peak.moment.index)]
-    yield "peak", f"Values at the peak ({len(peak)})", peak.columns, peak.held, at_peak
-    again, all_ops = _op_tables(line, problem, stages)
-    if again[-1]:
-        yield again
+    yield "peak", f"Values at the peak ({len(peak)})", columns, peak.held, at_peak
+    # The ops that run again, with the price of that.
+    ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # of each op, indices of moments
+    for moment in line.moments:
+        runs[moment.op].append(moment.index)
+    more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
+    before = [", ".join(ops[stages[i]].name for i in of[1:]) for of in runs]
+    names = Column("op", "name"), Column("computes", "target")
+    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
+    if dear := sorted((op for op in ops if more[op.op]), key=lambda op: -more[op.op] * op.seconds):
+        columns = (
+            *names,
+            Column("times more", lambda op: more[op.op], str),
+            Column("costs", lambda op: more[op.op] * op.seconds, format_seconds),
+            makes,
+            Column("before", lambda op: before[op.op], sort=lambda op: stages[runs[op.op][1]]),
+            where,
+        )
+        yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
     if peak.prices:
         yield "prices", "What less or more memory would change", PRICES, peak.prices, None
+    # What links carry.
     when = (
         Column("asked for after", lambda use: line.moments[use.after].name),
         Column("begins", "begin", format_seconds),
         Column("takes", lambda use: use.end - use.begin, format_seconds),
         Column("waited for", "waited", format_seconds),
     )
-    columns: Sequence[Column]
     if moved := line.crossings:
         columns = Column("value", "name"), Column("direction", "lane"), Column("bytes", "bytes", format_bytes), *when
         yield "transfers", f"Transfers ({len(moved)})", columns, moved, [use.after for use in moved]
     if carried := line.carried:
         columns = Column("op", "name"), Column("link", "lane"), *when
         yield "carried", f"Ops on links ({len(carried)})", columns, carried, [use.run for use in carried]
-    yield all_ops
-    if rows is not None:
-        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
-        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
-
-
-def _op_tables(line: Timeline, problem: Problem, stages: list[int]) -> tuple[PageTable, PageTable]:
-    """Two tables: ops that run again, with the price of that; and the costs of all ops, the most seconds first."""
-    ops, moments = costs_of(problem).rows, line.moments
-    runs: list[list[int]] = [[] for _ in ops]  # indices of moments
-    for moment in moments:
-        runs[moment.op].append(moment.index)
-
-    def more(op: OpCosts) -> int:
-        return len(runs[op.op]) - 1
-
-    def spent(op: OpCosts) -> float:
-        return len(runs[op.op]) * op.seconds
-
-    def before(op: OpCosts) -> str:
-        return ", ".join(ops[stages[i]].name for i in runs[op.op][1:])
-
-    def over(op: OpCosts) -> str:
-        return next((moments[i].over for i in runs[op.op] if moments[i].over), "")
-
-    names = Column("op", "name"), Column("computes", "target")
-    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
-    again = (
-        *names,
-        Column("times more", more, str),
-        Column("costs", lambda op: more(op) * op.seconds, format_seconds),
-        makes,
-        Column("before", before, sort=lambda op: stages[runs[op.op][1]]),
-        where,
-    )
-    costs = (
+    # The costs of all ops, the most seconds first.
+    over = [next((line.moments[i].over for i in of if line.moments[i].over), "") for of in runs]
+    by_cost = sorted(ops, key=lambda op: -spent[op.op])
+    columns = (
         *names,
         Column("of the", "phase"),
         Column("runs", lambda op: len(runs[op.op]), str),
         Column("each", "seconds", format_seconds),
-        Column("in all", spent, format_seconds),
-        Column("share", lambda op: spent(op) / line.seconds if line.seconds else "", "{:.2%}".format),
+        Column("in all", lambda op: spent[op.op], format_seconds),
+        Column("share", lambda op: spent[op.op] / line.seconds if line.seconds else "", "{:.2%}".format),
         makes,
-        *[Column("written over", over)] * any(map(over, ops)),
+        *[Column("written over", lambda op: over[op.op])] * any(over),
         Column("workspace", "workspace_bytes", format_bytes),
         where,
     )
-    dear = sorted((op for op in ops if more(op)), key=lambda op: -more(op) * op.seconds)
-    by_cost = sorted(ops, key=lambda op: -spent(op))
-    return (
-        ("again", f"What is run again ({len(dear)} ops)", again, dear, [runs[op.op][1] for op in dear]),
-        ("ops", f"Ops by cost ({len(ops)})", costs, by_cost, [runs[op.op][0] for op in by_cost]),
-    )
-
-
-def _stages_of(line: Timeline) -> list[int]:
-    """(N,) the stage of each execution; stage t ends with the first execution of op t."""
-    first = np.array([moment.time == 0 for moment in line.moments])
-    return (first.cumsum() - first).tolist()
-
-
-def _seen(line: Timeline, span: Span) -> tuple[int, int]:
-    """The first and the last moment at which a copy is alive."""
-    first, end = np.searchsorted(line.ticks, (span.born, span.died)).tolist()
-    return first, end - 1
+    yield "ops", f"Ops by cost ({len(ops)})", columns, by_cost, [runs[op.op][0] for op in by_cost]
+    if rows is not None:
+        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
+        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
 
 
 def _links(line: Timeline) -> dict[str, Any]:
@@ -222,15 +196,11 @@ def _links(line: Timeline) -> dict[str, Any]:
                 "bars": [(use.begin, use.end) for use in uses],
                 "waits": [use.stall for use in uses if use.waited],
             }
-            for (name, uses), (fill, hatch) in zip(line.lanes.items(), lane_styles(len(line.lanes)), strict=True)
+            for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
         ],
         "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
     }
-
-
-def _module(place: CodePlace) -> str:
-    return f"{place.module} ({place.kind})" if place.module and place.kind else place.module or place.kind
 
 
 def _intervals(S: np.ndarray) -> list[list[int]]:
