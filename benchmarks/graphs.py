@@ -31,12 +31,9 @@ from transformers import (
 import checkmate
 from benchmarks.common.rows import add_names, documented
 from benchmarks.networks.batches import Batch, Step, classifier, images
-from benchmarks.networks.full_size import DenseNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG16
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.convolutional import VGG16, DenseNet, MobileNetV2, resnet18, resnet50
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from checkmate.backends import step_problem
 from checkmate.capture import rewrite
 from checkmate.core.answer import Table

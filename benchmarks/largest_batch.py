@@ -20,11 +20,8 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.networks.full_size import FCN8, SegNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG19
+from benchmarks.networks.convolutional import VGG19, MobileNetV2, resnet50
+from benchmarks.networks.pixels import FCN8, SegNet, UNet
 
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
 

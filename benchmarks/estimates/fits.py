@@ -46,7 +46,7 @@ def _llama() -> Made:
 
 
 def _resnet50() -> Made:
-    from benchmarks.networks.resnet import resnet50
+    from benchmarks.networks.convolutional import resnet50
 
     model = resnet50(1000)
 

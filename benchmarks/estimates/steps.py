@@ -31,11 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.networks import vit
-from benchmarks.networks.full_size import DenseNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import BasicBlock, Bottleneck, ResNet
-from benchmarks.networks.vgg import VGG16
+from benchmarks.networks import linear
+from benchmarks.networks.convolutional import VGG16, BasicBlock, Bottleneck, DenseNet, MobileNetV2, ResNet
 
 CLASSES = 1000
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
@@ -70,8 +67,8 @@ class ThreeProducts(nn.Module):
 
 
 def _vit(width: int, layers: int, heads: int, patch_size: int = 16, image: int = 224) -> nn.Module:
-    with patch.object(vit, "Attention", ThreeProducts):
-        return vit.ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0)
+    with patch.object(linear, "Attention", ThreeProducts):
+        return linear.ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0)
 
 
 def _vgg(*convolutions: int) -> nn.Module:

@@ -24,10 +24,10 @@ from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, plan_facts
 from benchmarks.gpu.alone import alone
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
+from benchmarks.networks.convolutional import resnet18, resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution

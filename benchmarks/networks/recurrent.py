@@ -47,9 +47,9 @@ class LibraryLSTM(nn.Module):
 class Segment(nn.Module):
     """Some tokens of a long short-term memory (Hochreiter & Schmidhuber 1997), its loop over them in Python."""
 
-    def __init__(self, cell: nn.LSTMCell, dropout: float) -> None:
+    def __init__(self, cell: nn.LSTMCell) -> None:
         super().__init__()
-        self.cell, self.dropout = cell, nn.Dropout(dropout)
+        self.cell, self.dropout = cell, nn.Dropout(0.1)
 
     def forward(self, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, width) -> the same shape, and the state after the last token."""
@@ -63,11 +63,11 @@ class Segment(nn.Module):
 class LSTM(nn.Module):
     """A language model of two recurrent layers; a block is one layer's pass over a segment of the tokens."""
 
-    def __init__(self, vocabulary: int, width: int, segments: int, dropout: float = 0.1) -> None:
+    def __init__(self, vocabulary: int, width: int, segments: int) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
         cells = [nn.LSTMCell(width, width) for _ in range(2)]
-        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell, dropout) for _ in range(segments)) for cell in cells)
+        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell) for _ in range(segments)) for cell in cells)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of tokens."""

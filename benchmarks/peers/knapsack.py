@@ -29,8 +29,8 @@ from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import distance, median_ratio, seconds_in_turn
 from benchmarks.networks import Case, classifier, images, language_model, tokens
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.convolutional import resnet50
+from benchmarks.networks.linear import ViT
 from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.inductor import SMALLEST_SHARE, KnapsackSolver

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
+from benchmarks.networks.convolutional import VGG16, MobileNetV2, resnet18, resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from benchmarks.networks.recurrent import LSTM
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG16
-from benchmarks.networks.vit import ViT
 
 CLASSES = 1000
 

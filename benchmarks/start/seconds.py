@@ -32,9 +32,9 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import budget_at
 from benchmarks.networks import CASES, CLASSES, Case
 from benchmarks.networks.batches import Batch, Step, images, language_model, tokens
+from benchmarks.networks.convolutional import resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.unet import AttentionUNet
+from benchmarks.networks.pixels import AttentionUNet
 from benchmarks.start.script import started
 from checkmate.backends import compilation, step_problem
 from checkmate.backends.planner import Planner
