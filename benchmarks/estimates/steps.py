@@ -24,15 +24,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.networks import linear
 from benchmarks.networks.convolutional import VGG16, BasicBlock, Bottleneck, DenseNet, MobileNetV2, ResNet
+from benchmarks.networks.linear import ViT
 
 CLASSES = 1000
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
@@ -49,52 +48,22 @@ class Step:
     looked_at: bool  # while constants were set; the others were kept back
 
 
-class ThreeProducts(nn.Module):
-    """Self-attention as timm wrote it for PyTorch 1.12."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Each position sees all."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = (q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5
-        y = scores.softmax(-1) @ v
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
 def _vit(width: int, layers: int, heads: int, patch_size: int = 16, image: int = 224) -> nn.Module:
-    with patch.object(linear, "Attention", ThreeProducts):
-        return linear.ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0)
-
-
-def _vgg(*convolutions: int) -> nn.Module:
-    return type("VGG", (VGG16,), {"convolutions": convolutions})(CLASSES)
-
-
-def _densenet(*blocks: int) -> nn.Module:
-    return DenseNet(CLASSES, blocks=blocks)
-
-
-def _resnet(block: type[BasicBlock | Bottleneck], *blocks: int) -> nn.Module:
-    return ResNet(block, blocks, CLASSES)
+    return ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0, fused=False)
 
 
 CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": partial(_resnet, BasicBlock, 2, 2, 2, 2),
-    "resnet34": partial(_resnet, BasicBlock, 3, 4, 6, 3),
-    "resnet50": partial(_resnet, Bottleneck, 3, 4, 6, 3),
-    "resnet101": partial(_resnet, Bottleneck, 3, 4, 23, 3),
-    "resnet152": partial(_resnet, Bottleneck, 3, 8, 36, 3),
-    "vgg11": partial(_vgg, 1, 1, 2, 2, 2),
-    "vgg16": partial(_vgg, 2, 2, 3, 3, 3),
-    "vgg19": partial(_vgg, 2, 2, 4, 4, 4),
-    "densenet121": partial(_densenet, 6, 12, 24, 16),
-    "densenet169": partial(_densenet, 6, 12, 32, 32),
-    "densenet201": partial(_densenet, 6, 12, 48, 32),
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2), CLASSES),
+    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3), CLASSES),
+    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3), CLASSES),
+    "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3), CLASSES),
+    "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3), CLASSES),
+    "vgg11": partial(VGG16, CLASSES, (1, 1, 2, 2, 2)),
+    "vgg16": partial(VGG16, CLASSES, (2, 2, 3, 3, 3)),
+    "vgg19": partial(VGG16, CLASSES, (2, 2, 4, 4, 4)),
+    "densenet121": partial(DenseNet, CLASSES, blocks=(6, 12, 24, 16)),
+    "densenet169": partial(DenseNet, CLASSES, blocks=(6, 12, 32, 32)),
+    "densenet201": partial(DenseNet, CLASSES, blocks=(6, 12, 48, 32)),
     "mobilenetv2": partial(MobileNetV2, CLASSES),
     "mobilenetv2-1.4": partial(MobileNetV2, CLASSES, 1.4),
     "vit-t16": partial(_vit, 192, 12, 3),
@@ -208,19 +177,10 @@ def _language_model(
     attention: Literal["eager", "sdpa"] = "eager",
 ) -> Made:
     width, heads, layers = size
-    config = GPT2Config(
-        n_embd=width,
-        n_head=heads,
-        n_layer=layers,
-        n_positions=length,
-        vocab_size=vocabulary,
-        activation_function=act,
-        attn_implementation=attention,
-        attn_pdrop=dropout,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        use_cache=False,
-    )
+    sizes = {"n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": length, "vocab_size": vocabulary}
+    dropped = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    kinds = {"activation_function": act, "attn_implementation": attention, "use_cache": False}
+    config = GPT2Config(**sizes, **dropped, **kinds)
     with torch.device("meta"):
         model = GPT2LMHeadModel(config).train()
         tokens = torch.zeros(batch, length, dtype=torch.long)

@@ -57,12 +57,10 @@ class VGG(nn.Module):
 
 
 class VGG16(VGG):
-    """Configuration D of the paper, for images of 224 x 224."""
+    """Configuration D of the paper, for images of 224 x 224; others by their convolutions before each pool."""
 
-    convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)  # before each pool
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(tuple(zip((64, 128, 256, 512, 512), self.convolutions, strict=True)), classes)
+    def __init__(self, classes: int, convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)) -> None:
+        super().__init__(tuple(zip((64, 128, 256, 512, 512), convolutions, strict=True)), classes)
 
     def make_classifier(self, channels: int, classes: int) -> nn.Sequential:
         first = nn.Linear(channels * 7 * 7, 4096), RELU(), nn.Dropout(0.5)
@@ -70,12 +68,6 @@ class VGG16(VGG):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).flatten(1))
-
-
-class VGG19(VGG16):
-    """Configuration E of the paper."""
-
-    convolutions = (2, 2, 4, 4, 4)
 
 
 _plain = partial(conv_norm, act=None)

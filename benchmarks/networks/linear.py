@@ -48,29 +48,33 @@ class Mixer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention through PyTorch's fused operator, with dropout inside it."""
+    """Multi-head self-attention by PyTorch's fused operator, with dropout inside it; or in products, without."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.fused = heads, dropout, fused
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            q, k, v = qkv
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        else:  # as timm wrote it for PyTorch 1.12
+            q, k, v = qkv.unbind(0)
+            y = ((q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5).softmax(-1) @ v
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each normalized before, with a shortcut."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads, dropout, fused)
         inner = nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout)
         self.mlp = nn.Sequential(*inner, nn.Linear(4 * width, width), nn.Dropout(dropout))
 
@@ -83,14 +87,23 @@ class ViT(nn.Module):
     """A vision transformer (Dosovitskiy et al. 2021): patches as tokens, a class token, blocks, a linear classifier."""
 
     def __init__(
-        self, image: int, patch: int, width: int, layers: int, heads: int, classes: int, dropout: float = 0.1
+        self,
+        image: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        classes: int,
+        dropout: float = 0.1,
+        *,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, width))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout, fused) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 
