@@ -28,12 +28,10 @@ from benchmarks.common.resident import growth
 from benchmarks.common.rows import Column, Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
-from benchmarks.networks.batches import Batch, Step
+from benchmarks.networks.batches import Made
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.demo.tasks import Task, digits_task, text_task
 from checkmate.memory import build
-
-Made = tuple[nn.Module, Step, Batch]
 
 
 def _compared(network: Network) -> Made:

@@ -115,13 +115,9 @@ def constants() -> list[Tensor]:
 
 def differing(found: Outcome, expected: Outcome) -> dict[str, float | None]:
     """What is not the same bits, and by how much of its largest element; None where that is no number."""
-    names = [*expected.tensors, *(name for name in found.tensors if name not in expected.tensors)]
-    wrong = {}
-    for name in names:
-        a, b = found.tensors.get(name), expected.tensors.get(name)
-        if not same_bits(a, b):
-            wrong[name] = _off(a, b)
-    return wrong
+    names = dict.fromkeys([*expected.tensors, *found.tensors])
+    pairs = {name: (found.tensors.get(name), expected.tensors.get(name)) for name in names}
+    return {name: _off(a, b) for name, (a, b) in pairs.items() if not same_bits(a, b)}
 
 
 def _off(a: Tensor | None, b: Tensor | None) -> float | None:

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.networks.batches import Made
 from benchmarks.networks.convolutional import VGG16, BasicBlock, Bottleneck, DenseNet, MobileNetV2, ResNet
 from benchmarks.networks.linear import ViT
 
 CLASSES = 1000
-Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -122,18 +122,14 @@ def _flat(result: Any) -> list[Tensor]:
     return [*result] if isinstance(result, tuple) else [result]
 
 
-def _region(how: dict[str, Any]) -> Any:
-    """As people write it: the forward within autocast."""
-    return torch.autocast("cpu", getattr(torch, how["autocast"])) if "autocast" in how else nullcontext()
-
-
 def _autocast(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+    """As people write it: the forward within autocast."""
     if "autocast" not in how:
         return fn
 
     @functools.wraps(fn)
     def within(*x: Any) -> Any:
-        with _region(how):
+        with torch.autocast("cpu", getattr(torch, how["autocast"])):
             return fn(*x)
 
     return within

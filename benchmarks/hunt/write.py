@@ -188,12 +188,6 @@ class _Writer:
         self.lines.append(f"return {', '.join(['loss', *others])}")
 
 
-def _fits(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return False
-    return value.numel() <= MOST_NUMBERS and value.dim() <= MOST_DIMENSIONS
-
-
 class _Filled(string.Formatter):
     """A statement with names and numbers in place of braces; no text if there is no such tensor."""
 

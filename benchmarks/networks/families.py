@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.census import text
-from benchmarks.networks.batches import classifier, language_model, tokens
+from benchmarks.networks.batches import Made, classifier, language_model, tokens
 from benchmarks.networks.convolutional import (
     VGG,
     DenseNet,
@@ -30,7 +30,6 @@ from benchmarks.networks.pixels import FCN, SegNet, UNet
 from benchmarks.networks.recurrent import LSTM, HandWrittenLSTM, LibraryLSTM, TreeLSTM
 
 CLASSES, VOCABULARY = 10, 50
-Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 Family = Callable[[], Made]
 SEEING: dict[str, Any] = {  # a small transformer of images
     "hidden_size": 32,
