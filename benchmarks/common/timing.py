@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step
@@ -35,6 +36,12 @@ def nothing_on_disk() -> Iterator[None]:
     """No plan of an earlier run, and none of another budget, for planning to begin with."""
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {VARIABLE: folder}):
         yield
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what a GPU was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:

@@ -206,7 +206,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     assert predicted is not None  # compile raises where there is no plan
     assert solution.plan is not None
     elsewhere = {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
-    finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else lambda: None
+    finish = partial(measuring.finish, setting.device)
     with alone():
         plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
     return {

@@ -245,16 +245,12 @@ class Comparison:
         seconds = 0.0
         for _ in range(2):
             self.subject.module.zero_grad(set_to_none=True)
-            self._finish()
+            measuring.finish(self.device)
             began = time.perf_counter()
             step(*self.subject.batch).backward()
-            self._finish()
+            measuring.finish(self.device)
             seconds = time.perf_counter() - began
         return seconds
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def rows(self) -> list[Row]:
         """A row for each setting, timed, timed with another one, or failed."""
