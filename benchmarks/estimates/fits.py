@@ -10,7 +10,7 @@ process, on a machine that may do other work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,18 +44,16 @@ NETWORKS: dict[str, Callable[[], tuple[Step, Batch]]] = {
 }
 
 
-def rows(name: str, device: str, time_limit: float) -> list[Row]:
+def rows(name: str, device: str, time_limit: float) -> Iterator[Row]:
     """The rows of a network on a device."""
     with torch.device("meta"):
         loss_fn, batch = NETWORKS[name]()
-    found: list[Row] = []
     for everything in (False, True):
         began, spent = time.perf_counter(), time.process_time()
         page = checkmate.fits(loss_fn, *batch, device=device, everything=everything, time_limit=time_limit)
         clock, spent = time.perf_counter() - began, time.process_time() - spent
         about = {"network": name, "name": device, "everything": everything, "ops": len(page.problem.graph.ops)}
-        found.append({**about, "clock": clock, "process": spent, **page.summary()})
-    return found
+        yield {**about, "clock": clock, "process": spent, **page.summary()}
 
 
 def _way(at: int) -> Column:
