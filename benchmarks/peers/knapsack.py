@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import distance, median_ratio, seconds_in_turn
-from benchmarks.networks import Case, classifier, images, language_model, tokens
+from benchmarks.networks import Case, images, language_model, tokens
 from benchmarks.networks.convolutional import resnet50
 from benchmarks.networks.linear import ViT
 from checkmate.backends.tensor_state import same_bits
@@ -59,7 +59,7 @@ def _mean_square(module: nn.Module) -> Callable[[Tensor], Tensor]:
 _CASES = (
     Case("gpt2", _gpt2, partial(tokens, 8, 128, 512), language_model),
     Case("resnet50", lambda: resnet50(10, base=16), partial(images, 8, 64, 10)),
-    Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10), classifier),
+    Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10)),
     Case("reused", _reused, lambda: (torch.randn(512, 64),), _mean_square),  # each weight three times
 )
 NETWORKS = {case.name: case for case in _CASES}
@@ -155,7 +155,6 @@ def _step(run: Run) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    rows = [{"backend": "inductor", **row} for row in rows]  # the first ones do not say
     last = latest(rows, "network", "backend", "share", "solver")
     return document(
         "PyTorch's memory budget by the peak",
