@@ -1,4 +1,4 @@
-"""What the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
+"""Memory that the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
 
     python -m benchmarks.arena [NETWORK ...] [--share 0.9 0.6] [--threads 1]
 

@@ -109,7 +109,7 @@ def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
 
 
 def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
-    """The same as PyTorch has it: its ops, in its order, none of which writes over an input."""
+    """Trace a graph as PyTorch has it: its ops, in its order, none of which writes over an input."""
     with (
         patch.object(rewrite, "split_convolutions", lambda *_: None),
         patch.object(rewrite, "forget_inputs", lambda _: None),

@@ -32,7 +32,7 @@ PAPER = ("paper_size", "paper_ratio", "paper_source")  # the largest batch, and 
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained, and what the paper's text says of it."""
+    """A network to train, and the figures of the paper's text."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, int] = (224, 224)  # of an image

@@ -42,7 +42,7 @@ COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed"
 
 
 def examined() -> Row:
-    """What the version that is installed lacks of what is not public, what is left out, and how the arena is built."""
+    """Names that are not public and that the installed version lacks, what is left out, and how the arena is built."""
     from checkmate.backends import compilation as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals import names
@@ -115,7 +115,7 @@ def _last(rows: Sequence[Row], of: str) -> list[Row]:
 
 
 def needed() -> list[str]:
-    """What checkmate needs, by pyproject.toml."""
+    """Packages that checkmate needs, by pyproject.toml."""
     found = re.search(
         r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.DOTALL | re.MULTILINE
     )

@@ -48,7 +48,7 @@ _timm, _ops, MISSING = _import()
 
 
 class Tiny:
-    """How a family's network is made small.
+    """Options that make a family's network small.
 
     Args:
         name: of a model that timm registers, or of the class, where a registered one takes no such options.

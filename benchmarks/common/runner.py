@@ -1,4 +1,4 @@
-"""What every benchmark is: cases, a measure that runs each in a process of its own, rows in a file, and a table."""
+"""Parts of every benchmark: cases, a measure that runs each in a process of its own, rows in a file, and a table."""
 
 from __future__ import annotations
 

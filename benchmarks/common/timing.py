@@ -1,4 +1,4 @@
-"""What benchmarks have in common: budgets, timing in pairs, how far numbers are apart."""
+"""Measures that benchmarks share: budgets, timing in pairs, how far numbers are apart."""
 
 from __future__ import annotations
 

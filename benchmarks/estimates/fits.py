@@ -1,4 +1,4 @@
-"""What `checkmate.fits` answers of networks of the size people train, and how long it takes on one thread.
+"""Answers of `checkmate.fits` for networks of the size people train, and how long they take on one thread.
 
     python -m benchmarks.estimates.fits [NETWORK ...] [--device rtx4090 h100] [--time-limit 30]
 

@@ -41,7 +41,7 @@ LEAST_SECONDS, LEAST_SECONDS_SMALL = 10.0, 1.0  # to look for the smallest budge
 
 @dataclass(frozen=True)
 class Network:
-    """What to train: the module, its batch, and the step of it, at full size and at one for a test on the CPU."""
+    """A network to train: the module, its batch, and the step of it, at full size and at one for a test on the CPU."""
 
     make: Callable[[], tuple[nn.Module, Batch]]
     make_small: Callable[[], tuple[nn.Module, Batch]]
@@ -95,7 +95,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of one network and precision have in common."""
+    """Facts that all rows of one network and precision have in common."""
 
     network: Network
     device: torch.device

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` looks at: items, each of which runs in a process of its own and yields rows."""
+"""Items of `benchmarks.gpu`, each of which runs in a process of its own and yields rows."""
 
 from __future__ import annotations
 

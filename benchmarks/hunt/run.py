@@ -1,4 +1,4 @@
-"""One program: trained plainly and compiled at three budgets, and what came of it."""
+"""One program, trained plainly and compiled at three budgets: its outcome."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def _autocast(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
-    """As people write it: the forward within autocast."""
+    """The forward within autocast, as people write it."""
     if "autocast" not in how:
         return fn
 
@@ -213,7 +213,7 @@ def _plain_whole(fn: Callable[..., Any], optimizer: Any, clip: float | None, acc
 
 
 def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
-    """What compiles a step as its settings say."""
+    """A function that compiles a step as its settings say."""
     options: dict[str, Any] = {"budget": budget, "time_limit": PLANNING, "wait": "first"}
     if "memory" in how:
         options["memory"] = how["memory"]
@@ -231,7 +231,7 @@ def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
 
 
 def outcome(text: str) -> Row:
-    """What came of a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
+    """The outcome of a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
     how = load(text, "program")["HOW"]
     torch.set_num_threads(how["threads"])
     began = time.process_time()
@@ -266,7 +266,7 @@ class _Turns:
         """No more comes."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As if it had ended."""
+        """Tell that it has ended."""
         return True
 
 
@@ -351,7 +351,7 @@ def _where(error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without what differs from program to program."""
+    """The text of an error, without what differs from program to program."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = re.sub(r"0x[0-9a-f]+|\d[\d_.]*", "#", line)
     return re.sub(r"\[[#, ]*\]|\([#, ]*\)", "[#]", line)[:200]

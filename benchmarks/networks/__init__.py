@@ -32,7 +32,7 @@ class Case:
     step: Callable[[nn.Module], Step] = classifier
 
     def make(self, seed: int) -> tuple[nn.Module, Step, Batch]:
-        """The same for the same seed."""
+        """Module, step and batch, which a seed determines."""
         torch.manual_seed(seed)
         module = self.build()
         return module, self.step(module), self.batch()

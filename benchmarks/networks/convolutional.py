@@ -303,7 +303,7 @@ class DenseBlock(nn.Module):
         self.layers = nn.ModuleList(DenseLayer(before + i * growth, growth) for i in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What came in and what every layer added."""
+        """The input, and the channels that each layer adds to it."""
         features = [x]
         for layer in self.layers:
             features.append(layer(features))

@@ -31,7 +31,7 @@ class HandWrittenLSTM(nn.Module):
 
 
 class LibraryLSTM(nn.Module):
-    """The same by `nn.LSTM`, or another recurrent module of PyTorch."""
+    """A language model by `nn.LSTM`, or another recurrent module of PyTorch."""
 
     def __init__(self, vocabulary: int, width: int, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ TOLERANCE = 1e-3  # relative to the largest element of a tensor, where kernels d
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and for how long."""
+    """Choice of what is compared, and for how long."""
 
     device: torch.device = CPU
     only: Sequence[str] = KINDS
@@ -116,7 +116,7 @@ class Comparison:
 
     @property
     def about(self) -> Row:
-        """What all rows of the network have in common."""
+        """Facts that all rows of the network have in common."""
         return {
             "model": self.subject.network.name,
             "device": str(self.device),

@@ -26,7 +26,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained. ``make()`` is the same each time, after the same seed.
+    """A network to train. ``make()`` is the same each time, after the same seed.
 
     ``blocks(module)``: the parts that checkpoints go around. ``chain(module)``: one `nn.Sequential` whose layers can be
     cut into segments, where there is one.

@@ -1,4 +1,4 @@
-"""What a second memory is worth: plans that recompute, that send, and that do both, with those of others beside them.
+"""Worth of a second memory: plans that recompute, that send, and that do both, with those of others beside them.
 
     python -m benchmarks.second_memory [NETWORK ...] [--share 0.4 0.3] [--method NAME ...] [--time-limit SECONDS]
     python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md, docs/comparison.md
