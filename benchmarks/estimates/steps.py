@@ -52,53 +52,29 @@ def _vit(width: int, layers: int, heads: int, patch_size: int = 16, image: int =
     return ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0, fused=False)
 
 
-CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2), CLASSES),
-    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3), CLASSES),
-    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3), CLASSES),
-    "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3), CLASSES),
-    "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3), CLASSES),
-    "vgg11": partial(VGG16, CLASSES, (1, 1, 2, 2, 2)),
-    "vgg16": partial(VGG16, CLASSES, (2, 2, 3, 3, 3)),
-    "vgg19": partial(VGG16, CLASSES, (2, 2, 4, 4, 4)),
-    "densenet121": partial(DenseNet, CLASSES, blocks=(6, 12, 24, 16)),
-    "densenet169": partial(DenseNet, CLASSES, blocks=(6, 12, 32, 32)),
-    "densenet201": partial(DenseNet, CLASSES, blocks=(6, 12, 48, 32)),
-    "mobilenetv2": partial(MobileNetV2, CLASSES),
-    "mobilenetv2-1.4": partial(MobileNetV2, CLASSES, 1.4),
-    "vit-t16": partial(_vit, 192, 12, 3),
-    "vit-s16": partial(_vit, 384, 12, 6),
-    "vit-b16": partial(_vit, 768, 12, 12),
-    "vit-b32": partial(_vit, 768, 12, 12, 32),
-    "vit-l16": partial(_vit, 1024, 24, 16),
-    "vit-l32": partial(_vit, 1024, 24, 16, 32),
-    "vit-s16-384": partial(_vit, 384, 12, 6, 16, 384),
-    "vit-b16-384": partial(_vit, 768, 12, 12, 16, 384),
-    "vit-b32-384": partial(_vit, 768, 12, 12, 32, 384),
-}
-TIMM: dict[str, tuple[int, float, float | None]] = {  # images; milliseconds, and with channels last
-    "resnet18": (512, 184.877, 146.713),
-    "resnet34": (512, 314.992, 250.813),
-    "resnet50": (512, 618.983, 419.528),
-    "resnet101": (256, 448.321, 340.74),
-    "resnet152": (192, 516.516, 380.547),
-    "vgg11": (512, 619.706, 536.508),
-    "vgg16": (384, 824.954, 702.994),
-    "vgg19": (384, 1090.655, 839.347),
-    "densenet121": (256, 348.758, 278.353),
-    "densenet169": (256, 429.221, 337.551),
-    "densenet201": (192, 425.987, 338.221),
-    "mobilenetv2": (512, 278.633, 220.563),
-    "mobilenetv2-1.4": (384, 302.189, 233.691),
-    "vit-t16": (512, 222.408, None),
-    "vit-s16": (384, 363.872, None),
-    "vit-b16": (192, 490.391, None),
-    "vit-b32": (512, 299.695, None),
-    "vit-l16": (64, 544.981, None),
-    "vit-l32": (256, 489.021, None),
-    "vit-s16-384": (64, 266.865, None),
-    "vit-b16-384": (32, 329.192, None),
-    "vit-b32-384": (256, 470.804, None),
+TIMM: dict[str, tuple[Callable[[], nn.Module], int, float, float | None]] = {  # images; ms, and with channels last
+    "resnet18": (partial(ResNet, BasicBlock, (2, 2, 2, 2), CLASSES), 512, 184.877, 146.713),
+    "resnet34": (partial(ResNet, BasicBlock, (3, 4, 6, 3), CLASSES), 512, 314.992, 250.813),
+    "resnet50": (partial(ResNet, Bottleneck, (3, 4, 6, 3), CLASSES), 512, 618.983, 419.528),
+    "resnet101": (partial(ResNet, Bottleneck, (3, 4, 23, 3), CLASSES), 256, 448.321, 340.74),
+    "resnet152": (partial(ResNet, Bottleneck, (3, 8, 36, 3), CLASSES), 192, 516.516, 380.547),
+    "vgg11": (partial(VGG16, CLASSES, (1, 1, 2, 2, 2)), 512, 619.706, 536.508),
+    "vgg16": (partial(VGG16, CLASSES, (2, 2, 3, 3, 3)), 384, 824.954, 702.994),
+    "vgg19": (partial(VGG16, CLASSES, (2, 2, 4, 4, 4)), 384, 1090.655, 839.347),
+    "densenet121": (partial(DenseNet, CLASSES, blocks=(6, 12, 24, 16)), 256, 348.758, 278.353),
+    "densenet169": (partial(DenseNet, CLASSES, blocks=(6, 12, 32, 32)), 256, 429.221, 337.551),
+    "densenet201": (partial(DenseNet, CLASSES, blocks=(6, 12, 48, 32)), 192, 425.987, 338.221),
+    "mobilenetv2": (partial(MobileNetV2, CLASSES), 512, 278.633, 220.563),
+    "mobilenetv2-1.4": (partial(MobileNetV2, CLASSES, 1.4), 384, 302.189, 233.691),
+    "vit-t16": (partial(_vit, 192, 12, 3), 512, 222.408, None),
+    "vit-s16": (partial(_vit, 384, 12, 6), 384, 363.872, None),
+    "vit-b16": (partial(_vit, 768, 12, 12), 192, 490.391, None),
+    "vit-b32": (partial(_vit, 768, 12, 12, 32), 512, 299.695, None),
+    "vit-l16": (partial(_vit, 1024, 24, 16), 64, 544.981, None),
+    "vit-l32": (partial(_vit, 1024, 24, 16, 32), 256, 489.021, None),
+    "vit-s16-384": (partial(_vit, 384, 12, 6, 16, 384), 64, 266.865, None),
+    "vit-b16-384": (partial(_vit, 768, 12, 12, 16, 384), 32, 329.192, None),
+    "vit-b32-384": (partial(_vit, 768, 12, 12, 32, 384), 256, 470.804, None),
 }
 MPT_SIZES = {  # width, heads, layers
     "125m": (768, 12, 12),
@@ -153,7 +129,7 @@ def _classifier(
     name: str, images: int, half: torch.dtype | None, image: int = 224, *, channels_last: bool = False
 ) -> Made:
     with torch.device("meta"):
-        model = CLASSIFIERS[name]()
+        model = TIMM[name][0]()
         x, y = torch.empty(images, 3, image, image), torch.zeros(images, dtype=torch.long)
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
@@ -198,7 +174,7 @@ def _all() -> dict[str, Step]:
     def add(name: str, source: str, milliseconds: float, make: Callable[[], Made]) -> None:
         found[name] = Step(name.partition(" ")[0], source, milliseconds, make, name not in KEPT_BACK)
 
-    for name, (images, plain, last) in TIMM.items():
+    for name, (_, images, plain, last) in TIMM.items():
         size = 384 if name.endswith("-384") else 224
         make: Callable[..., Made] = partial(_classifier, name, images, torch.float16, size)
         add(f"rtx3090 {name}", "timm", plain, make)
