@@ -83,11 +83,11 @@ class LSTM(nn.Module):
         return self.head(x)
 
 
-Tree = int | tuple["Tree", "Tree"]  # a leaf is the position of its token
-
-
 class TreeLSTM(nn.Module):
-    """A binary tree LSTM (Tai et al. 2015) over one tree, the same for all samples: a graph, though no chain."""
+    """A binary tree LSTM (Tai et al. 2015) over one tree, the same for all samples: a graph, though no chain.
+
+    ``tree``: pairs of pairs, whose leaves are the positions of tokens.
+    """
 
     def __init__(self, vocabulary: int, width: int, classes: int, tree: Any) -> None:
         super().__init__()

@@ -20,14 +20,14 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import partitioners
 
 from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
-from benchmarks.common.timing import distance, median_ratio, seconds_in_turn
+from benchmarks.common.timing import add_up, distance, median_ratio, seconds_in_turn
 from benchmarks.networks import Case, images, language_model, tokens
 from benchmarks.networks.convolutional import resnet50
 from benchmarks.networks.linear import ViT
@@ -114,12 +114,13 @@ def _compiled(loss: Run, backend: str, share: float, chooses: Any, row: Row) -> 
     run: Run = torch.compile(own, backend=backend, dynamic=False)
     config: Any = torch._functorch.config
     torch.manual_seed(0)
+    row["planning_seconds"] = 0.0
     began = time.perf_counter()
     try:
         with (
             config.patch(activation_memory_budget=share, activation_memory_budget_solver=chooses),
             config.patch(enable_autograd_cache=False),  # it does not tell dp, greedy and ilp apart
-            _timed(row),
+            add_up(partitioners, "_optimize_runtime_with_given_memory", row, "planning_seconds"),
         ):
             result = run()
         result.backward()
@@ -127,26 +128,10 @@ def _compiled(loss: Run, backend: str, share: float, chooses: Any, row: Row) -> 
         if not isinstance(getattr(error, "inner_exception", error), InfeasibleBudget):
             raise
         return None
+    finally:
+        row["was_asked"] = row["planning_seconds"] > 0
     row["compile_seconds"] = time.perf_counter() - began
     return run
-
-
-def _timed(row: Row) -> Any:
-    """Note what PyTorch's call of a solver takes."""
-    from torch._functorch import partitioners
-
-    call = partitioners._optimize_runtime_with_given_memory
-    row |= {"was_asked": False, "planning_seconds": 0.0}
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            row["was_asked"] = True
-            row["planning_seconds"] += time.perf_counter() - began
-
-    return patch.object(partitioners, "_optimize_runtime_with_given_memory", timed)
 
 
 def _step(run: Run) -> None:
