@@ -1,4 +1,4 @@
-"""What the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
+"""Memory that the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
 
     python -m benchmarks.arena [NETWORK ...] [--share 0.9 0.6] [--threads 1]
 
@@ -28,12 +28,10 @@ from benchmarks.common.resident import growth
 from benchmarks.common.rows import Column, Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
-from benchmarks.networks.batches import Batch, Step
+from benchmarks.networks.batches import Made
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.demo.tasks import Task, digits_task, text_task
 from checkmate.memory import build
-
-Made = tuple[nn.Module, Step, Batch]
 
 
 def _compared(network: Network) -> Made:
@@ -41,7 +39,8 @@ def _compared(network: Network) -> Made:
     return subject.module, subject.plain, subject.batch
 
 
-def _of_the_demo(task: Task) -> Made:
+def _of_the_demo(make: Callable[[int], Task]) -> Made:
+    task = make(1)
     return *task.make(), task.batches[0]
 
 
@@ -55,8 +54,8 @@ def _wide() -> Made:
 
 CASES: dict[str, Callable[[], Made]] = {
     **{name: partial(_compared, network) for name, network in NETWORKS.items()},
-    "demo-digits": lambda: _of_the_demo(digits_task(1)),
-    "demo-text": lambda: _of_the_demo(text_task(1)),
+    "demo-digits": partial(_of_the_demo, digits_task),
+    "demo-text": partial(_of_the_demo, text_task),
     "wide": _wide,
 }
 
@@ -79,19 +78,16 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
         steps[memory] = checkmate.compile(plain, budget=budget, time_limit=time_limit, memory=memory, wait="best")
     if (failure := build.wait()) is not None:
         raise SystemExit(f"No arena: {failure}.")
-
-    def run(step: Any) -> Callable[[], None]:
-        return lambda: step_and_back(module, step, batch)
-
-    run(steps["arena"])()
+    runs = {kind: partial(step_and_back, module, step, batch) for kind, step in steps.items()}
+    runs["arena"]()
     (first,) = steps["arena"].memory().rows
-    run(steps["arena"])()
+    runs["arena"]()
     while not steps["arena"].memory().rows[0].settled:  # lower addresses are looked for beside the training
         time.sleep(0.5)
-        run(steps["arena"])()
+        runs["arena"]()
     let_go = small_step()
-    grown = {kind: growth(module, run(step), let_go) for kind, step in steps.items()}
-    seconds = seconds_in_turn({kind: run(step) for kind, step in steps.items()}, rounds, module.zero_grad)
+    grown = {kind: growth(module, run, let_go) for kind, run in runs.items()}
+    seconds = seconds_in_turn(runs, rounds, module.zero_grad)
     plan, (use,) = steps["arena"].plans[0], steps["arena"].memory().rows
     planned = plan.peak - plan.problem.resident
     yield {

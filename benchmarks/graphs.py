@@ -31,12 +31,9 @@ from transformers import (
 import checkmate
 from benchmarks.common.rows import add_names, documented
 from benchmarks.networks.batches import Batch, Step, classifier, images
-from benchmarks.networks.full_size import DenseNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG16
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.convolutional import VGG16, DenseNet, MobileNetV2, resnet18, resnet50
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from checkmate.backends import step_problem
 from checkmate.capture import rewrite
 from checkmate.core.answer import Table
@@ -112,7 +109,7 @@ def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
 
 
 def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
-    """The same as PyTorch has it: its ops, in its order, none of which writes over an input."""
+    """Trace a graph as PyTorch has it: its ops, in its order, none of which writes over an input."""
     with (
         patch.object(rewrite, "split_convolutions", lambda *_: None),
         patch.object(rewrite, "forget_inputs", lambda _: None),

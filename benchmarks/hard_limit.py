@@ -117,7 +117,7 @@ def plan(share: float) -> Iterator[Row]:
 
 
 def grow(kind: str, budget: int) -> Iterator[Row]:
-    """How much the resident set grows where nothing limits it."""
+    """Growth of the resident set where nothing limits it."""
     training = Training(kind, budget)
     small = Training(kind, budget)  # when it runs, the arena of the other gives back its pages
     small.batch = small.batch[:SMALL]
@@ -135,7 +135,7 @@ def limited(kind: str, budget: int, above: int, steps: int) -> Iterator[Row]:
 
 
 def told(call: Callable[..., Iterator[Row]], *arguments: Any) -> Row:
-    """What one of these tells in a process of its own: ``losses`` in a list, and the ``error`` that ended it."""
+    """Facts that one of these tells in a process of its own: ``losses`` in a list, and the ``error`` that ended it."""
     losses: list[str] = []
     facts: Row = {"error": None}
     try:

@@ -40,7 +40,7 @@ def step_of(name: str, length: int, layers: int) -> Problem:
 
 
 def pinned(problem: Problem) -> Problem:
-    """The same step, its higher-order ops and kernels of Triton's run once."""
+    """The step with its higher-order ops and kernels of Triton's run once."""
     ops = [replace(op, pinned="as it was") if is_higher(op.target) else op for op in problem.graph.ops]
     return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
 

@@ -10,8 +10,9 @@ proportion to the batch. Compare the ratios to keeping everything, not the sizes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,41 +21,37 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.networks.full_size import FCN8, SegNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG19
+from benchmarks.networks.convolutional import VGG16, MobileNetV2, resnet50
+from benchmarks.networks.pixels import FCN8, SegNet, UNet
 
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
 
 
+PAPER = ("paper_size", "paper_ratio", "paper_source")  # the largest batch, and to that of keeping everything
+
+
 @dataclass(frozen=True)
 class Network:
-    """What is trained, and what the paper's text says of it."""
+    """A network to train, and the figures of the paper's text."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, int] = (224, 224)  # of an image
     pixels: bool = False  # whether each pixel has a class
-    paper_size: int | None = None  # the largest batch by the paper's method
-    paper_ratio: float | None = None  # to that of keeping everything
-    paper_source: str = ""
+    paper: tuple[int | None, float | None, str] = (None, None, "")  # by `PAPER`
 
 
 NETWORKS = {
-    "vgg19": Network(lambda: VGG19(1000), paper_size=289, paper_ratio=289 / 167, paper_source="caption of Figure 7"),
+    "vgg19": Network(lambda: VGG16(1000, (2, 2, 4, 4, 4)), paper=(289, 289 / 167, "caption of Figure 7")),
     "mobilenetv2": Network(lambda: MobileNetV2(1000)),
     "resnet50": Network(lambda: resnet50(1000)),
-    "unet": Network(
-        lambda: UNet(2, depth=4, base=64), (416, 608), pixels=True, paper_size=61, paper_source="Section 6.4"
-    ),
+    "unet": Network(lambda: UNet(2, depth=4, base=64), (416, 608), pixels=True, paper=(61, None, "Section 6.4")),
     "fcn8": Network(lambda: FCN8(21), (416, 608), pixels=True),
     "segnet": Network(lambda: SegNet(12), (416, 608), pixels=True),
 }
 
 
-def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.LargestBatch:
-    """The largest batch of a network."""
+def rows(name: str, budget: str, device: str, time_limit: float) -> Iterator[Row]:
+    """The row of a network."""
     network = NETWORKS[name]
 
     def make_step() -> Callable[[Tensor, Tensor], Tensor]:
@@ -68,31 +65,17 @@ def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.
         return images, torch.empty(n, *places, dtype=torch.long, device="meta")
 
     torch._dynamo.reset()
-    return checkmate.max_batch_size(
-        make_step,
-        make_batch,
-        budget=budget,
-        baselines=BASELINES,
-        profile=f"roofline:{device}",
-        time_limit=time_limit,
-    )
-
-
-def rows(name: str, budget: str, device: str, time_limit: float) -> list[Row]:
-    """The row of a network."""
-    network, found = NETWORKS[name], search(name, budget, device, time_limit)
-    row = {
+    costs: dict[str, Any] = {"profile": f"roofline:{device}", "time_limit": time_limit}
+    found = checkmate.max_batch_size(make_step, make_batch, budget=budget, baselines=BASELINES, **costs)
+    yield {
         "device": device,
         "time_limit": time_limit,
         "network": name,
         "ops": len(found.solution.problem.graph.ops),
         "ratio": None if found.keep_all is None else found.size / found.keep_all,
-        "paper_size": network.paper_size,
-        "paper_ratio": network.paper_ratio,
-        "paper_source": network.paper_source,
+        **dict(zip(PAPER, network.paper, strict=True)),
         **found.summary(),
     }
-    return [row]
 
 
 def _paper(row: Row) -> str:

@@ -66,10 +66,7 @@ def ways(rounds: int, small: bool) -> list[Row]:
     model = Head(depth, classes)
     x, y = torch.randn(rows, depth), torch.randint(classes, (rows,))
     resident = sum(t.nbytes for t in (*model.parameters(), x, y))
-    steps: dict[str, Any] = {
-        "plain": model.plain,
-        f"checkpoint, {CHUNKS} chunks": model.by_hand,
-    }
+    steps: dict[str, Any] = {"plain": model.plain, f"checkpoint, {CHUNKS} chunks": model.by_hand}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         steps["linear_cross_entropy"] = model.of_pytorch
     found: dict[str, Row] = {way: {"peak": resident + peak_of_step(model, step, (x, y))} for way, step in steps.items()}
@@ -106,10 +103,6 @@ def _trained(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor
     return [loss.detach(), *grads]
 
 
-def _numbers(row: Row) -> str:
-    return "same bits" if row["same_bits"] else f"differ by {row['difference']:.1e}"
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "loss.jsonl",
@@ -120,7 +113,7 @@ BENCHMARK = Benchmark(
         "peak": "{peak:bytes}",
         "step": "{seconds:seconds}",
         "of plain": "{ratio:.2f}",
-        "numbers": _numbers,
+        "numbers": lambda row: "same bits" if row["same_bits"] else f"differ by {row['difference']:.1e}",
     },
     options={"rounds": (5, "of timed steps"), "small": (False, "few rows and classes")},
     quick={"small": True},

@@ -23,18 +23,16 @@ from checkmate.solvers.solve import solve
 LEAST_GAP = 1e-5  # what is drawn for less: a logarithm has no zero
 
 
-def rows_of(name: str, times: Sequence[float], time_limit: float) -> list[Row]:
+def rows_of(name: str, times: Sequence[float], time_limit: float) -> Iterator[Row]:
     """Solve in this process, in seconds that it computes."""
     problem = load(name)
     count_own_seconds()
     ends = min_budget(problem, time_limit=LEAST_SECONDS)
-    found = []
     for factor in times:
         budget = min(int(factor * ends.peak), problem.keep_all_peak)
         solution = solve(problem, budget, time_limit=time_limit, progress=False)
         row: Row = {"network": name, "times": factor, "time_limit": time_limit}
-        found.append({**row, "smallest": ends.peak, "smallest_bound": ends.bound, **figures(solution)})
-    return found
+        yield {**row, "smallest": ends.peak, "smallest_bound": ends.bound, **figures(solution)}
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

@@ -17,15 +17,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 from benchmarks.common.rows import Column, Row, append, documented, latest, origin, read
 from benchmarks.common.runner import table_of
-from benchmarks.common.suite import ROOT, counted
 from checkmate.core.answer import Table
 
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
 OTHERS = RESULTS.with_name("environments.jsonl")
 ROOMS = ("torch_internals", "capture", "codegen", "backends", "training", "updates", "memory", "verification", "host")
@@ -40,7 +42,7 @@ COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed"
 
 
 def examined() -> Row:
-    """What the version that is installed lacks of what is not public, what is left out, and how the arena is built."""
+    """Names that are not public and that the installed version lacks, what is left out, and how the arena is built."""
     from checkmate.backends import compilation as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals import names
@@ -48,6 +50,39 @@ def examined() -> Row:
     lacking = [name for table in names.TABLES for name in table.names.values() if not table.has(name.name)]
     missing = [f"{name.name}: {name.without}" for name in lacking if names.is_expected(name)]
     return {"missing": missing, "left_out": names.LEFT_OUT, "arena": build.ARENA.state()}
+
+
+def counted(tests: Mapping[str, Sequence[str]], *options: str, environment: Mapping[str, str]) -> Row:
+    """How many passed, failed and were skipped, and which failed.
+
+    Args:
+        tests: by their markers; each kind runs in a process of its own.
+        options: of pytest.
+        environment: variables of the processes.
+    """
+    found = [_counted(markers, [*options, *some], environment) for markers, some in tests.items()]
+    return {key: sum((one[key] for one in found[1:]), found[0][key]) for key in found[0]}
+
+
+def _counted(markers: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Row:
+    """By pytest's report in JUnit's form."""
+    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", markers]
+        code = subprocess.run([*command, *arguments], cwd=ROOT, env=dict(environment), check=False).returncode
+        if not report.exists():
+            return ended(code)
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = {part.tag for part in case}
+            kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            found[kind].append(f"{case.get('classname')}::{case.get('name')}")
+    return {**{kind: len(names) for kind, names in found.items()}, "names": found["failed"]}
+
+
+def ended(code: int) -> Row:
+    """The counts of a process that left no report: an instruction that there is not ends it, for example."""
+    return {"passed": 0, "failed": 1, "skipped": 0, "names": [f"the process ended with {code}"]}
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -80,7 +115,7 @@ def _last(rows: Sequence[Row], of: str) -> list[Row]:
 
 
 def needed() -> list[str]:
-    """What checkmate needs, by pyproject.toml."""
+    """Packages that checkmate needs, by pyproject.toml."""
     found = re.search(
         r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.DOTALL | re.MULTILINE
     )

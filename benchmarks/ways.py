@@ -1,4 +1,4 @@
-"""What it is worth that ops may write over what dies at them: smallest budgets before and after, on the eleven graphs.
+"""Worth of ops that may write over what dies at them: smallest budgets before and after, on the eleven graphs.
 
     python -m benchmarks.ways [NETWORK ...] [--time-limit SECONDS]
     python -m benchmarks.ways --report      # from the rows: results/ways.md

@@ -51,7 +51,7 @@ def listed() -> dict[str, tuple[str, ...]]:
 
 
 def _studied(name: str, seconds: int) -> Iterator[Row]:
-    """What the model is at, as it goes on, and in the end its row."""
+    """Tell each stage of the model as it begins, and in the end its row."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)

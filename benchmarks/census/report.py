@@ -36,7 +36,7 @@ def counted(rows: Rows) -> list[Row]:
 
 
 def short(row: Row) -> str:
-    """What came of one model, in a line."""
+    """The outcome of one model, in a line."""
     return f"{KINDS.get(row['status'], row['status'])} {reason(row)}".rstrip() + f" ({row['wall_seconds']:.0f} s)"
 
 
@@ -67,7 +67,7 @@ def counts(rows: Rows) -> str:
 
 
 def section(rows: Rows) -> str:
-    """What `docs/supported.md` says of the rows."""
+    """The section of `docs/supported.md`, of the rows."""
     some = counted(rows)
     wrong = [row for row in some if row["status"] != "right"]
     again = sum(row.get("overhead", 0.0) > 0 for row in some if row["status"] == "right")

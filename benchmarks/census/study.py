@@ -36,7 +36,7 @@ Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What two steps leave behind, by name; the bytes of the second one, and those that were there before."""
+    """Tensors that two steps leave behind, by name; the bytes of the second one, and those that were there before."""
 
     tensors: dict[str, Tensor]
     peak: int
@@ -114,14 +114,10 @@ def constants() -> list[Tensor]:
 
 
 def differing(found: Outcome, expected: Outcome) -> dict[str, float | None]:
-    """What is not the same bits, and by how much of its largest element; None where that is no number."""
-    names = [*expected.tensors, *(name for name in found.tensors if name not in expected.tensors)]
-    wrong = {}
-    for name in names:
-        a, b = found.tensors.get(name), expected.tensors.get(name)
-        if not same_bits(a, b):
-            wrong[name] = _off(a, b)
-    return wrong
+    """Tensors of other bits, and by how much of their largest element; None where that is no number."""
+    names = dict.fromkeys([*expected.tensors, *found.tensors])
+    pairs = {name: (found.tensors.get(name), expected.tensors.get(name)) for name in names}
+    return {name: _off(a, b) for name, (a, b) in pairs.items() if not same_bits(a, b)}
 
 
 def _off(a: Tensor | None, b: Tensor | None) -> float | None:

@@ -116,7 +116,7 @@ def _own(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _different(default: PretrainedConfig) -> dict[str, Any]:
-    """What a part of a larger model is told, that is not so in a part by itself."""
+    """Values of a part of a larger model that are other ones in a part by itself."""
     alone, own = _own(type(default)()), _own(default)
     plain = (bool, int, float, str)
     return {
@@ -143,7 +143,7 @@ def _shrunk(default: PretrainedConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _most(name: str, value: int) -> int:
-    """What a field may be; the value itself where no rule knows its name."""
+    """The most that a field may be; the value itself where no rule knows its name."""
     return next((most for pattern, most in RULES if re.fullmatch(pattern, name)), value)
 
 

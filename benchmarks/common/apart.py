@@ -31,7 +31,7 @@ def apart(
     environment: Mapping[str, str] | None = None,
     method: str = "spawn",
 ) -> Generator[T, None, None]:
-    """What a call yields, called in a process of its own.
+    """Yield what a call yields in a process of its own.
 
     Args:
         work: a function of a module, or a `functools.partial` of one; yields, or returns as a list, what can be sent.

@@ -1,4 +1,4 @@
-"""What this process holds of the machine's memory: the figures that Linux has of it, not those of PyTorch."""
+"""Memory of the machine that this process holds: the figures that Linux has of it, not those of PyTorch."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
 
 
 def plan_facts(solution: Solution) -> Row:
-    """What rows say of a plan."""
+    """Figures of a plan."""
     return {
         "method": solution.method,
         "status": solution.status.label,
@@ -88,7 +88,7 @@ class _Cell(string.Formatter):
 
 
 def cell(row: Row, column: Column) -> str:
-    """What a column shows of a row, by a function or a format; after a bar is what stands for figures that are not.
+    """The text of a column for a row, by a function or a format; after a bar is what stands for figures that are not.
 
     >>> cell({"peak": 2_000_000, "gap": None}, "{peak:bytes}, {gap:.2%}|{peak:bytes}|none")
     '2.00 MB'

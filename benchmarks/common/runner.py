@@ -1,4 +1,4 @@
-"""What every benchmark is: cases, a measure that runs each in a process of its own, rows in a file, and a table."""
+"""Parts of every benchmark: cases, a measure that runs each in a process of its own, rows in a file, and a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.apart import EndedEarly, apart
-from benchmarks.common.rows import Column, Row, add_names, append, cell, documented, origin, read
+from benchmarks.common.rows import Column, Row, add_names, append, cell, documented, origin, read, renewed
 from checkmate.core.answer import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -39,7 +39,8 @@ class Benchmark:
         environment: variables of the processes.
         ended: the row of a case whose process did not come to its end; without it the benchmark ends there.
         page: the text of a page that is written beside the rows, of all that are there.
-        report: writes other pages of the rows in the file that it is given.
+        docs: a page of the docs, and its tables of rows by their first heads; renewed for rows that are committed.
+        report: draws pictures of the rows in the file that it is given.
     """
 
     about: str | None
@@ -54,6 +55,7 @@ class Benchmark:
     environment: Mapping[str, str] = field(default_factory=dict)
     ended: Callable[[dict[str, Any], EndedEarly], Row] | None = None
     page: Callable[[list[Row]], str] | None = None
+    docs: tuple[Path, Callable[[list[Row]], Mapping[str, str]]] | None = None
     report: Callable[[Path], object] | None = None
 
     @property
@@ -110,6 +112,9 @@ class Benchmark:
             print("", self.table(self._measured(args)), sep="\n")
         if self.page is not None:
             args.out.with_suffix(".md").write_text(self.page(read(args.out)))
+        if self.docs is not None and args.out == self.path:
+            page, tables = self.docs
+            page.write_text(renewed(page, tables(read(args.out))))
         if self.report is not None:
             self.report(args.out)
 

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: budgets, timing in pairs, how far numbers are apart."""
+"""Measures that benchmarks share: budgets, timing in pairs, how far numbers are apart."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step
@@ -37,10 +39,31 @@ def nothing_on_disk() -> Iterator[None]:
         yield
 
 
+def finish(device: torch.device) -> None:
+    """Wait for what a GPU was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
     """A forward and a backward, from no gradients."""
     module.zero_grad(set_to_none=True)
     step(*batch).backward()
+
+
+def add_up(owner: Any, name: str, spent: dict[str, float], part: str) -> Any:
+    """A patch, within which the seconds of a function's calls add up to those of a part."""
+    run: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(run)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            spent[part] = spent.get(part, 0.0) + time.perf_counter() - began
+
+    return patch.object(owner, name, timed)
 
 
 def seconds_in_turn(

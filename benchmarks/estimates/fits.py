@@ -1,4 +1,4 @@
-"""What `checkmate.fits` answers of networks of the size people train, and how long it takes on one thread.
+"""Answers of `checkmate.fits` for networks of the size people train, and how long they take on one thread.
 
     python -m benchmarks.estimates.fits [NETWORK ...] [--device rtx4090 h100] [--time-limit 30]
 
@@ -10,67 +10,50 @@ process, on a machine that may do other work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import checkmate
 from benchmarks.common.rows import Column, Row, cell
 from benchmarks.common.runner import Benchmark
+from benchmarks.networks.batches import Batch, Step, classifier
+from benchmarks.networks.convolutional import resnet50
 from checkmate.units import format_bytes
 
-Made = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
-
-def _language(model: Any, rows: int, length: int) -> Made:
+def _language(model: Any, rows: int, length: int) -> tuple[Step, Batch]:
     def loss_fn(tokens: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     return loss_fn, (torch.zeros(rows, length, dtype=torch.long),)
 
 
-def _gpt2_xl() -> Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return _language(GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25)), 8, 512)
+def _resnet50() -> tuple[Step, Batch]:
+    return classifier(resnet50(1000)), (torch.empty(256, 3, 224, 224), torch.empty(256, dtype=torch.long))
 
 
-def _llama() -> Made:
-    """Of 0.16 billion parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
-    return _language(LlamaForCausalLM(config), 16, 1024)
-
-
-def _resnet50() -> Made:
-    from benchmarks.networks.resnet import resnet50
-
-    model = resnet50(1000)
-
-    def loss_fn(images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(images), classes)
-
-    return loss_fn, (torch.empty(256, 3, 224, 224), torch.empty(256, dtype=torch.long))
+# Of 0.16 billion parameters.
+LLAMA = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+NETWORKS: dict[str, Callable[[], tuple[Step, Batch]]] = {
+    "gpt2-xl": lambda: _language(GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25)), 8, 512),
+    "resnet50": _resnet50,
+    "llama": lambda: _language(LlamaForCausalLM(LlamaConfig(**LLAMA)), 16, 1024),
+}
 
 
-NETWORKS: dict[str, Callable[[], Made]] = {"gpt2-xl": _gpt2_xl, "resnet50": _resnet50, "llama": _llama}
-
-
-def rows(name: str, device: str, time_limit: float) -> list[Row]:
+def rows(name: str, device: str, time_limit: float) -> Iterator[Row]:
     """The rows of a network on a device."""
     with torch.device("meta"):
         loss_fn, batch = NETWORKS[name]()
-    found: list[Row] = []
     for everything in (False, True):
         began, spent = time.perf_counter(), time.process_time()
         page = checkmate.fits(loss_fn, *batch, device=device, everything=everything, time_limit=time_limit)
         clock, spent = time.perf_counter() - began, time.process_time() - spent
         about = {"network": name, "name": device, "everything": everything, "ops": len(page.problem.graph.ops)}
-        found.append({**about, "clock": clock, "process": spent, **page.summary()})
-    return found
+        yield {**about, "clock": clock, "process": spent, **page.summary()}
 
 
 def _way(at: int) -> Column:

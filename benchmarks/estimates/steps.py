@@ -24,21 +24,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.networks import vit
-from benchmarks.networks.full_size import DenseNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import BasicBlock, Bottleneck, ResNet
-from benchmarks.networks.vgg import VGG16
+from benchmarks.networks.batches import Made
+from benchmarks.networks.convolutional import VGG16, BasicBlock, Bottleneck, DenseNet, MobileNetV2, ResNet
+from benchmarks.networks.linear import ViT
 
 CLASSES = 1000
-Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,87 +48,33 @@ class Step:
     looked_at: bool  # while constants were set; the others were kept back
 
 
-class ThreeProducts(nn.Module):
-    """Self-attention as timm wrote it for PyTorch 1.12."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Each position sees all."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = (q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5
-        y = scores.softmax(-1) @ v
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
 def _vit(width: int, layers: int, heads: int, patch_size: int = 16, image: int = 224) -> nn.Module:
-    with patch.object(vit, "Attention", ThreeProducts):
-        return vit.ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0)
+    return ViT(image, patch_size, width, layers, heads, CLASSES, dropout=0.0, fused=False)
 
 
-def _vgg(*convolutions: int) -> nn.Module:
-    return type("VGG", (VGG16,), {"convolutions": convolutions})(CLASSES)
-
-
-def _densenet(*blocks: int) -> nn.Module:
-    return DenseNet(CLASSES, blocks=blocks)
-
-
-def _resnet(block: type[BasicBlock | Bottleneck], *blocks: int) -> nn.Module:
-    return ResNet(block, blocks, CLASSES)
-
-
-CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": partial(_resnet, BasicBlock, 2, 2, 2, 2),
-    "resnet34": partial(_resnet, BasicBlock, 3, 4, 6, 3),
-    "resnet50": partial(_resnet, Bottleneck, 3, 4, 6, 3),
-    "resnet101": partial(_resnet, Bottleneck, 3, 4, 23, 3),
-    "resnet152": partial(_resnet, Bottleneck, 3, 8, 36, 3),
-    "vgg11": partial(_vgg, 1, 1, 2, 2, 2),
-    "vgg16": partial(_vgg, 2, 2, 3, 3, 3),
-    "vgg19": partial(_vgg, 2, 2, 4, 4, 4),
-    "densenet121": partial(_densenet, 6, 12, 24, 16),
-    "densenet169": partial(_densenet, 6, 12, 32, 32),
-    "densenet201": partial(_densenet, 6, 12, 48, 32),
-    "mobilenetv2": partial(MobileNetV2, CLASSES),
-    "mobilenetv2-1.4": partial(MobileNetV2, CLASSES, 1.4),
-    "vit-t16": partial(_vit, 192, 12, 3),
-    "vit-s16": partial(_vit, 384, 12, 6),
-    "vit-b16": partial(_vit, 768, 12, 12),
-    "vit-b32": partial(_vit, 768, 12, 12, 32),
-    "vit-l16": partial(_vit, 1024, 24, 16),
-    "vit-l32": partial(_vit, 1024, 24, 16, 32),
-    "vit-s16-384": partial(_vit, 384, 12, 6, 16, 384),
-    "vit-b16-384": partial(_vit, 768, 12, 12, 16, 384),
-    "vit-b32-384": partial(_vit, 768, 12, 12, 32, 384),
-}
-TIMM: dict[str, tuple[int, float, float | None]] = {  # images; milliseconds, and with channels last
-    "resnet18": (512, 184.877, 146.713),
-    "resnet34": (512, 314.992, 250.813),
-    "resnet50": (512, 618.983, 419.528),
-    "resnet101": (256, 448.321, 340.74),
-    "resnet152": (192, 516.516, 380.547),
-    "vgg11": (512, 619.706, 536.508),
-    "vgg16": (384, 824.954, 702.994),
-    "vgg19": (384, 1090.655, 839.347),
-    "densenet121": (256, 348.758, 278.353),
-    "densenet169": (256, 429.221, 337.551),
-    "densenet201": (192, 425.987, 338.221),
-    "mobilenetv2": (512, 278.633, 220.563),
-    "mobilenetv2-1.4": (384, 302.189, 233.691),
-    "vit-t16": (512, 222.408, None),
-    "vit-s16": (384, 363.872, None),
-    "vit-b16": (192, 490.391, None),
-    "vit-b32": (512, 299.695, None),
-    "vit-l16": (64, 544.981, None),
-    "vit-l32": (256, 489.021, None),
-    "vit-s16-384": (64, 266.865, None),
-    "vit-b16-384": (32, 329.192, None),
-    "vit-b32-384": (256, 470.804, None),
+TIMM: dict[str, tuple[Callable[[], nn.Module], int, float, float | None]] = {  # images; ms, and with channels last
+    "resnet18": (partial(ResNet, BasicBlock, (2, 2, 2, 2), CLASSES), 512, 184.877, 146.713),
+    "resnet34": (partial(ResNet, BasicBlock, (3, 4, 6, 3), CLASSES), 512, 314.992, 250.813),
+    "resnet50": (partial(ResNet, Bottleneck, (3, 4, 6, 3), CLASSES), 512, 618.983, 419.528),
+    "resnet101": (partial(ResNet, Bottleneck, (3, 4, 23, 3), CLASSES), 256, 448.321, 340.74),
+    "resnet152": (partial(ResNet, Bottleneck, (3, 8, 36, 3), CLASSES), 192, 516.516, 380.547),
+    "vgg11": (partial(VGG16, CLASSES, (1, 1, 2, 2, 2)), 512, 619.706, 536.508),
+    "vgg16": (partial(VGG16, CLASSES, (2, 2, 3, 3, 3)), 384, 824.954, 702.994),
+    "vgg19": (partial(VGG16, CLASSES, (2, 2, 4, 4, 4)), 384, 1090.655, 839.347),
+    "densenet121": (partial(DenseNet, CLASSES, blocks=(6, 12, 24, 16)), 256, 348.758, 278.353),
+    "densenet169": (partial(DenseNet, CLASSES, blocks=(6, 12, 32, 32)), 256, 429.221, 337.551),
+    "densenet201": (partial(DenseNet, CLASSES, blocks=(6, 12, 48, 32)), 192, 425.987, 338.221),
+    "mobilenetv2": (partial(MobileNetV2, CLASSES), 512, 278.633, 220.563),
+    "mobilenetv2-1.4": (partial(MobileNetV2, CLASSES, 1.4), 384, 302.189, 233.691),
+    "vit-t16": (partial(_vit, 192, 12, 3), 512, 222.408, None),
+    "vit-s16": (partial(_vit, 384, 12, 6), 384, 363.872, None),
+    "vit-b16": (partial(_vit, 768, 12, 12), 192, 490.391, None),
+    "vit-b32": (partial(_vit, 768, 12, 12, 32), 512, 299.695, None),
+    "vit-l16": (partial(_vit, 1024, 24, 16), 64, 544.981, None),
+    "vit-l32": (partial(_vit, 1024, 24, 16, 32), 256, 489.021, None),
+    "vit-s16-384": (partial(_vit, 384, 12, 6, 16, 384), 64, 266.865, None),
+    "vit-b16-384": (partial(_vit, 768, 12, 12, 16, 384), 32, 329.192, None),
+    "vit-b32-384": (partial(_vit, 768, 12, 12, 32, 384), 256, 470.804, None),
 }
 MPT_SIZES = {  # width, heads, layers
     "125m": (768, 12, 12),
@@ -187,7 +129,7 @@ def _classifier(
     name: str, images: int, half: torch.dtype | None, image: int = 224, *, channels_last: bool = False
 ) -> Made:
     with torch.device("meta"):
-        model = CLASSIFIERS[name]()
+        model = TIMM[name][0]()
         x, y = torch.empty(images, 3, image, image), torch.zeros(images, dtype=torch.long)
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
@@ -211,19 +153,10 @@ def _language_model(
     attention: Literal["eager", "sdpa"] = "eager",
 ) -> Made:
     width, heads, layers = size
-    config = GPT2Config(
-        n_embd=width,
-        n_head=heads,
-        n_layer=layers,
-        n_positions=length,
-        vocab_size=vocabulary,
-        activation_function=act,
-        attn_implementation=attention,
-        attn_pdrop=dropout,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        use_cache=False,
-    )
+    sizes = {"n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": length, "vocab_size": vocabulary}
+    dropped = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    kinds = {"activation_function": act, "attn_implementation": attention, "use_cache": False}
+    config = GPT2Config(**sizes, **dropped, **kinds)
     with torch.device("meta"):
         model = GPT2LMHeadModel(config).train()
         tokens = torch.zeros(batch, length, dtype=torch.long)
@@ -241,7 +174,7 @@ def _all() -> dict[str, Step]:
     def add(name: str, source: str, milliseconds: float, make: Callable[[], Made]) -> None:
         found[name] = Step(name.partition(" ")[0], source, milliseconds, make, name not in KEPT_BACK)
 
-    for name, (images, plain, last) in TIMM.items():
+    for name, (_, images, plain, last) in TIMM.items():
         size = 384 if name.endswith("-384") else 224
         make: Callable[..., Made] = partial(_classifier, name, images, torch.float16, size)
         add(f"rtx3090 {name}", "timm", plain, make)

@@ -1,4 +1,4 @@
-"""What checkmate does on a GPU, in minutes: a row for each finding, as soon as it is known, failures too.
+"""Behaviour of checkmate on a GPU, in minutes: a row for each finding, as soon as it is known, failures too.
 
     python -m benchmarks.gpu [--only ITEM ...] [--seconds 440] [--jobs 5]
     python -m benchmarks.gpu --device cpu --small --out rows.jsonl

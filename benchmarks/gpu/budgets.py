@@ -24,10 +24,10 @@ from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, plan_facts
 from benchmarks.gpu.alone import alone
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
+from benchmarks.networks.convolutional import resnet18, resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -41,7 +41,7 @@ LEAST_SECONDS, LEAST_SECONDS_SMALL = 10.0, 1.0  # to look for the smallest budge
 
 @dataclass(frozen=True)
 class Network:
-    """What to train: the module, its batch, and the step of it, at full size and at one for a test on the CPU."""
+    """A network to train: the module, its batch, and the step of it, at full size and at one for a test on the CPU."""
 
     make: Callable[[], tuple[nn.Module, Batch]]
     make_small: Callable[[], tuple[nn.Module, Batch]]
@@ -95,7 +95,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of one network and precision have in common."""
+    """Facts that all rows of one network and precision have in common."""
 
     network: Network
     device: torch.device
@@ -206,7 +206,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     assert predicted is not None  # compile raises where there is no plan
     assert solution.plan is not None
     elsewhere = {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
-    finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else lambda: None
+    finish = partial(measuring.finish, setting.device)
     with alone():
         plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
     return {

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` looks at: items, each of which runs in a process of its own and yields rows."""
+"""Items of `benchmarks.gpu`, each of which runs in a process of its own and yields rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 import checkmate
 from benchmarks.common.apart import apart
 from benchmarks.common.rows import Row
+from benchmarks.common.timing import finish
 from benchmarks.gpu.alone import alone
 from benchmarks.gpu.budgets import NETWORKS, Setting, limited_row, measured_plain, rows
 from benchmarks.networks.batches import Batch, Step, language_model, tokens
@@ -130,7 +131,7 @@ def _started(name: str, asked: Asked) -> Iterator[Row]:
     compiled = checkmate.compile(step, budget="50%" if asked.device.type == "cuda" else "1 GB")
     began = time.perf_counter()
     compiled(*batch).backward()
-    _finish(asked.device)
+    finish(asked.device)
     yield {"first_step_seconds": time.perf_counter() - began, "origin": compiled.plans[0].origin}
 
 
@@ -162,7 +163,7 @@ def largest_batch(asked: Asked) -> Iterator[Row]:
                 step(*batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                _finish(asked.device)
+                finish(asked.device)
                 seconds.append(time.perf_counter() - began)
             return size / min(seconds)
         except torch.OutOfMemoryError:
@@ -243,16 +244,11 @@ def machine(asked: Asked) -> Iterator[Row]:
     yield {"copy": a.nbytes, "bytes_a_second": 2 * a.nbytes / seconds}
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    _finish(device)
+    finish(device)
     began = time.perf_counter()
     run()
-    _finish(device)
+    finish(device)
     return time.perf_counter() - began
 
 

@@ -47,7 +47,7 @@ OUTCOMES = {
 
 
 def _tried(numbers: range, seconds: int) -> Iterator[Row]:
-    """What comes of each program, in this process."""
+    """The outcome of each program, run in this process."""
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries warn of
     for number in numbers:
@@ -56,7 +56,7 @@ def _tried(numbers: range, seconds: int) -> Iterator[Row]:
 
 
 def _outcomes(numbers: range, seconds: int) -> Iterator[Row]:
-    """What came of each program, from processes of which the next goes on where one has ended."""
+    """The outcome of each program, from processes of which the next goes on where one has ended."""
     while numbers:
         try:
             for row in apart(partial(_tried, numbers, seconds), patience=WAIT * seconds):

@@ -1,4 +1,4 @@
-"""What random programs call: custom functions of autograd that do what such functions may, and small helpers."""
+"""Names that random programs use: custom functions of autograd that do what such functions may, and small helpers."""
 
 # ruff: noqa: D102, D103, F401  # programs import all of it; forward and backward are autograd's
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def part(t: Tensor) -> Tensor:
-    """What a tensor adds to the loss."""
+    """A tensor's share of the loss."""
     t = t.abs() if t.is_complex() else t
     return t.float().square().sum() * (0.1 / max(1, t.numel()))
 

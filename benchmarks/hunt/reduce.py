@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from benchmarks.hunt.run import outcome
 from benchmarks.hunt.write import load
@@ -10,7 +10,7 @@ from benchmarks.hunt.write import load
 DEFAULTS = {"backward": "loss", "threads": 1, "optimizer": "SGD(P, lr=0.01)"}
 
 
-def reduced(text: str, tell: Callable[[str], None] = lambda text: None) -> str:
+def reduced(text: str) -> str:
     """The smallest program found of which the same comes: as wrong, or as raw for the same reason."""
     wanted = _like(text)
     smaller = True
@@ -19,7 +19,6 @@ def reduced(text: str, tell: Callable[[str], None] = lambda text: None) -> str:
         for other in _smaller(text):
             if _like(other) == wanted:
                 text, smaller = other, True
-                tell(text)
                 break
     return text
 
@@ -33,19 +32,18 @@ def _like(text: str) -> tuple[str, str]:
 
 
 def _smaller(text: str) -> Iterator[str]:
-    head, _, body = text.partition("def fn(p, x, B):\n")
-    lines = body.splitlines()
+    head, fn, body = text.partition("def fn(p, x, B):\n")
+    head, lines = head + fn, body.splitlines()
     for size in (len(lines) // 2, len(lines) // 4, 1):
         for start in range(0, len(lines), max(1, size)) if size else ():
-            kept = [*lines[:start], *lines[start + size :]]
-            yield f"{head}def fn(p, x, B):\n" + "\n".join(kept) + "\n"
+            yield head + "\n".join([*lines[:start], *lines[start + size :]]) + "\n"
     for i, line in enumerate(lines):
         parts = line.strip().split("; ")
         for k in range(len(parts)) if len(parts) > 1 else ():
             fewer = "; ".join([*parts[:k], *parts[k + 1 :]])
-            yield f"{head}def fn(p, x, B):\n" + "\n".join([*lines[:i], f"    {fewer}", *lines[i + 1 :]]) + "\n"
+            yield head + "\n".join([*lines[:i], f"    {fewer}", *lines[i + 1 :]]) + "\n"
         if line.startswith("    return loss,"):
-            yield f"{head}def fn(p, x, B):\n" + "\n".join([*lines[:i], "    return loss"]) + "\n"
+            yield head + "\n".join([*lines[:i], "    return loss"]) + "\n"
     how = load(text, "reduced")["HOW"]
     for key in how:
         other = {**how, key: DEFAULTS[key]} if key in DEFAULTS else {k: v for k, v in how.items() if k != key}

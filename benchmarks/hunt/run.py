@@ -1,4 +1,4 @@
-"""One program: trained plainly and compiled at three budgets, and what came of it."""
+"""One program, trained plainly and compiled at three budgets: its outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -122,18 +122,14 @@ def _flat(result: Any) -> list[Tensor]:
     return [*result] if isinstance(result, tuple) else [result]
 
 
-def _region(how: dict[str, Any]) -> Any:
-    """As people write it: the forward within autocast."""
-    return torch.autocast("cpu", getattr(torch, how["autocast"])) if "autocast" in how else nullcontext()
-
-
 def _autocast(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+    """The forward within autocast, as people write it."""
     if "autocast" not in how:
         return fn
 
     @functools.wraps(fn)
     def within(*x: Any) -> Any:
-        with _region(how):
+        with torch.autocast("cpu", getattr(torch, how["autocast"])):
             return fn(*x)
 
     return within
@@ -217,7 +213,7 @@ def _plain_whole(fn: Callable[..., Any], optimizer: Any, clip: float | None, acc
 
 
 def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
-    """What compiles a step as its settings say."""
+    """A function that compiles a step as its settings say."""
     options: dict[str, Any] = {"budget": budget, "time_limit": PLANNING, "wait": "first"}
     if "memory" in how:
         options["memory"] = how["memory"]
@@ -235,7 +231,7 @@ def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
 
 
 def outcome(text: str) -> Row:
-    """What came of a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
+    """The outcome of a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
     how = load(text, "program")["HOW"]
     torch.set_num_threads(how["threads"])
     began = time.process_time()
@@ -270,7 +266,7 @@ class _Turns:
         """No more comes."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As if it had ended."""
+        """Tell that it has ended."""
         return True
 
 
@@ -355,7 +351,7 @@ def _where(error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without what differs from program to program."""
+    """The text of an error, without what differs from program to program."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = re.sub(r"0x[0-9a-f]+|\d[\d_.]*", "#", line)
     return re.sub(r"\[[#, ]*\]|\([#, ]*\)", "[#]", line)[:200]

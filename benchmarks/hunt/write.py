@@ -88,7 +88,7 @@ def program(number: int) -> str:
 
 
 def load(text: str, name: str = "program") -> dict[str, Any]:
-    """What a program defines."""
+    """Run a program; the names that it defines."""
     module = sys.modules["program"] = ModuleType("program")  # Dynamo looks it up
     filename = f"<{name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -97,7 +97,7 @@ def load(text: str, name: str = "program") -> dict[str, Any]:
 
 
 def settings(draw: random.Random) -> dict[str, Any]:
-    """How a program is trained; what is not asked for is left out."""
+    """Settings by which a program is trained, but for those that are off."""
     whole = draw.random() < 0.25
     how: dict[str, Any] = {
         "whole": whole,  # by `training_step`, else by `compile`
@@ -116,7 +116,7 @@ def settings(draw: random.Random) -> dict[str, Any]:
 
 
 def _making(draw: random.Random, number: int) -> tuple[str, Any]:
-    """What makes parameters, inputs and buffers, and these. They have few shapes, so that many fit each other."""
+    """Write a function that makes parameters, inputs and buffers, and run it. Few shapes: many fit each other."""
     while True:
         shapes = draw.choices(SHAPES, k=2)
         drawn = [draw.choice(shapes) for _ in range(draw.choice((2, 3, 4, 5)))]
@@ -142,7 +142,7 @@ def _making(draw: random.Random, number: int) -> tuple[str, Any]:
 
 @dataclass
 class _Writer:
-    """What is written of a program, and the values that it has so far."""
+    """A program as far as it is written, and its values so far."""
 
     draw: random.Random
     scope: dict[str, Any]
@@ -186,12 +186,6 @@ class _Writer:
         others = [key for key in draw.sample([*values], min(len(values), 3)) if draw.random() < 0.35]
         others = [f"{key}.detach()" if draw.random() < 0.4 else key for key in others]
         self.lines.append(f"return {', '.join(['loss', *others])}")
-
-
-def _fits(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return False
-    return value.numel() <= MOST_NUMBERS and value.dim() <= MOST_DIMENSIONS
 
 
 class _Filled(string.Formatter):

@@ -15,12 +15,9 @@ import torch
 from torch import nn
 
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
-from benchmarks.networks.mlp import MLP
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG
-from benchmarks.networks.vit import ViT
+from benchmarks.networks.convolutional import VGG, MobileNetV2, resnet18, resnet50
+from benchmarks.networks.linear import MLP, ViT
+from benchmarks.networks.pixels import UNet
 
 CLASSES = 10
 
@@ -35,7 +32,7 @@ class Case:
     step: Callable[[nn.Module], Step] = classifier
 
     def make(self, seed: int) -> tuple[nn.Module, Step, Batch]:
-        """The same for the same seed."""
+        """Module, step and batch, which a seed determines."""
         torch.manual_seed(seed)
         module = self.build()
         return module, self.step(module), self.batch()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 Step = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
+Made = tuple[nn.Module, Step, Batch]
 
 
 def images(batch: int, size: int, classes: int, *, pixels: bool = False) -> Batch:

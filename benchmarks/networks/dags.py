@@ -57,8 +57,8 @@ class Tape:
         k = len(self.ops)
         outputs = list(range(len(self.values), len(self.values) + len(sizes)))
         self.values += [Value(f"{target}_{k}.{i}", int(size), k) for i, size in enumerate(sizes)]
-        read = sorted(set(inputs))
-        self.ops.append(Op(f"{target}_{k}", target, tuple(read), tuple(outputs), self.phase, pinned))
+        read = tuple(sorted(set(inputs)))
+        self.ops.append(Op(f"{target}_{k}", target, read, tuple(outputs), self.phase, pinned))
         moved = sum(self.values[v].size_bytes for v in read) + sum(sizes)
         self.seconds.append(LATENCY + max(flops / FLOPS, moved / BYTES))
         self.workspace.append(int(workspace))
@@ -103,15 +103,10 @@ class Tape:
         self.resident += weights
 
         def step() -> None:
-            made = self.run(
-                f"{target}_backward",
-                [self.grads.pop(outputs[0]), *saved],
-                [self.size(x)] + [weights] * (weights > 0),
-                flops=2 * flops,
-                workspace=workspace,
-            )
-            self.results += made[1:]
-            self.send(x, made[0])
+            read, made = [self.grads.pop(outputs[0]), *saved], [self.size(x)] + [weights] * (weights > 0)
+            grad, *of_weights = self.run(f"{target}_backward", read, made, flops=2 * flops, workspace=workspace)
+            self.results += of_weights
+            self.send(x, grad)
 
         self.backward.append(step)
         return outputs
@@ -285,10 +280,4 @@ def _softmax(tape: Tape, raw: int, q: int, k: int, qkv: int, flops: float) -> in
     return p
 
 
-SHAPES: dict[str, Callable[[], Problem]] = {
-    "vgg": vgg,
-    "resnet": resnet,
-    "mobilenet": mobilenet,
-    "unet": unet,
-    "gpt": gpt,
-}
+SHAPES: dict[str, Callable[[], Problem]] = {shape.__name__: shape for shape in (vgg, resnet, mobilenet, unet, gpt)}

@@ -15,19 +15,21 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.census import text
-from benchmarks.networks.batches import classifier, language_model, tokens
-from benchmarks.networks.convolutional import FCN, Inception, efficientnet, mobilenet_v3
-from benchmarks.networks.full_size import DenseNet, SegNet
-from benchmarks.networks.mobilenet import MobileNetV2
-from benchmarks.networks.patches import Mixer
+from benchmarks.networks.batches import Made, classifier, language_model, tokens
+from benchmarks.networks.convolutional import (
+    VGG,
+    DenseNet,
+    Inception,
+    MobileNetV2,
+    efficientnet,
+    mobilenet_v3,
+    resnet18,
+)
+from benchmarks.networks.linear import Mixer, ViT
+from benchmarks.networks.pixels import FCN, SegNet, UNet
 from benchmarks.networks.recurrent import LSTM, HandWrittenLSTM, LibraryLSTM, TreeLSTM
-from benchmarks.networks.resnet import resnet18
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG
-from benchmarks.networks.vit import ViT
 
 CLASSES, VOCABULARY = 10, 50
-Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 Family = Callable[[], Made]
 SEEING: dict[str, Any] = {  # a small transformer of images
     "hidden_size": 32,

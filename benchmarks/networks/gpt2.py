@@ -12,30 +12,12 @@ class GPT2(nn.Module):
     """Tokens in, logits out."""
 
     def __init__(
-        self,
-        vocabulary: int,
-        positions: int,
-        width: int,
-        layers: int,
-        heads: int,
-        attention: Literal["eager", "sdpa"],
-        dropout: float = 0.1,
+        self, vocabulary: int, positions: int, width: int, layers: int, heads: int, attention: Literal["eager", "sdpa"]
     ) -> None:
         super().__init__()
-        config = GPT2Config(
-            vocab_size=vocabulary,
-            n_positions=positions,
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            attn_implementation=attention,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        sizes = {"vocab_size": vocabulary, "n_positions": positions, "n_embd": width, "n_layer": layers}
+        ends = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+        config = GPT2Config(**sizes, n_head=heads, attn_implementation=attention, **ends)
         self.transformer = GPT2LMHeadModel(config)
 
     def forward(self, tokens: Tensor) -> Tensor:

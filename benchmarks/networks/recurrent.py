@@ -31,7 +31,7 @@ class HandWrittenLSTM(nn.Module):
 
 
 class LibraryLSTM(nn.Module):
-    """The same by `nn.LSTM`, or another recurrent module of PyTorch."""
+    """A language model by `nn.LSTM`, or another recurrent module of PyTorch."""
 
     def __init__(self, vocabulary: int, width: int, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class LibraryLSTM(nn.Module):
 class Segment(nn.Module):
     """Some tokens of a long short-term memory (Hochreiter & Schmidhuber 1997), its loop over them in Python."""
 
-    def __init__(self, cell: nn.LSTMCell, dropout: float) -> None:
+    def __init__(self, cell: nn.LSTMCell) -> None:
         super().__init__()
-        self.cell, self.dropout = cell, nn.Dropout(dropout)
+        self.cell, self.dropout = cell, nn.Dropout(0.1)
 
     def forward(self, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, width) -> the same shape, and the state after the last token."""
@@ -63,11 +63,11 @@ class Segment(nn.Module):
 class LSTM(nn.Module):
     """A language model of two recurrent layers; a block is one layer's pass over a segment of the tokens."""
 
-    def __init__(self, vocabulary: int, width: int, segments: int, dropout: float = 0.1) -> None:
+    def __init__(self, vocabulary: int, width: int, segments: int) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
         cells = [nn.LSTMCell(width, width) for _ in range(2)]
-        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell, dropout) for _ in range(segments)) for cell in cells)
+        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell) for _ in range(segments)) for cell in cells)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of tokens."""
@@ -83,11 +83,11 @@ class LSTM(nn.Module):
         return self.head(x)
 
 
-Tree = int | tuple["Tree", "Tree"]  # a leaf is the position of its token
-
-
 class TreeLSTM(nn.Module):
-    """A binary tree LSTM (Tai et al. 2015) over one tree, the same for all samples: a graph, though no chain."""
+    """A binary tree LSTM (Tai et al. 2015) over one tree, the same for all samples: a graph, though no chain.
+
+    ``tree``: pairs of pairs, whose leaves are the positions of tokens.
+    """
 
     def __init__(self, vocabulary: int, width: int, classes: int, tree: Any) -> None:
         super().__init__()

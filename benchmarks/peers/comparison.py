@@ -37,15 +37,7 @@ from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.networks.batches import Step
 from benchmarks.peers import report as peers_report
-from benchmarks.peers.settings import (
-    EAGER,
-    HEURISTICS,
-    Setting,
-    front,
-    inductor_peers,
-    ours,
-    peers,
-)
+from benchmarks.peers.settings import EAGER, HEURISTICS, Setting, front, inductor_peers, ours, peers
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.backends.tensor_state import differing
 from checkmate.memory import CPU, measure_peak, record_allocations
@@ -57,12 +49,13 @@ KINDS = ("peers", "ours", "heuristics", "inductor")
 ROUNDS = (7, 25)  # the fewest, the most
 LOOK = 3  # rounds that find the best peers
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, checkmate.CheckmateError)
+Outcome = dict[str, list[Tensor]]  # what a step leaves behind: loss, gradients, buffers, random_state
 TOLERANCE = 1e-3  # relative to the largest element of a tensor, where kernels differ
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and for how long."""
+    """Choice of what is compared, and for how long."""
 
     device: torch.device = CPU
     only: Sequence[str] = KINDS
@@ -105,16 +98,6 @@ class Entry:
         }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one step leaves behind, from the state and the random numbers that all start with."""
-
-    loss: list[Tensor]
-    gradients: list[Tensor]
-    buffers: list[Tensor]
-    random: Tensor
-
-
 class Comparison:
     """All ways to train one network, on one device."""
 
@@ -133,7 +116,7 @@ class Comparison:
 
     @property
     def about(self) -> Row:
-        """What all rows of the network have in common."""
+        """Facts that all rows of the network have in common."""
         return {
             "model": self.subject.network.name,
             "device": str(self.device),
@@ -168,12 +151,12 @@ class Comparison:
         torch.manual_seed(1)
         loss = step(*self.subject.batch)
         loss.backward()
-        found = Outcome(
-            _on_host([loss]),
-            _on_host(p.grad for p in module.parameters() if p.grad is not None),
-            _on_host(module.buffers()),
-            torch.get_rng_state(),
-        )
+        found = {
+            "loss": _on_host([loss]),
+            "gradients": _on_host(p.grad for p in module.parameters() if p.grad is not None),
+            "buffers": _on_host(module.buffers()),
+            "random_state": [torch.get_rng_state()],
+        }
         self.subject.restore()
         return found
 
@@ -205,15 +188,8 @@ class Comparison:
     def compared(self, found: Outcome, setting: Setting) -> Row:
         """Whether loss, gradients, buffers and random state are those of the plain step, and how far they are off."""
         off = _off(self.expected, found)
-        return {
-            "same_loss": not differing(self.expected.loss, found.loss),
-            "same_gradients": not differing(self.expected.gradients, found.gradients),
-            "same_buffers": not differing(self.expected.buffers, found.buffers),
-            "same_random_state": not differing(self.expected.random, found.random),
-            "off": off,
-            "within_tolerance": off <= TOLERANCE,
-            "exact": setting.exact,
-        }
+        same = {f"same_{kind}": not differing(self.expected[kind], left) for kind, left in found.items()}
+        return {**same, "off": off, "within_tolerance": off <= TOLERANCE, "exact": setting.exact}
 
     def measured(self, step: Step) -> Row:
         """The peak of a step, from no gradients; on the CPU with a fingerprint of its allocations."""
@@ -224,10 +200,8 @@ class Comparison:
             with record_allocations() as recording:
                 run()
             levels = np.concatenate([[0], np.cumsum(recording.bytes)])
-            peak, prints = (
-                int(levels.max()) + self.problem.resident,
-                hashlib.sha1(recording.bytes.tobytes()).hexdigest(),
-            )
+            peak = int(levels.max()) + self.problem.resident
+            prints = hashlib.sha1(recording.bytes.tobytes()).hexdigest()
         else:
             use = measure_peak(run, self.device)
             peak, prints = use.peak + (use.before or 0), ""
@@ -271,16 +245,12 @@ class Comparison:
         seconds = 0.0
         for _ in range(2):
             self.subject.module.zero_grad(set_to_none=True)
-            self._finish()
+            measuring.finish(self.device)
             began = time.perf_counter()
             step(*self.subject.batch).backward()
-            self._finish()
+            measuring.finish(self.device)
             seconds = time.perf_counter() - began
         return seconds
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def rows(self) -> list[Row]:
         """A row for each setting, timed, timed with another one, or failed."""
@@ -293,8 +263,7 @@ def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _off(expected: Outcome, found: Outcome) -> float:
-    kinds = [(getattr(found, kind), getattr(expected, kind)) for kind in ("loss", "gradients", "buffers")]
-    return max(measuring.distance(a, b) for a, b in kinds)
+    return max(measuring.distance(found[kind], expected[kind]) for kind in ("loss", "gradients", "buffers"))
 
 
 def plans_worth_running(comparison: Comparison) -> list[Setting]:

@@ -20,17 +20,17 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import partitioners
 
 from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
-from benchmarks.common.timing import distance, median_ratio, seconds_in_turn
-from benchmarks.networks import Case, classifier, images, language_model, tokens
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.vit import ViT
+from benchmarks.common.timing import add_up, distance, median_ratio, seconds_in_turn
+from benchmarks.networks import Case, images, language_model, tokens
+from benchmarks.networks.convolutional import resnet50
+from benchmarks.networks.linear import ViT
 from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.inductor import SMALLEST_SHARE, KnapsackSolver
@@ -59,7 +59,7 @@ def _mean_square(module: nn.Module) -> Callable[[Tensor], Tensor]:
 _CASES = (
     Case("gpt2", _gpt2, partial(tokens, 8, 128, 512), language_model),
     Case("resnet50", lambda: resnet50(10, base=16), partial(images, 8, 64, 10)),
-    Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10), classifier),
+    Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10)),
     Case("reused", _reused, lambda: (torch.randn(512, 64),), _mean_square),  # each weight three times
 )
 NETWORKS = {case.name: case for case in _CASES}
@@ -114,12 +114,13 @@ def _compiled(loss: Run, backend: str, share: float, chooses: Any, row: Row) -> 
     run: Run = torch.compile(own, backend=backend, dynamic=False)
     config: Any = torch._functorch.config
     torch.manual_seed(0)
+    row["planning_seconds"] = 0.0
     began = time.perf_counter()
     try:
         with (
             config.patch(activation_memory_budget=share, activation_memory_budget_solver=chooses),
             config.patch(enable_autograd_cache=False),  # it does not tell dp, greedy and ilp apart
-            _timed(row),
+            add_up(partitioners, "_optimize_runtime_with_given_memory", row, "planning_seconds"),
         ):
             result = run()
         result.backward()
@@ -127,26 +128,10 @@ def _compiled(loss: Run, backend: str, share: float, chooses: Any, row: Row) -> 
         if not isinstance(getattr(error, "inner_exception", error), InfeasibleBudget):
             raise
         return None
+    finally:
+        row["was_asked"] = row["planning_seconds"] > 0
     row["compile_seconds"] = time.perf_counter() - began
     return run
-
-
-def _timed(row: Row) -> Any:
-    """Note what PyTorch's call of a solver takes."""
-    from torch._functorch import partitioners
-
-    call = partitioners._optimize_runtime_with_given_memory
-    row |= {"was_asked": False, "planning_seconds": 0.0}
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            row["was_asked"] = True
-            row["planning_seconds"] += time.perf_counter() - began
-
-    return patch.object(partitioners, "_optimize_runtime_with_given_memory", timed)
 
 
 def _step(run: Run) -> None:
@@ -155,7 +140,6 @@ def _step(run: Run) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    rows = [{"backend": "inductor", **row} for row in rows]  # the first ones do not say
     last = latest(rows, "network", "backend", "share", "solver")
     return document(
         "PyTorch's memory budget by the peak",

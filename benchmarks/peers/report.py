@@ -93,7 +93,7 @@ def compared(peer: Row, rows: Sequence[Row], by: str = "peak") -> tuple[Row, flo
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """What one network's rows come to."""
+    """Sums of one network's rows."""
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
     exact = [row for row in worked if row["family"] in PEERS and same_bits(row)]
@@ -251,7 +251,7 @@ def _verdict(peer: Row, rows: Sequence[Row]) -> str:
 
 
 def numbers(row: Row) -> str:
-    """What differs from the plain step, in words."""
+    """Differences from the plain step, in words."""
     if same_bits(row):
         return "same bits" if row["same_random_state"] else "same bits, other random state"
     wrong = [kind for kind in ("loss", "gradients", "buffers") if not row[f"same_{kind}"]]

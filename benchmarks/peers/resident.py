@@ -1,4 +1,4 @@
-"""What each way of the comparison takes of the machine, from before its model is made, in a process of its own.
+"""Memory that each way of the comparison takes of the machine, from before its model is made, in a process of its own.
 
     python -m benchmarks.peers.resident [NETWORK ...]
 

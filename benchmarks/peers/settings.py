@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpoints
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import checkmate
 from benchmarks.networks.batches import Step
@@ -33,6 +26,7 @@ from benchmarks.peers.subjects import Subject
 
 aten = torch.ops.aten
 OURS = "checkmate"
+BLOCKS = {1: "each block", 2: "each second block"}  # that a checkpoint is around
 SEGMENTS = (2, 3, 4, 6, 8)  # of checkpoint_sequential
 TENTHS = tuple(i / 10 for i in range(11))  # of activation_memory_budget
 SOLVERS = ("dp", "greedy", "ilp")  # of activation_memory_budget_solver
@@ -59,7 +53,7 @@ class Setting:
     family: str
     knob: str
     build: Callable[[Subject], Step]
-    config: Callable[[], AbstractContextManager[Any]] = field(default=ExitStack, repr=False)
+    config: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
     budget: int | None = None  # bytes, where they were named
     exact: bool = True  # False where other kernels run: equal within a tolerance at best
 
@@ -78,17 +72,16 @@ EAGER = Setting("eager", "", _plain)
 
 def peers(subject: Subject) -> Iterator[Setting]:
     """All ways of PyTorch itself that fit the network, at every value of their knobs."""
-    for every in (1, 2):
-        yield Setting("checkpoint", "each block" if every == 1 else "each second block", partial(_blocks, every=every))
+    for every, knob in BLOCKS.items():
+        yield Setting("checkpoint", knob, partial(_blocks, every=every))
     for segments in SEGMENTS:
         if any(len(chain) > segments for chain in subject.network.chain(subject.module)):
             yield Setting("checkpoint_sequential", f"{segments} segments", partial(_segments, segments=segments))
     for kept, ops in (("keeps matmuls", _MATMULS), ("keeps matmuls and norms", _MATMULS | _NORMS_WITH_STATE)):
-        if ops == _MATMULS or _has_batch_norm(subject.module):
+        if ops == _MATMULS or any(isinstance(part, _BatchNorm) for part in subject.module.modules()):
             yield Setting("selective", kept, partial(_blocks, context_fn=partial(_keeping, ops, 1)))
     yield Setting("selective", "keeps each second matmul", partial(_blocks, context_fn=partial(_keeping, _MATMULS, 2)))
-    for every in (1, 2):
-        knob = "each block" if every == 1 else "each second block"
+    for every, knob in BLOCKS.items():
         yield Setting("compile + checkpoint", knob, _compiled(partial(_blocks, every=every), "aot_eager"))
     for solver in SOLVERS:
         for share in TENTHS:
@@ -124,16 +117,13 @@ def _within(subject: Subject, **options: Any) -> Step:
     return checkmate.compile(subject.plain, wait="best", **options)
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
-
-
 def _blocks(subject: Subject, *, every: int = 1, **options: Any) -> Step:
     """Checkpoints around blocks, by the wrapper that PyTorch has for it."""
     module = subject.twin()
     wrapped = {id(block) for block in subject.network.blocks(module)[::every]}
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
-    apply_activation_checkpointing(module, checkpoint_wrapper_fn=wrap, check_fn=lambda part: id(part) in wrapped)
+    plain = checkpoints.CheckpointImpl.NO_REENTRANT
+    wrap = partial(checkpoints.checkpoint_wrapper, checkpoint_impl=plain, **options)
+    checkpoints.apply_activation_checkpointing(module, wrap, check_fn=lambda part: id(part) in wrapped)
     return subject.network.loss(module)
 
 
@@ -171,18 +161,16 @@ def _compiled(build: Callable[[Subject], Step], backend: str) -> Callable[[Subje
     return build_compiled
 
 
-def _masks_of_eager() -> AbstractContextManager[Any]:
-    return torch._inductor.config.patch(fallback_random=True)
-
-
 def _memory_budget(share: float, solver: str = "dp") -> Callable[[], AbstractContextManager[Any]]:
-    def config() -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(_masks_of_eager())  # Inductor draws other numbers else
-        stack.enter_context(
-            torch._functorch.config.patch(activation_memory_budget=share, activation_memory_budget_solver=solver)
-        )
-        return stack
+    options = {"activation_memory_budget": share, "activation_memory_budget_solver": solver}
+
+    @contextmanager
+    def config() -> Iterator[None]:
+        with (
+            torch._inductor.config.patch(fallback_random=True),  # it draws other numbers else
+            torch._functorch.config.patch(options),
+        ):
+            yield
 
     return config
 

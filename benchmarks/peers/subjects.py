@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
+from benchmarks.networks.convolutional import VGG16, MobileNetV2, resnet18, resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.linear import ViT
+from benchmarks.networks.pixels import UNet
 from benchmarks.networks.recurrent import LSTM
-from benchmarks.networks.resnet import resnet18, resnet50
-from benchmarks.networks.unet import UNet
-from benchmarks.networks.vgg import VGG16
-from benchmarks.networks.vit import ViT
 
 CLASSES = 1000
 
 
-def _no_chain(module: Any) -> list[nn.Sequential]:
-    return []
-
-
 @dataclass(frozen=True)
 class Network:
-    """What is trained. ``make()`` is the same each time, after the same seed.
+    """A network to train. ``make()`` is the same each time, after the same seed.
 
     ``blocks(module)``: the parts that checkpoints go around. ``chain(module)``: one `nn.Sequential` whose layers can be
     cut into segments, where there is one.
@@ -41,7 +35,7 @@ class Network:
     name: str
     make: Callable[[], tuple[Any, Batch]]
     blocks: Callable[[Any], list[nn.Module]]
-    chain: Callable[[Any], list[nn.Sequential]] = _no_chain
+    chain: Callable[[Any], list[nn.Sequential]] = lambda module: []
     loss: Callable[[Any], Step] = classifier
 
 
@@ -98,31 +92,19 @@ class SmallVGG16(VGG16):
         self.features = nn.Sequential(*(nn.Sequential(*stage) for stage in stages if stage))
 
 
-def _residual_stages(module: Any) -> list[nn.Module]:
-    return list(module.stages)
-
-
-def _gpt2_blocks(module: GPT2) -> list[nn.Module]:
-    return list(module.transformer.transformer.h)
-
-
-def _unet_blocks(module: UNet) -> list[nn.Module]:
-    return [*module.down, *module.up]
-
-
 NETWORKS = {
     network.name: network
     for network in (
         Network(
             "resnet18",
             lambda: (resnet18(CLASSES), images(8, 96, CLASSES)),
-            blocks=_residual_stages,
+            blocks=lambda module: list(module.stages),
             chain=lambda module: [module.stages],
         ),
         Network(
             "resnet50",
             lambda: (resnet50(CLASSES), images(8, 96, CLASSES)),
-            blocks=_residual_stages,
+            blocks=lambda module: list(module.stages),
             chain=lambda module: [module.stages],
         ),
         Network(
@@ -137,11 +119,15 @@ NETWORKS = {
             blocks=lambda module: list(module.features),
             chain=lambda module: [module.features],
         ),
-        Network("unet", lambda: (UNet(20, depth=4, base=32), images(4, 96, 20, pixels=True)), blocks=_unet_blocks),
+        Network(
+            "unet",
+            lambda: (UNet(20, depth=4, base=32), images(4, 96, 20, pixels=True)),
+            blocks=lambda module: [*module.down, *module.up],
+        ),
         Network(
             "gpt2",
             lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), tokens(4, 256, 2048)),
-            blocks=_gpt2_blocks,
+            blocks=lambda module: list(module.transformer.transformer.h),
             loss=language_model,
         ),
         Network(
@@ -178,9 +164,5 @@ def on_a_gpu(*, small: bool) -> dict[str, Network]:
             return resnet18(CLASSES, base=4), images(2, 32, CLASSES)
         return resnet50(CLASSES), images(256, 224, CLASSES)
 
-    networks = (
-        Network("gpt2-medium", gpt2, blocks=_gpt2_blocks, loss=language_model),
-        Network("resnet50-256", resnet, blocks=_residual_stages, chain=lambda module: [module.stages]),
-        Network("unet-32", unet, blocks=_unet_blocks),
-    )
-    return {network.name: network for network in networks}
+    makes = {"gpt2-medium": ("gpt2", gpt2), "resnet50-256": ("resnet50", resnet), "unet-32": ("unet", unet)}
+    return {name: replace(NETWORKS[small_one], name=name, make=make) for name, (small_one, make) in makes.items()}

@@ -11,7 +11,7 @@ by `checkmate.verify`. One row for each network and way goes to `benchmarks/resu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,26 +31,21 @@ HOST_BUDGET = 2 * 10**9  # bytes
 TIME_LIMIT = 20.0  # seconds to plan
 
 
-def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
+def rows_of(name: str, where: Sequence[str], rounds: int) -> Iterator[Row]:
     """The rows of a network: without a second memory, and with each."""
     torch.set_num_threads(1)
     subject = Subject.of(NETWORKS[name], torch.device("cpu"))
     budget = ends_of(checkmate.trace(subject.plain, *subject.batch)).peak
-    asked: dict[str, dict[str, Any]] = {
-        ALONE: {},
-        **{way: {"host": way, "host_budget": HOST_BUDGET} for way in where},
-    }
-    steps = {
-        way: checkmate.compile(subject.plain, budget=budget, wait="best", time_limit=TIME_LIMIT, **about)
-        for way, about in asked.items()
-    }
+    with_host = {way: {"host": way, "host_budget": HOST_BUDGET} for way in where}
+    asked: dict[str, dict[str, Any]] = {ALONE: {}, **with_host}
+    options: dict[str, Any] = {"budget": budget, "time_limit": TIME_LIMIT}
+    steps = {way: checkmate.compile(subject.plain, wait="best", **options, **about) for way, about in asked.items()}
     timed: dict[str, Any] = {"plain": subject.plain, **steps}
     runs = {way: partial(step_and_back, subject.module, step, subject.batch) for way, step in timed.items()}
     seconds_in_turn(runs, 0)  # plans
     times = seconds_in_turn(runs, rounds, subject.module.zero_grad)
-    found = []
     for way, about in asked.items():
-        report = checkmate.verify(subject.plain, *subject.batch, budget=budget, time_limit=TIME_LIMIT, **about)
+        report = checkmate.verify(subject.plain, *subject.batch, **options, **about)
         plan = steps[way].plans[0]
         assert plan.plan is not None
         there = [t for t in timing(plan.plan, plan.problem).transfers if not t.back]
@@ -60,8 +55,7 @@ def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
         row |= {"peak": report.measured_peak, "same_bits": report.repeats, "ratios": ratios}
         row |= {"sent": sum(int(plan.problem.sizes[t.value]) for t in there), "values": len(there)}
         row |= {"rates": None if plan.problem.host is None else str(plan.problem.host), "rounds": rounds}
-        found.append(row)
-    return found
+        yield row
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""What a second memory is worth: plans that recompute, that send, and that do both, with those of others beside them.
+"""Worth of a second memory: plans that recompute, that send, and that do both, with those of others beside them.
 
     python -m benchmarks.second_memory [NETWORK ...] [--share 0.4 0.3] [--method NAME ...] [--time-limit SECONDS]
     python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md, docs/comparison.md
@@ -13,10 +13,9 @@ process computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, cell, latest, read, renewed
+from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, HERE, figures, load
 from checkmate.core.answer import Table
@@ -85,12 +84,6 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     return {HEAD: Table(heads, lines, heads[1:]).markdown()}
 
 
-def report(file: Path) -> None:
-    """Renew the table of the comparison, where the rows are those that are committed."""
-    if file == BENCHMARK.path:
-        PAGE.write_text(renewed(PAGE, tables(read(file))))
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "second_memory.jsonl",
@@ -115,5 +108,5 @@ BENCHMARK = Benchmark(
     },
     packages=("numpy", "scipy", "highspy"),
     page=markdown,
-    report=report,
+    docs=(PAGE, tables),
 )

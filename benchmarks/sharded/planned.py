@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, cell, latest, read, renewed
+from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.sharded import graph
 from benchmarks.sharded.policies import POLICIES, runs_of
@@ -131,12 +130,6 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     return {WITHIN: Table(heads, lines, heads).markdown()}
 
 
-def report(file: Path) -> None:
-    """Renew the table of the comparison where the rows are committed ones."""
-    if file == BENCHMARK.path:
-        PAGE.write_text(renewed(PAGE, tables(read(file))))
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "sharded.jsonl",
@@ -161,5 +154,5 @@ BENCHMARK = Benchmark(
     packages=("numpy", "scipy", "highspy"),
     environment=ONE_THREAD,
     page=markdown,
-    report=report,
+    docs=(PAGE, tables),
 )

@@ -1,4 +1,4 @@
-"""What trainers of sharded models choose by switches, as schedules of one step, to hold plans against.
+"""Choices that trainers of sharded models make by switches, as schedules of one step, to hold plans against.
 
 Gathering: "once" holds each gathered parameter from its forward to its backward (FSDP's
 ``reshard_after_forward=False``); "twice" lets it go after the forward's last use and gathers it again for the backward,

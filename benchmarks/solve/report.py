@@ -81,7 +81,7 @@ Instance = tuple[Any, ...]
 
 
 def _instance(row: Row) -> Instance:
-    """What two rows must share for the bound of one to hold for the other."""
+    """Values that two rows must share for the bound of one to hold for the other."""
     return tuple(row.get(key) for key in ("graph", "budget", "keep_all_peak", "keep_all_seconds"))
 
 

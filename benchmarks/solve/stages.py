@@ -1,4 +1,4 @@
-"""What each stage of `auto` is worth: each is left out in turn, on six graphs, at a roomy and at a tight budget.
+"""Worth of each stage of `auto`: each is left out in turn, on six graphs, at a roomy and at a tight budget.
 
     python -m benchmarks.solve.stages [GRAPH ...] [--time-limit 5]
     python -m benchmarks.solve.stages --report     # from the rows: results/stages.md

@@ -1,4 +1,4 @@
-"""What is timed from the imports on, so that it imports nothing before."""
+"""A script that is timed from its imports on: it imports nothing before."""
 
 from __future__ import annotations
 

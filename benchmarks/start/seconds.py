@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ import checkmate
 from benchmarks.common.apart import apart
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import budget_at
+from benchmarks.common.timing import add_up, budget_at
 from benchmarks.networks import CASES, CLASSES, Case
 from benchmarks.networks.batches import Batch, Step, images, language_model, tokens
+from benchmarks.networks.convolutional import resnet50
 from benchmarks.networks.gpt2 import GPT2
-from benchmarks.networks.resnet import resnet50
-from benchmarks.networks.unet import AttentionUNet
+from benchmarks.networks.pixels import AttentionUNet
 from benchmarks.start.script import started
 from checkmate.backends import compilation, step_problem
 from checkmate.backends.planner import Planner
@@ -86,14 +85,14 @@ TIMES = {**dict.fromkeys(KNOWN, (0.0,)), **dict.fromkeys(CLOSE, NEAR), "bert-4":
 def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[Row]:
     """Train two steps; what they took. In a process that has just begun."""
     _, plain, batch = KNOWN[name].make(0)
-    spent: Counter[str] = Counter()
+    spent = dict.fromkeys(("backend", "measure", "plan", "code"), 0.0)
     step: Any = plain
     if backend == OURS:
-        _adds_up(compilation.Backend, "__call__", "backend", spent)
-        _adds_up(compilation, "problem_of", "measure", spent)
-        _adds_up(Planner, "plan", "plan", spent)
-        _adds_up(step_problem, "emit", "code", spent)
-        _adds_up(compilation, "writing_over", "code", spent)
+        add_up(compilation.Backend, "__call__", spent, "backend").start()
+        add_up(compilation, "problem_of", spent, "measure").start()
+        add_up(Planner, "plan", spent, "plan").start()
+        add_up(step_problem, "emit", spent, "code").start()
+        add_up(compilation, "writing_over", spent, "code").start()
         step = checkmate.compile(plain, budget=budget, time_limit=time_limit)
     elif backend != PLAIN:
         step = torch.compile(plain, backend=backend, fullgraph=True, dynamic=False)
@@ -111,20 +110,6 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
         row |= {"ops": len(solution.problem.graph.ops), "overhead": solution.overhead, "gap": solution.gap}
         row |= {"peak": solution.peak, "from": solution.origin or None}
     yield row
-
-
-def _adds_up(owner: Any, name: str, part: str, spent: Counter[str]) -> None:
-    run: Callable[..., Any] = getattr(owner, name)
-
-    @wraps(run)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            spent[part] += time.perf_counter() - began  # type: ignore[assignment]
-
-    setattr(owner, name, timed)
 
 
 def _seconds(step: Step, batch: Batch) -> float:

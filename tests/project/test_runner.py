@@ -17,7 +17,7 @@ from benchmarks.common import runner
 from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import cell, read
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.suite import counted, ended
+from benchmarks.versions import counted, ended
 
 TESTS = """
 import os
