@@ -1,8 +1,8 @@
 """One network of each family of timm, with few layers, on small images.
 
-timm is no part of the environment: CONTRIBUTING.md says how to have it beside PyTorch for the CPU. Where it cannot be
-imported, `MISSING` says so and why, and no network of it is listed. A family is a module of `timm.models`; one that is
-not in the table below, of a later timm, is there with the first model it lists, as that is.
+timm is no part of the environment: `benchmarks.census.count` says how to have it beside PyTorch for the CPU. Where it
+cannot be imported, `MISSING` says so and why, and no network of it is listed. A family is a module of `timm.models`;
+one that is not in the table below, of a later timm, is there with the first model it lists, as that is.
 """
 
 from __future__ import annotations

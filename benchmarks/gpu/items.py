@@ -192,7 +192,7 @@ def largest_batch(asked: Asked) -> Iterator[Row]:
     def checkpointed(module: nn.Module, step: Step) -> Step:
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
-        blocks = {type(block) for block in module.modules() if type(block).__name__ == "Block"}
+        blocks = {type(block) for block in module.modules() if type(block).__name__.endswith("Block")}
         checkpoint_wrapper.apply_activation_checkpointing(module, check_fn=lambda part: type(part) in blocks)
         return step
 

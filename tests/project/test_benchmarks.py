@@ -35,10 +35,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "results" / "step.jsonl"
-    for times in (1, 2):
-        run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
-        rows = read(out)
-        assert len(rows) == 3 * times
+    run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
+    rows = read(out)
+    run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
+    again = 0 if not rows[0]["commit"].endswith("-dirty") else 3  # of a commit what has a row is not measured again
+    assert (len(rows), len(read(out)), read(out)[:3]) == (3, 3 + again, rows)
     assert all(row["bitwise"] for row in rows)
     assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
     assert rows[2]["overhead"] == 0.0
