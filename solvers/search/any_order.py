@@ -55,9 +55,7 @@ class AnyOrder:
         [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 0, 4]]
         """
         found, trail = self._search(self.sets.T - 1)
-        if not found:
-            return None
-        return stages_of(self.sets, trail)
+        return stages_of(self.sets, trail) if found else None
 
     def refutes(self, t: int) -> bool:
         """Tell whether it is proven that op t, and its needs, fit the budget in no plan."""

@@ -20,7 +20,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -164,11 +164,6 @@ def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = N
     return [[*again, t] for t, again in enumerate(stages)]
 
 
-def runs_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> np.ndarray:
-    """R (T, T) bool of a trail."""
-    return as_matrix(stages_of(sets, trail, known))
-
-
 @dataclass
 class BackwardSearch(Backward):
     """A search for any plan, or for a proof that there is none.
@@ -251,16 +246,13 @@ class BackwardSearch(Backward):
         if len(states) <= 1:
             return states
         best = list(self._undominated(states, sorted(states, key=self.sets.bytes_of)))
-        if len(best) > self.width:
-            if self.loose:
-                raise TooWide
-            self.complete = False
-            best = self._promising(best)
-        return {needed: states[needed] for needed in best}
-
-    def _promising(self, states: list[int]) -> list[int]:
-        """Order states by three measures in turn: bytes, the peak of making free values anew, and between them."""
-        sets, t = self.sets, self.reached
+        if len(best) <= self.width:
+            return {needed: states[needed] for needed in best}
+        if self.loose:
+            raise TooWide
+        self.complete = False
+        # Order them by three measures in turn: the peak of making free values anew, bytes, and between them.
+        sets = self.sets
         forward = sets.below[sets.forward_length] & sets.free[t]
 
         def alone(needed: int) -> int:
@@ -271,8 +263,9 @@ class BackwardSearch(Backward):
             lambda needed: alone(needed) + 0.5 * sets.bytes_of(needed & forward),
             sets.bytes_of,
         )
-        ranked = [sorted(states, key=measure) for measure in measures]
-        return list(dict.fromkeys(chain(*zip(*ranked, strict=True))))[: self.width]
+        ranked = [sorted(best, key=measure) for measure in measures]
+        promising = dict.fromkeys(chain(*zip(*ranked, strict=True)))
+        return {needed: states[needed] for needed in islice(promising, self.width)}
 
 
 def find_plan(
@@ -294,7 +287,7 @@ def find_plan(
     for states in search.back_from(sets.T - 1):
         if not states:
             return None, search
-    return runs_of(sets, next(iter(states.values()))[2]), search
+    return as_matrix(stages_of(sets, next(iter(states.values()))[2])), search
 
 
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
