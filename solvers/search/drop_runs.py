@@ -64,8 +64,8 @@ def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Cl
 
 class _Stages:
     def __init__(self, problem: Problem, budget: int, runs: list[list[int]]) -> None:
-        self.problem, self.tables, self.T, self.planned = problem, Tables.of(problem), len(runs), runs
-        tables = self.tables
+        self.tables = tables = Tables.of(problem)
+        self.T, self.planned = len(runs), runs
         self.moving = [k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)]
         self.needed = [set[int]() for _ in range(self.T + 1)]  # when each stage begins
         for t in reversed(range(self.T)):
@@ -78,7 +78,6 @@ class _Stages:
             [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
         )
         self.next_use: list[float] = []
-        self.turn: list[int] = []
 
     def worths(self) -> tuple[Worth, ...]:
         """Priorities for keeping values: seconds per byte and next use, or next use alone."""
@@ -96,7 +95,7 @@ class _Stages:
         there: set[int] = set()
         users = self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]
-        self.turn = [0] * len(users)
+        turn = [0] * len(users)
         for t in range(self.T):
             extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
             for start, ops in self._ways(t, extra):
@@ -105,34 +104,31 @@ class _Stages:
                     break
             runs.append(ops)
             for v in self.tables.inputs[t]:
-                self.turn[v] += 1
-                self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
+                turn[v] += 1
+                self.next_use[v] = float(users[v][turn[v]]) if turn[v] < len(users[v]) else np.inf
             there = self._keep(t, level, idle, over, worth)
         return runs
 
     def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
         """Yield values that stage t may begin with, and its runs: the most values first, as planned last."""
+        tables = self.tables
         for share in SHARES:
             start = self.needed[t].union(extra[: int(share * len(extra))])
-            missing = self._missing(t, start)
+            # The missing ops run: for op t, and for what the plan needs in the next stage.
+            todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
+            ops = {t}
+            while todo:
+                v = todo.pop()
+                k = tables.producer[v]
+                if v not in start and self.moving[v] and k not in ops:
+                    ops.add(k)
+                    todo += tables.inputs[k]
+            missing = sorted(ops)
             yield start, missing
-            as_planned = [k for k in self.planned[t] if k in missing]
+            as_planned = [k for k in self.planned[t] if k in ops]
             if as_planned != missing and set(as_planned).issuperset(missing):
                 yield start, as_planned
         yield self.needed[t], self.planned[t]  # what goes in the middle of the stage is made again there
-
-    def _missing(self, t: int, there: set[int]) -> list[int]:
-        """The ops to run in stage t, ascending: for op t, and for what the plan needs in the next stage."""
-        tables = self.tables
-        todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
-        ops = {t}
-        while todo:
-            v = todo.pop()
-            k = tables.producer[v]
-            if v not in there and self.moving[v] and k not in ops:
-                ops.add(k)
-                todo += tables.inputs[k]
-        return sorted(ops)
 
     def _levels(
         self, t: int, start: set[int], ops: list[int]
@@ -185,7 +181,9 @@ class _Stages:
         for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
             begin, size = idle[v], self.tables.size[v]
             written = next((saving for saving in over.get(begin - 1, ()) if saving[0] == v), None)
-            less = 0 if written is None else _without(over[begin - 1], written)
+            less = 0  # bytes by which the best saving shrinks without this one; the best comes first
+            if written is not None and written == over[begin - 1][0]:
+                less = written[1] - (over[begin - 1][1][1] if len(over[begin - 1]) > 1 else 0)
             fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
             if fits and (not less or less <= slack[begin - 1]):
                 slack[begin:] -= size
@@ -196,10 +194,3 @@ class _Stages:
                     slack[begin - 1] -= less
                     least -= less
         return kept
-
-
-def _without(savings: list[Saving], one: Saving) -> int:
-    """The bytes by which the best saving shrinks without this one; savings are in order, the best first."""
-    if savings[0] != one:
-        return 0
-    return one[1] - (savings[1][1] if len(savings) > 1 else 0)

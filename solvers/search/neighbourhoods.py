@@ -169,7 +169,7 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
     open_ = free[stage, op]
     run = model.variables(open_.shape, lower=~open_, cost=problem.seconds[op] / cost_unit(problem), integer=True)
     line = _Line(tables, stage, op, open_)
-    for v, touches in enumerate(_touches(tables, op)):
+    for v, touches in enumerate(tables.touches(op.tolist())):
         if tables.producer[v] < 0 or not touches:
             continue
         if tables.result[v]:
@@ -179,24 +179,12 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
         else:
             line.stay(v, touches)
     line.add_to(model, budget, size_unit(problem))
-    runs_of = [(np.flatnonzero(op == k), most) for k, most in tables.max_runs.items()]
-    rows = np.concatenate([np.full(len(ps), i) for i, (ps, _) in enumerate(runs_of)]) if runs_of else np.zeros(0, int)
-    if runs_of:
-        columns = np.concatenate([run[ps] for ps, _ in runs_of])
-        max_runs = np.array([float(most) for _, most in runs_of])
-        model.constrain_sparse("run at most", len(runs_of), [(rows, columns, 1.0)], upper=max_runs)
+    if tables.max_runs:
+        runs_of = [np.flatnonzero(op == k) for k in tables.max_runs]
+        rows = np.repeat(np.arange(len(runs_of)), [len(ps) for ps in runs_of])
+        most = np.array([*tables.max_runs.values()], dtype=float)
+        model.constrain_sparse("run at most", len(runs_of), [(rows, run[np.concatenate(runs_of)], 1.0)], upper=most)
     return Near(model, stage, op, run, R.shape)
-
-
-def _touches(tables: Tables, op: np.ndarray) -> list[list[tuple[int, bool]]]:
-    """Per value, the places that touch it, and whether they make it."""
-    touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]
-    for p, k in enumerate(op.tolist()):
-        for v in tables.inputs[k]:
-            touches[v].append((p, False))
-        for v in tables.outputs[k]:
-            touches[v].append((p, True))
-    return touches
 
 
 @dataclass
