@@ -169,12 +169,12 @@ class PassState:
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
         # By rules some values go before the backward (after which stage), which is to make them again: for an op that
         # reads them, or to make again another one of them. What they are made from is needed there.
-        self.going: dict[int, Iterable[int]] = {}
-        going: dict[int, list[int]] = {}
-        spans: dict[int, tuple[int, int]] = {}
+        self.going: dict[int, list[int]] = {}
         for v in tables.recomputed:
-            in_forward = [k for k in tables.users[v] if k < tables.boundary]
-            going.setdefault(max(in_forward, default=tables.producer[v]), []).append(v)
+            last = max((k for k in tables.users[v] if k < tables.boundary), default=tables.producer[v])
+            for t in {min(last, tables.boundary - 1), tables.boundary - 1}:
+                self.going.setdefault(t, []).append(v)
+        spans: dict[int, tuple[int, int]] = {}
         for v in sorted(tables.recomputed, key=lambda v: -tables.producer[v]):
             needed = [k for k in tables.users[v] if k >= tables.boundary]
             others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
@@ -184,9 +184,6 @@ class PassState:
                 for u in tables.inputs[tables.producer[v]]:
                     self.shadow_first[u] = min(first, int(self.shadow_first[u]))
                     self.shadow_last[u] = max(last, int(self.shadow_last[u]))
-        if tables.recomputed:
-            self.going = {t: vs for t, vs in going.items() if t < tables.boundary}
-            self.going[tables.boundary - 1] = tables.recomputed
 
     def missing_ancestors(self, values: Iterable[int]) -> set[int]:
         """The ops that must run to have these values."""
@@ -380,10 +377,9 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
     problem, tables, clock = task.problem, Tables.of(task.problem), Clock(min(PASSES_TAKE * task.clock.left, patience))
     # Keep the plans of the cheapest passes, those that differ.
     best: list[tuple[float, list[list[int]]]] = []  # the cheapest first: seconds, and per stage the ops that run
-    passes = 0
-    for weights in GRID:
-        pass_clock = clock if passes else Clock(max(FIRST_TAKES, clock.left))
-        stages, passes = run_pass(tables, task.budget, weights, pass_clock), passes + 1
+    for passes, weights in enumerate(GRID, 1):
+        pass_clock = clock if passes > 1 else Clock(max(FIRST_TAKES, clock.left))
+        stages = run_pass(tables, task.budget, weights, pass_clock)
         if isinstance(stages, DeadEnd):
             stuck = stages
         else:
@@ -460,23 +456,20 @@ class TiltedPasses:
         while self.chances.any() and quiet < QUIET and not clock.is_over:
             best = self.pool[0].cost
             for _ in range(ROUND):
-                self._change(int(self.rng.integers(len(self.pool))))
+                # Change a few values of a plan at random; it stays so if the pass it gives is no dearer.
+                i = int(self.rng.integers(len(self.pool)))
+                plan, tilt = self.pool[i], self.pool[i].tilt.copy()
+                changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
+                tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
+                for found in self._pass(plan.weights, tilt):
+                    if found.cost <= plan.cost:
+                        self.pool[i] = found
                 if clock.is_over:
                     break
             self.pool.sort(key=lambda plan: plan.cost)
             quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else quiet + 1
             self.pool[-1] = self.pool[0]
         return as_matrix(self.pool[0].stages)
-
-    def _change(self, i: int) -> None:
-        """Change a few values of a plan at random; it stays so if the pass it gives is no dearer."""
-        plan = self.pool[i]
-        changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
-        tilt = plan.tilt.copy()
-        tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
-        for found in self._pass(plan.weights, tilt):
-            if found.cost <= plan.cost:
-                self.pool[i] = found
 
     def _pass(self, weights: Weights, tilt: np.ndarray) -> list[_Plan]:
         """The plan of one pass, if it fits."""
