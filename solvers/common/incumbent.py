@@ -157,12 +157,8 @@ class Incumbent:
         """
         with self._lock:
             if contradicts(bound, self.cost):
-                log.log(
-                    _gravity(self.plan),
-                    "a bound of %.6g s is wrong: a verified schedule takes %.6g s",
-                    bound,
-                    self.cost,
-                )
+                said = "a bound of %.6g s is wrong: a verified schedule takes %.6g s"
+                log.log(_gravity(self.plan), said, bound, self.cost)
             elif bound > self.bound:  # what is no number is no bound
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0

@@ -248,24 +248,25 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
     """
     tables, problem, T = sets.tables, sets.problem, sets.T
     never, room = NEVER * problem.keep_all_cost, budget - problem.unavoidable_bytes
+    place = {v: i for i, v in enumerate(sets.values)}
     of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
     price = np.zeros((len(sets.values), T + 1), dtype=np.float32)
     for k in range(T):
         again = np.full(T, tables.seconds[k])
         again[tables.last_stage[k] + 1 :] = never
         for u in tables.inputs[k]:
-            if u in sets.bit:
-                again += np.minimum(price[sets.index(u), :T], of_op[tables.producer[u]])
+            if u in place:
+                again += np.minimum(price[place[u], :T], of_op[tables.producer[u]])
         of_op[k] = np.minimum(again, never)
         for v in tables.outputs[k]:
-            if v in sets.bit:
+            if v in place:
                 size = tables.size[v]
                 full = size > room
                 full[list(tables.users[v])] = False  # what is read there is there in any case
                 keep = np.where(full, never, worth * size)[k + 1 :]
                 kept = np.concatenate([[0.0], keep.cumsum()])  # from the stage after its op on
                 begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
-                price[sets.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
+                price[place[v], k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
     return price
 
 

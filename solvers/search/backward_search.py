@@ -58,11 +58,8 @@ class Waiting:
 
         Those that ``must`` be are made before something else that is made again: without that the state is none.
         """
-        if not asked and must:
-            return
         if not asked:
-            known = self.done.get(needed)
-            if known is None or state[0] < known[0]:
+            if not must and (needed not in self.done or state[0] < self.done[needed][0]):
                 self.done[needed] = state
             return
         k = self.producer[asked.bit_length() - 1]

@@ -79,7 +79,10 @@ def _save(line: Line, p: int, limit: float) -> None:
     while todo:
         for v in line.tables.inputs[line.op_at[todo.pop()]]:
             q = max((q for q, makes in line.touches[v] if makes and q < p and line.on[q]), default=None)
-            if q is not None and not line.fixed[q] and not line.is_useful(q):
+            if q is None or line.fixed[q]:
+                continue
+            made = line.tables.outputs[line.op_at[q]]
+            if not any(first == q < last for w in made for first, last in line.intervals(w)):
                 line.flip(q)
                 undo.append(q)
                 todo.append(q)
@@ -248,11 +251,6 @@ class Line:
         if first >= 0:
             found.append((first, last))
         return found
-
-    def is_useful(self, p: int) -> bool:
-        """Somebody reads what the run at p makes."""
-        outputs = self.tables.outputs[int(self.op[p])]
-        return any(first == p < last for v in outputs for first, last in self.intervals(v))
 
     def offers(self, p: int) -> Iterator[int]:
         """Places that are off where a value idle at p could be made again, the cheapest byte first."""

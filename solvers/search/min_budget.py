@@ -324,15 +324,18 @@ class _Ends:
     def run_in_any_order(self, clock: Clock) -> None:
         """Draw the ends of all plans together, by bisection, until neither a plan nor a proof is near."""
         known = self.known
-        far, most, close = ANY, MOST_STATES, 0
+        far, states, close = ANY, MOST_STATES, 0
         if not self.exact:
-            far, most, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
+            far, states, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
         low, high = known.least, known.best - self.small
         budget = low
         while high - low > close and not clock.is_over:
-            search = AnyOrder(self.sets, budget, clock, far, most)
+            search = AnyOrder(self.sets, budget, clock, far, states)
             runs = search.runs()
-            if runs is not None and self._take(runs, budget + self.small):
+            times = Counter(chain.from_iterable(runs or ()))
+            if runs is not None and all(times[k] <= most for k, most in self.problem.limits.max_runs.items()):
+                # The plan's peak is simulated once runs are dropped.
+                known.runs, known.peak_of_runs = runs, max(budget + self.small, known.least)
                 high = budget
             elif runs is None and (search.complete or self.refute_in_any_order(budget, search.reached, NEAR, clock)):
                 known.least = low = max(known.least, min(search.least, known.best) if search.complete else 0)
@@ -352,14 +355,6 @@ class _Ends:
             if clock.is_over:
                 break
         return False
-
-    def _take(self, runs: list[list[int]], budget: int) -> bool:
-        """Take a plan that fits a budget, if no rule is broken; its peak is simulated once runs are dropped."""
-        times = Counter(chain.from_iterable(runs))
-        if any(times[k] > most for k, most in self.problem.limits.max_runs.items()):
-            return False
-        self.known.runs, self.known.peak_of_runs = runs, max(budget, self.known.least)
-        return True
 
     def _evict(self, kinds: Sequence[Weights]) -> None:
         """A peak that is easily reached: a bisection with eviction passes of these kinds."""

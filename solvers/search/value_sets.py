@@ -71,7 +71,18 @@ class ValueSets:
             sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
             for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
         ]
-        self.savings = [self._savings(k) for k in range(self.T)]
+        # Per op, the most first: the bit of what it may write over, bytes less, and up to which op's first run that stays.
+        # What has no bit counts no bytes anyway: only what a way saves beside them is less. What a pinned op made stays
+        # until its last use; what others made need not stay, -1.
+        self.savings: list[list[tuple[int, int, int]]] = []
+        for ways in tables.savings:
+            found = []
+            for v, saved in ways:
+                less = saved if v in self.bit else saved - tables.size[v]
+                until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
+                if less > 0:
+                    found.append((self.bit.get(v, 0), less, until))
+            self.savings.append(sorted(found, key=lambda saving: -saving[1]))
         self.has_savings = any(self.savings)
         self.below = [*accumulate(self.outputs, or_, initial=0)]  # per op, the values made before it
         self.gone = self._set(tables.recomputed)  # not at hand when the backward begins
@@ -97,24 +108,6 @@ class ValueSets:
 
     def _set(self, values: Iterable[int]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
-
-    def _savings(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """The bit of what op k may write over, the bytes less, and up to which op's first run it stays; the most first.
-
-        What has no bit counts no bytes anyway: only what a way saves beside them is less. What a pinned op made stays
-        until its last use; what others made need not stay, -1.
-        """
-        tables, found = self.tables, []
-        for v, saved in tables.savings[k]:
-            less = saved if v in self.bit else saved - tables.size[v]
-            until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
-            if less > 0:
-                found.append((self.bit.get(v, 0), less, until))
-        return tuple(sorted(found, key=lambda saving: -saving[1]))
-
-    def index(self, value: int) -> int:
-        """The bit of each value."""
-        return self.bit[value].bit_length() - 1
 
     def bytes_of(self, values: int) -> int:
         """Bytes of a set of values."""
