@@ -254,16 +254,15 @@ def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> 
     return replace(best, status=status, method=method, bound=bound, **fields)
 
 
-def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: object) -> Solution:
+def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: Any) -> Solution:
     """The plan of a solution, certified anew for this problem and budget.
 
     Raises:
         SolverError: if it breaks a rule there or exceeds a budget.
     """
     assert known.schedule is not None
-    about: dict[str, Any] = {"method": known.method, **fields}
     found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
-    return certify(problem, budget, found, bound=bound, **about)
+    return certify(problem, budget, found, bound=bound, **{"method": known.method, **fields})
 
 
 def contradicts(bound: float, cost: float) -> bool:

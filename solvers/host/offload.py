@@ -133,7 +133,18 @@ class SentSets:
         task, key = self.task, (frozenset(sent), room)
         if key in self.tried or not sent or not self.is_open:
             return self.tried.get(key, float("inf"))
-        plan = self._plan(frozenset(sent), task.budget - room)
+        # Find a plan soon that sends these values and keeps the others within the budget.
+        fetching, plan = with_fetches(task.problem, key[0]), None
+        if task.budget - room >= fetching.problem.unavoidable_bytes.max():
+            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.limit)))
+            inner = Incumbent(replace(task, problem=fetching.problem, budget=task.budget - room, clock=clock, gap=1e-3))
+            try:
+                self.recompute(inner.task, inner)
+            except SolverError as error:
+                log.warning("what to do beside transfers was not found: %s", error)
+            if inner.R is not None:
+                events = plain_events(fetching, lowered(fetching.problem, inner.R))
+                plan = place_transfers(task.problem, task.budget, *events)
         self.tried[key] = float("inf") if plan is None else self.offer(plan, room)
         log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, self.tried[key])
         return self.tried[key]
@@ -187,22 +198,6 @@ class SentSets:
         for _ in range(AT_RANDOM):
             n = int(rng.integers(1, min(MOST_AT_RANDOM, len(may)) + 1))
             yield best.sent.symmetric_difference(rng.choice(may, n, replace=False).tolist()), best.room
-
-    def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
-        """Find a plan soon that sends these values and keeps the others within the budget."""
-        fetching = with_fetches(self.task.problem, sent)
-        if budget < fetching.problem.unavoidable_bytes.max():
-            return None
-        clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
-        inner = Incumbent(replace(self.task, problem=fetching.problem, budget=budget, clock=clock, gap=1e-3))
-        try:
-            self.recompute(inner.task, inner)
-        except SolverError as error:
-            log.warning("what to do beside transfers was not found: %s", error)
-        if inner.R is None:
-            return None
-        found = plain_events(fetching, lowered(fetching.problem, inner.R))
-        return place_transfers(self.task.problem, self.task.budget, *found)
 
 
 def _worth(problem: Problem, v: int) -> float:

@@ -59,26 +59,19 @@ class Waiting:
         Those that ``must`` be are made before something else that is made again: without that the state is none.
         """
         if not asked:
-            if not must and (needed not in self.done or state[0] < self.done[needed][0]):
+            known = self.done.get(needed)
+            if not must and (known is None or state[0] < known[0]):
                 self.done[needed] = state
             return
         k = self.producer[asked.bit_length() - 1]
-        group = self.groups.get(k)
-        if group is None:
-            group = self.groups[k] = {}
+        if k not in self.groups:
+            self.groups[k] = {}
             heapq.heappush(self.queue, -k)
+        group = self.groups[k]
         known = group.get((needed, asked, must))
-        if known is None:
-            self.count += 1
+        self.count += known is None
         if known is None or state[0] < known[0]:
             group[needed, asked, must] = state
-
-    def pop(self) -> tuple[int, Pending]:
-        """The last op to decide on, and its states."""
-        k = -heapq.heappop(self.queue)
-        group = self.groups.pop(k)
-        self.count -= len(group)
-        return k, group
 
 
 class Backward(ABC):
@@ -103,7 +96,10 @@ class Backward(ABC):
             waiting = Waiting(self.sets)
             self._begin(t, states, waiting)
             while waiting.queue:
-                k, now = waiting.pop()
+                # Decide on the last op of those that may run again.
+                k = -heapq.heappop(waiting.queue)
+                now = waiting.groups.pop(k)
+                waiting.count -= len(now)
                 self._decide(t, k, now, waiting)
                 if waiting.count > 2 * self.width:
                     self._thin_waiting(t, waiting)

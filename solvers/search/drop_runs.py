@@ -90,7 +90,6 @@ class _Stages:
         )
 
     def run(self, worth: Worth) -> list[list[int]]:
-        """Run all stages."""
         runs: list[list[int]] = []
         there: set[int] = set()
         users = self.tables.users

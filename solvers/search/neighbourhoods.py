@@ -107,7 +107,8 @@ class Neighbourhoods:
         if clock.is_over:
             return R, False
         near, limit = build(problem, budget, R, free), min(self.patience, clock.left)
-        answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=near.start(R))
+        start = near.run, R[near.stage, near.op].astype(np.float64)  # the solver finds the other columns
+        answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=start)
         solved = answer.outcome is not SolveStatus.STOPPED
         if answer.x is None:
             return R, solved
@@ -142,10 +143,6 @@ class Near:
     op: np.ndarray  # (P,) int
     run: np.ndarray  # (P,) columns R
     shape: tuple[int, ...]  # (T, T)
-
-    def start(self, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of a schedule; the solver finds the rest."""
-        return self.run, R[self.stage, self.op].astype(np.float64)
 
     def runs(self, x: np.ndarray, part: float = 0.5) -> np.ndarray:
         """(T, T) bool: the ops with more than this part of a run in an answer."""

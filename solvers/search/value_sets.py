@@ -71,9 +71,9 @@ class ValueSets:
             sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
             for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
         ]
-        # Per op, the most first: the bit of what it may write over, bytes less, and up to which op's first run that stays.
-        # What has no bit counts no bytes anyway: only what a way saves beside them is less. What a pinned op made stays
-        # until its last use; what others made need not stay, -1.
+        # Per op, the most first: the bit of what it may write over, bytes less, and up to which first run it stays.
+        # Values without a bit count no bytes anyway: only what a way saves beside them is less. What a pinned op made
+        # stays until its last use; what others made need not stay, -1.
         self.savings: list[list[tuple[int, int, int]]] = []
         for ways in tables.savings:
             found = []
