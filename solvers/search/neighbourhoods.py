@@ -37,8 +37,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.schedules import cost_of, fits, without_useless
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 
@@ -107,8 +106,7 @@ class Neighbourhoods:
         if clock.is_over:
             return R, False
         near, limit = build(problem, budget, R, free), min(self.patience, clock.left)
-        start = near.run, R[near.stage, near.op].astype(np.float64)  # the solver finds the other columns
-        answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=start)
+        answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=near.start(R))
         solved = answer.outcome is not SolveStatus.STOPPED
         if answer.x is None:
             return R, solved
@@ -139,16 +137,16 @@ class Near:
     """The model of some places: those fixed as in R, and those that are free."""
 
     model: Model
-    stage: np.ndarray  # (P,) int
-    op: np.ndarray  # (P,) int
-    run: np.ndarray  # (P,) columns R
-    shape: tuple[int, ...]  # (T, T)
+    run: np.ndarray  # (T, T) columns R, `NONE` where there is no place
+
+    def start(self, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of a schedule; the solver finds the rest."""
+        places = self.run != NONE
+        return self.run[places], R[places].astype(np.float64)
 
     def runs(self, x: np.ndarray, part: float = 0.5) -> np.ndarray:
         """(T, T) bool: the ops with more than this part of a run in an answer."""
-        R = np.zeros(self.shape, dtype=bool)
-        R[self.stage, self.op] = x[self.run] > part
-        return R
+        return self.model.value(x, self.run) > part
 
 
 def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Near:
@@ -163,8 +161,8 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
     free = free & ~np.eye(len(R), dtype=bool)
     stage, op = np.nonzero(R | free)
     model, tables = Model(), Tables.of(problem)
+    run = model.variables(R | free, lower=~free, cost=problem.seconds / equations.cost_unit(problem), integer=True)
     open_ = free[stage, op]
-    run = model.variables(open_.shape, lower=~open_, cost=problem.seconds[op] / cost_unit(problem), integer=True)
     line = _Line(tables, stage, op, open_)
     for v, touches in enumerate(tables.touches(op.tolist())):
         if tables.producer[v] < 0 or not touches:
@@ -175,13 +173,9 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
             line.keep(v, touches)
         else:
             line.stay(v, touches)
-    line.add_to(model, budget, size_unit(problem))
-    if tables.max_runs:
-        runs_of = [np.flatnonzero(op == k) for k in tables.max_runs]
-        rows = np.repeat(np.arange(len(runs_of)), [len(ps) for ps in runs_of])
-        most = np.array([*tables.max_runs.values()], dtype=float)
-        model.constrain_sparse("run at most", len(runs_of), [(rows, run[np.concatenate(runs_of)], 1.0)], upper=most)
-    return Near(model, stage, op, run, R.shape)
+    line.add_to(model, budget, equations.size_unit(problem))
+    equations.run_at_most(model, run, problem)
+    return Near(model, run)
 
 
 @dataclass
