@@ -175,10 +175,9 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
     since: dict[int, int] = {}  # value -> the step after which its copy is there and itself gone
     needs: list[tuple[int, int]] = []  # (position of the fetch, first position that it may have)
     for position, step in enumerate(steps):
-        if isinstance(step, (Free, Run)):
-            gone = step.value if isinstance(step, Free) else step.over
-            if gone is not None:
-                since[gone] = position + 1
+        gone = step.value if isinstance(step, Free) else step.over if isinstance(step, Run) else None
+        if gone is not None:
+            since[gone] = position + 1
         elif isinstance(step, Fetch):
             needs.append((position, since[step.value]))
     # From the last fetch to the first: each ends when it is needed, or when the next one begins.

@@ -25,26 +25,17 @@ from checkmate.solvers.search.value_sets import ValueSets
 
 @dataclass
 class AnyOrder:
-    """A search within a budget.
-
-    Attributes:
-        far: ops of the backward run again no more than so many stages later; a proof has their values for nothing.
-        most: states that are pursued.
-        loose: ask only for what a proof needs: pinned values that come in on the way are left to `ValueSets.owed`.
-        complete: all states that there are were pursued so far.
-        least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
-        reached: the stage closest to the first op that was looked at.
-    """
+    """A search within a budget, for a plan or for a proof that there is none."""
 
     sets: ValueSets
     budget: int
     clock: Clock
-    far: int = ANY
-    most: int = 10_000
-    loose: bool = False
-    complete: bool = True
-    least: int = 2**62
-    reached: int = -1
+    far: int = ANY  # stages after which no op of the backward runs again; a proof has their values for nothing
+    most: int = 10_000  # states that are pursued
+    loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
+    complete: bool = True  # all states that there are were pursued so far
+    least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
+    reached: int = -1  # the stage closest to the first op that was looked at
 
     def runs(self) -> list[list[int]] | None:
         """The ops that run in each stage, in order, of a plan within the budget; None where none was found.

@@ -42,30 +42,21 @@ NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 @dataclass
 class Beam(Backward):
-    """A search within a budget.
-
-    Attributes:
-        width: states that go on at most.
-        every: make any value again in any stage, not only what op t and its reruns read. Then, with no state dropped,
-            the plan is the best there is.
-        any_order: within a stage ops run again in any order, and as often as need be; else once, in theirs.
-        merge: of too many states two become one; else the least promising are dropped.
-        complete: no state was dropped so far but for a better one, or merged.
-        price: (values with a bit, T + 1) float32, as `prices` gives it.
-        beside: the known plan, whose states go along.
-    """
+    """A search within a budget, for a cheap plan or for a bound of what all take."""
 
     sets: ValueSets
     budget: int
-    width: int
-    price: np.ndarray
+    width: int  # states that go on at most
+    price: np.ndarray  # (values with a bit, T + 1) float32, as `prices` gives it
     clock: Clock
     most: float = float("inf")  # seconds of what runs again, less than which is looked for
+    # make any value again in any stage, not only what op t and its reruns read: with no state dropped, the plan is the
+    # best there is
     every: bool = False
-    merge: bool = False
-    any_order: bool = False
-    complete: bool = True
-    beside: _Known | None = None
+    merge: bool = False  # of too many states two become one; else the least promising are dropped
+    any_order: bool = False  # within a stage ops run again in any order, and as often as need be; else once, in theirs
+    complete: bool = True  # no state was dropped so far but for a better one, or merged
+    beside: _Known | None = None  # the known plan, whose states go along
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""

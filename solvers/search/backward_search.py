@@ -159,13 +159,7 @@ def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = N
 
 @dataclass
 class BackwardSearch(Backward):
-    """A search for any plan, or for a proof that there is none.
-
-    Attributes:
-        complete: no state was dropped so far: without a state left, no schedule fits the budget.
-        least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
-        reached: the last stage that was looked at.
-    """
+    """A search for any plan, or for a proof that there is none."""
 
     sets: ValueSets
     budget: int
@@ -174,10 +168,10 @@ class BackwardSearch(Backward):
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
     homes: Mapping[int, int] | None = None  # where given, of these those do, in these stages and nowhere else
-    loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
-    complete: bool = True
-    least: int = 2**62
-    reached: int = -1
+    loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
+    complete: bool = True  # no state was dropped so far: without a state left, no schedule fits the budget
+    least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
+    reached: int = -1  # the last stage that was looked at
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         self.reached = t
