@@ -54,7 +54,7 @@ class AnyOrder:
 
     def _search(self, last: int) -> tuple[bool, Trail | None]:
         """Search backwards for a state that needs nothing more before op ``last``, and give its runs."""
-        sets, count, left, self.reached = self.sets, 0, self.most, last + 1
+        sets, left, self.reached = self.sets, self.most, last + 1
         heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
         seen = {(last + 1, 0)}
         pursued: dict[int, list[int]] = {}
@@ -71,9 +71,8 @@ class AnyOrder:
             for stage, before, what in self._before(t, needed, begun=t <= last):
                 if (stage, before) not in seen:
                     seen.add((stage, before))
-                    count += 1
                     then = trail if what is None else (trail, stage, what)
-                    heapq.heappush(heap, (stage, sets.bytes_of(before), count, before, then))
+                    heapq.heappush(heap, (stage, sets.bytes_of(before), len(seen), before, then))
             if left <= 0 or self.clock.is_over:
                 self.complete = False
                 return False, None
@@ -82,14 +81,13 @@ class AnyOrder:
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
         """Yield the runs that may come before op t, which needs ``needed`` in memory: (stage, its needs, op)."""
         sets = self.sets
-        if begun:
-            others: list[tuple[int, int, int]] = []
-            for one in self._again(t, needed):
-                if one[1] & needed == one[1]:  # it needs no more than before
-                    yield one
-                    return
-                others.append(one)
-            yield from others
+        others: list[tuple[int, int, int]] = []
+        for one in self._again(t, needed) if begun else ():
+            if one[1] & needed == one[1]:  # it needs no more than before
+                yield one
+                return
+            others.append(one)
+        yield from others
         if not (t == sets.forward_length and needed & sets.gone) and self._fits(t - 1, t - 1, needed):
             yield t - 1, sets.before(t - 1, needed), None
 

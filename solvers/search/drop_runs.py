@@ -92,7 +92,7 @@ class _Stages:
     def run(self, worth: Worth) -> list[list[int]]:
         runs: list[list[int]] = []
         there: set[int] = set()
-        users = self.tables.users
+        tables, users = self.tables, self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]
         turn = [0] * len(users)
         for t in range(self.T):
@@ -102,10 +102,31 @@ class _Stages:
                 if level.max() <= self.room[t]:
                     break
             runs.append(ops)
-            for v in self.tables.inputs[t]:
+            for v in tables.inputs[t]:
                 turn[v] += 1
                 self.next_use[v] = float(users[v][turn[v]]) if turn[v] < len(users[v]) else np.inf
-            there = self._keep(t, level, idle, over, worth)
+            # Keep values for the next stage: those that the plan needs, and others that fit.
+            slack = self.room[t] - level
+            least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
+            there = set(self.needed[t + 1])
+            going = tables.recomputed if t + 1 == tables.boundary else ()
+            useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
+            for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
+                begin, size = idle[v], tables.size[v]
+                savings = over.get(begin - 1, [])
+                written = next((saving for saving in savings if saving[0] == v), None)
+                less = 0  # bytes by which the best saving, which comes first, shrinks without this one
+                if written is not None and written == savings[0]:
+                    less = written[1] - (savings[1][1] if len(savings) > 1 else 0)
+                fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
+                if fits and (not less or less <= slack[begin - 1]):
+                    slack[begin:] -= size
+                    least -= size
+                    there.add(v)
+                    if written is not None:
+                        savings.remove(written)
+                        slack[begin - 1] -= less
+                        least -= less
         return runs
 
     def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
@@ -167,29 +188,3 @@ class _Stages:
                 over[i] = dying
                 own[i] -= dying[0][1]
         return change.cumsum()[:-1] + own, idle, over
-
-    def _keep(
-        self, t: int, level: np.ndarray, idle: dict[int, int], over: dict[int, list[Saving]], worth: Worth
-    ) -> set[int]:
-        """Select the values for the next stage: those that the plan needs, and others that fit."""
-        slack = self.room[t] - level
-        least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
-        kept = set(self.needed[t + 1])
-        going = self.tables.recomputed if t + 1 == self.tables.boundary else ()
-        useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
-        for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
-            begin, size = idle[v], self.tables.size[v]
-            written = next((saving for saving in over.get(begin - 1, ()) if saving[0] == v), None)
-            less = 0  # bytes by which the best saving shrinks without this one; the best comes first
-            if written is not None and written == over[begin - 1][0]:
-                less = written[1] - (over[begin - 1][1][1] if len(over[begin - 1]) > 1 else 0)
-            fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
-            if fits and (not less or less <= slack[begin - 1]):
-                slack[begin:] -= size
-                least -= size
-                kept.add(v)
-                if written is not None:
-                    over[begin - 1].remove(written)
-                    slack[begin - 1] -= less
-                    least -= less
-        return kept

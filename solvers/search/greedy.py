@@ -343,24 +343,23 @@ class PassState:
                         (stale if at_hand[w] else todo).append(w)
         self.changed.clear()
         for v in stale:
-            if self.movable[v]:
-                self.worth[v] = max(self.seconds_back(v), 1e-30) ** self.weights.a * self.scale[v]
-
-    def seconds_back(self, v: int) -> float:
-        """Seconds to make v again from values in memory: its op and missing ancestors; infinite if one is pinned."""
-        tables, total = self.tables, 0.0
-        seen, todo = {tables.producer[v]}, [tables.producer[v]]
-        while todo:
-            k = todo.pop()
-            if self.spent[k]:
-                return float("inf")
-            total += tables.seconds[k]
-            for w in tables.inputs[k]:
-                p = tables.producer[w]
-                if not self.at_hand[w] and p not in seen:
-                    seen.add(p)
-                    todo.append(p)
-        return total
+            if not self.movable[v]:
+                continue
+            # Seconds to make v again from values in memory: its op and missing ancestors; infinite if one is pinned.
+            seconds, todo = 0.0, [tables.producer[v]]
+            seen = set(todo)
+            while todo:
+                k = todo.pop()
+                if self.spent[k]:
+                    seconds = inf
+                    break
+                seconds += tables.seconds[k]
+                for w in tables.inputs[k]:
+                    p = tables.producer[w]
+                    if not at_hand[w] and p not in seen:
+                        seen.add(p)
+                        todo.append(p)
+            self.worth[v] = max(seconds, 1e-30) ** self.weights.a * self.scale[v]
 
 
 def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Remarks:

@@ -103,22 +103,17 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
         return []
     sums = list(accumulate(int(problem.sizes[v]) for v in waiting))
     chosen = dict.fromkeys(sum(size <= share * total for size in sums) for share in shares)
-    return [_homes(problem, moment, set(waiting[:n]), set(waiting[n:])) for n in chosen]
-
-
-def _homes(problem: Problem, moment: int, again: set[int], kept: set[int]) -> dict[int, int]:
-    """The ops that make values ``again`` after the moment, with the unkept values they need, and their stages."""
-    graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.last_stage
-    wanted = {v: min(k for k in graph.users[v] if k > moment) for v in again}
-    homes: dict[int, int] = {}
-    for k in reversed(range(graph.forward_length, moment)):
-        op = graph.ops[k]
-        stages = [wanted[v] for v in op.outputs if v in wanted]
-        stage = min([*stages, until.get(k, len(graph.ops))])
-        if not stages or op.pinned is not None or stage <= moment:
-            continue
-        homes[k] = stage
-        for v in op.inputs:
-            if v not in results and v not in kept:
-                wanted[v] = min(stage, wanted.get(v, stage))
+    homes: list[dict[int, int]] = []
+    for n in chosen:
+        # Their ops run again after the moment, and those that make the unkept values they need.
+        kept = results.union(waiting[n:])
+        wanted = {v: min(k for k in graph.users[v] if k > moment) for v in waiting[:n]}
+        homes.append({})
+        for k in reversed(range(begins, moment)):
+            op = graph.ops[k]
+            stages_of = [wanted[v] for v in op.outputs if v in wanted]
+            stage = min([*stages_of, problem.limits.last_stage.get(k, len(graph.ops))])
+            if stages_of and op.pinned is None and stage > moment:
+                homes[-1][k] = stage
+                wanted |= {v: min(stage, wanted.get(v, stage)) for v in op.inputs if v not in kept}
     return homes

@@ -239,7 +239,13 @@ def _find(problem: Problem, time_limit: float) -> _Known:
             ends.refute_in_any_order(known.bound - 1, known.op, 1, clock)
         if not known.is_done(exact=exact):
             ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
-        ends.drop_runs(clock)
+        # Drop what the plans need not run again, and see what their peaks are.
+        if ends.wasteful:
+            known.R = drop_runs(problem, known.peak, known.R, clock)
+            known.peak = peak_of(problem, known.R)
+        if known.runs is not None and known.peak_of_runs < known.peak:
+            known.runs = drop_runs_of(problem, known.peak_of_runs, known.runs, clock)
+            known.peak_of_runs = simulator.simulate(simulator.lower_runs(problem, known.runs), problem).peak
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
     return known
 
@@ -310,16 +316,6 @@ class _Ends:
         """Take a schedule that fits a budget, if it is better; its peak is simulated once runs are dropped."""
         if budget < self.known.peak:
             self.known.R, self.known.peak, self.wasteful = R, max(budget, self.known.bound), True
-
-    def drop_runs(self, clock: Clock) -> None:
-        """Drop what the plan need not run again, and see what its peak is."""
-        known = self.known
-        if self.wasteful:
-            known.R = drop_runs(self.problem, known.peak, known.R, clock)
-            known.peak = peak_of(self.problem, known.R)
-        if known.runs is not None and known.peak_of_runs < known.peak:
-            known.runs = drop_runs_of(self.problem, known.peak_of_runs, known.runs, clock)
-            known.peak_of_runs = simulator.simulate(simulator.lower_runs(self.problem, known.runs), self.problem).peak
 
     def run_in_any_order(self, clock: Clock) -> None:
         """Draw the ends of all plans together, by bisection, until neither a plan nor a proof is near."""
