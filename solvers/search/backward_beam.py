@@ -17,7 +17,7 @@ stage are a bound (a relaxed decision diagram). Where nothing had to be merged t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
 from operator import and_, or_
@@ -56,13 +56,22 @@ class Beam(Backward):
     merge: bool = False  # of too many states two become one; else the least promising are dropped
     any_order: bool = False  # within a stage ops run again in any order, and as often as need be; else once, in theirs
     complete: bool = True  # no state was dropped so far but for a better one, or merged
-    beside: _Known | None = None  # the known plan, whose states go along
+    known: np.ndarray | None = None  # (T, T) R of a known plan, whose states go along
+    beside: list[tuple[int, State]] = field(default_factory=list)  # these: values needed when each stage begins
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
-        self.beside = None if known is None else _Known(self.sets, known)
-        if self.beside is not None:
-            self.most = float(self.beside.seconds[0])
+        self.known, self.beside = known, []
+        if known is not None:
+            S = Schedule.from_runs(self.sets.problem.graph, known).S[:, self.sets.values]
+            packed = np.packbits(S, axis=1, bitorder="little")
+            held = (S @ np.array(self.sets.size, dtype=np.int64)).tolist()
+            once = np.array(self.sets.tables.seconds)
+            again = np.where(known.sum(axis=1) > 1, (known * once).sum(axis=1) - once, 0.0)
+            for t, later in enumerate(again[::-1].cumsum()[::-1].tolist()):
+                needed = int.from_bytes(packed[t].tobytes(), "little")
+                self.beside.append((needed, (later, held[t], (None, t, KNOWN))))
+            self.most = self.beside[0][1][0]
         _, stages = self._cheapest()
         return None if stages is None else as_matrix(stages)
 
@@ -88,7 +97,7 @@ class Beam(Backward):
         except OutOfTime:
             return 0.0, None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, stages_of(self.sets, trail, None if self.beside is None else self.beside.R)
+        return seconds, stages_of(self.sets, trail, self.known)
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
@@ -136,10 +145,10 @@ class Beam(Backward):
             else:
                 states = {needed: states[needed] for needed in best[: self.width]}
         # The known plan's own state goes on where none is as good.
-        if self.beside is not None:
-            needed, seconds = self.beside.needed_sets[t], float(self.beside.seconds[t])
-            if needed not in states or seconds < states[needed][0] * (1 - 1e-12):
-                states[needed] = seconds, self.beside.held[t], (None, t, KNOWN)
+        if self.beside:
+            needed, state = self.beside[t]
+            if needed not in states or state[0] < states[needed][0] * (1 - 1e-12):
+                states[needed] = state
         return states
 
     def _fits(self, t: int, needed: int) -> bool:
@@ -211,21 +220,6 @@ class Beam(Backward):
         joined = np.frombuffer(b"".join(needed.to_bytes(width, "little") for needed in needed_sets), dtype=np.uint8)
         bits = np.unpackbits(joined.reshape(len(needed_sets), width), axis=1, count=count, bitorder="little")
         return bits.astype(np.float32)
-
-
-class _Known:
-    """A known plan: the values that it needs when each stage begins, and the seconds of its later reruns."""
-
-    def __init__(self, sets: ValueSets, R: np.ndarray) -> None:
-        self.R = R
-        S = Schedule.from_runs(sets.problem.graph, R).S[:, sets.values]
-        packed = np.packbits(S, axis=1, bitorder="little")
-        self.needed_sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
-        self.held = (S @ np.array(sets.size, dtype=np.int64)).tolist()
-        again = R.sum(axis=1) > 1
-        seconds = np.array(sets.tables.seconds)
-        of_stage = np.where(again, (R * seconds).sum(axis=1) - seconds, 0.0)
-        self.seconds = of_stage[::-1].cumsum()[::-1]
 
 
 def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:

@@ -433,13 +433,10 @@ class TiltedPasses:
         self.rng = np.random.default_rng(task.seed)
         self.first = [*GRID]  # weights still to be tried as they are
         self.pool: list[_Plan] = []  # the cheapest first
-        bytes_that_go = [
-            size if users and not result and made_by >= 0 and not tables.pinned[made_by] else 0
-            for size, users, result, made_by in zip(
-                tables.size, tables.users, tables.result, tables.producer, strict=True
-            )
-        ]
-        self.chances = np.array(bytes_that_go) / max(1, sum(bytes_that_go))  # (V,): how likely each is changed
+        goes = [k >= 0 and not tables.pinned[k] for k in tables.producer]
+        stays = [result or not users for result, users in zip(tables.result, tables.users, strict=True)]
+        bytes_that_go = np.array(tables.size) * goes * np.logical_not(stays)
+        self.chances = bytes_that_go / max(1, bytes_that_go.sum())  # (V,): how likely each is changed
 
     def search(self, clock: Clock) -> np.ndarray | None:
         """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
@@ -471,6 +468,5 @@ class TiltedPasses:
         return as_matrix(self.pool[0].stages)
 
     def _pass(self, weights: Weights, tilt: np.ndarray) -> list[_Plan]:
-        """The plan of one pass, if it fits."""
         stages = run_pass(self.tables, self.budget, replace(weights, tilt=np.exp(tilt)))
         return [] if isinstance(stages, DeadEnd) else [_Plan(self.tables.seconds_of(stages), weights, tilt, stages)]

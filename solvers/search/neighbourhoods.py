@@ -248,7 +248,6 @@ class _Line:
             self.over.append((p, kept, saved))
 
     def _count(self, p: int, column: int, size: int) -> None:
-        """Bytes at one place."""
         if column == NONE:
             self.fixed_at[p] += size
         else:

@@ -75,41 +75,30 @@ def pack(
     deadline = time.perf_counter() + time_limit
     kept = [i for i, (born, died, size) in enumerate(blocks) if died > born and size > 0]
     unit = math.gcd(*(blocks[i][2] for i in kept)) or 1
-    packing = _search(
-        [(*blocks[i][:2], blocks[i][2] // unit) for i in kept], capacity // unit, deadline, node_limit, seed
-    )
-    if packing.offsets is None:
-        return packing
-    offsets = [0] * len(blocks)
-    for i, offset in zip(kept, packing.offsets, strict=True):
-        offsets[i] = offset * unit
-    return Packing(tuple(offsets), impossible=False, nodes=packing.nodes)
-
-
-def _search(blocks: list[Block], capacity: int, deadline: float, node_limit: float, seed: int) -> Packing:
-    """Short searches of contracted problems, and now and then one of all blocks."""
+    small = [(*blocks[i][:2], blocks[i][2] // unit) for i in kept]
     rng = random.Random(seed)
-    nodes, attempt, proof = 0, 0, float(NODES + 2 * len(blocks))
+    nodes, attempt, proof = 0, 0, float(NODES + 2 * len(small))
     while True:
-        parts = contract(blocks, rng, stack=attempt % 2 == 0)
+        # A short search of a contracted problem, and now and then one of all blocks.
+        parts = contract(small, rng, stack=attempt % 2 == 0)
         order = None if attempt == 0 and seed == 0 else rng.randrange(1 << 30)
         attempt += 1
         runs = [(parts, order, float(NODES + 2 * len(parts)) * _luby(attempt))]
         if attempt == 1 or nodes * SHARE_OF_PROOF > proof:
-            runs.append((_alone(blocks), None, proof))
+            runs.append((_alone(small), None, proof))
             proof *= 2
         for parts, order, limit in runs:
             contracted = [part.block for part in parts]
             limit = min(limit, node_limit - nodes)
-            packing = fill(contracted, capacity, node_limit=limit, deadline=deadline, seed=order)
+            packing = fill(contracted, capacity // unit, node_limit=limit, deadline=deadline, seed=order)
             nodes += packing.nodes
             if packing.offsets is not None:
                 found = [0] * len(blocks)
                 for part, bottom in zip(parts, packing.offsets, strict=True):
                     for i, offset in part.places:
-                        found[i] = bottom + offset
+                        found[kept[i]] = (bottom + offset) * unit
                 return Packing(tuple(found), impossible=False, nodes=nodes)
-            if packing.impossible and len(parts) == len(blocks):
+            if packing.impossible and len(parts) == len(small):
                 return Packing(None, impossible=True, nodes=nodes)
             if nodes >= node_limit or time.perf_counter() > deadline:
                 return Packing(None, impossible=False, nodes=nodes)
