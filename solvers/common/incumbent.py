@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,6 +204,9 @@ class Incumbent:
         spent = self.task.clock.elapsed
         self.trajectory.append((spent, self.cost, min(self.bound, self.cost)))
         log.info("%s: %s, bound %s after %s", by, self._plan(), self._over(self.bound), format_seconds(spent))
+
+
+Solver = Callable[[Task, Incumbent], Remarks]
 
 
 def _gravity(plan: Plan | None) -> int:

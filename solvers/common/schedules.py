@@ -173,10 +173,9 @@ def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
         kept: list[int] = []
         for k in reversed(stages[t]):
             op = graph.ops[k]
-            if k < t and needed.isdisjoint(op.outputs):
-                continue
-            needed.difference_update(op.outputs)
-            needed.update(op.inputs)
-            kept.append(k)
+            if k >= t or not needed.isdisjoint(op.outputs):
+                needed.difference_update(op.outputs)
+                needed.update(op.inputs)
+                kept.append(k)
         found.append(kept[::-1])
     return found[::-1]

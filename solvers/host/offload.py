@@ -12,7 +12,7 @@ The first plan is that of recomputation alone, so that a second memory never mak
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,14 +23,13 @@ from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
 
-Solver = Callable[[Task, Incumbent], Remarks]
 SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is left then, for each of several
 SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
 LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan

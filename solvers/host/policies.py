@@ -316,8 +316,7 @@ class _Unrolling(Outward):
         for v in values:
             if v in self.on_device or v in self.given:
                 continue
-            if v not in self.coming and v in self.in_host:
-                self.fetch(v)
+            self.fetch(v)
             if v in self.coming:
                 self.add(Wait(v))
                 self.add(Drop(v))

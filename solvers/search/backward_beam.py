@@ -57,7 +57,7 @@ class Beam(Backward):
     any_order: bool = False  # within a stage ops run again in any order, and as often as need be; else once, in theirs
     complete: bool = True  # no state was dropped so far but for a better one, or merged
     known: np.ndarray | None = None  # (T, T) R of a known plan, whose states go along
-    beside: list[tuple[int, State]] = field(default_factory=list)  # these: values needed when each stage begins
+    beside: list[tuple[int, State]] = field(default_factory=list)  # per stage, the set it needs at the begin, its state
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""

@@ -161,7 +161,8 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
     free = free & ~np.eye(len(R), dtype=bool)
     stage, op = np.nonzero(R | free)
     model, tables = Model(), Tables.of(problem)
-    run = model.variables(R | free, lower=~free, cost=problem.seconds / equations.cost_unit(problem), integer=True)
+    cost, unit = problem.seconds / equations.cost_unit(problem), equations.size_unit(problem)
+    columns = model.variables(R | free, lower=~free, cost=cost, integer=True)
     open_ = free[stage, op]
     line = _Line(tables, stage, op, open_)
     for v, touches in enumerate(tables.touches(op.tolist())):
@@ -173,9 +174,34 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
             line.keep(v, touches)
         else:
             line.stay(v, touches)
-    line.add_to(model, budget, equations.size_unit(problem))
-    equations.run_at_most(model, run, problem)
-    return Near(model, run)
+    # The other columns, and the rows.
+    keeps = model.variables((len(line.upper),), upper=np.array(line.upper), name="KEEP")
+    assert not len(keeps) or keeps[0] == len(line.ops)
+    run, kept = _columns(line.depend, 2)
+    model.constrain("depend", [(run, 1.0), (kept, -1.0)], upper=0.0)
+    kept, before, makes = _columns(line.kept, 3)
+    model.constrain("keep", [(kept, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
+    run, before = _columns(line.once, 2)
+    model.constrain("keep one copy", [(run, 1.0), (before, 1.0)], upper=1.0)
+    written, kept, saved = _columns(line.over, 3)
+    OVER = model.variables((len(written),), name="OVER")
+    model.constrain("write over what goes", [(OVER, 1.0), (kept, 1.0)], upper=1.0)
+    runs, of = np.unique(written, return_inverse=True)
+    terms = [(of, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
+    model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
+    first, after, column, size = _columns(line.through, 4)
+    stages = np.arange(len(line.begins) - 1)
+    through = model.variables(stages.shape, upper=np.inf, name="THROUGH")
+    from_here, until_here = (first, column, size / unit), (after, column, -size / unit)
+    terms = [(stages, through, -1.0), (stages[1:], through[:-1], 1.0), from_here, until_here]
+    model.constrain_sparse("through a stage", len(stages), terms, lower=0.0, upper=0.0)
+    place, column, size = _columns(line.at, 3)
+    room = budget - tables.resident - line.fixed_at - line.fixed_through[stage]
+    there = np.arange(len(room)), through[stage], 1.0
+    terms = [(place, column, size / unit), (written, OVER, -saved / unit), there]
+    model.constrain_sparse("fit", len(room), terms, upper=room / unit)
+    equations.run_at_most(model, columns, problem)
+    return Near(model, columns)
 
 
 @dataclass
@@ -267,34 +293,6 @@ class _Line:
             self.fixed_through[first:final] += size
         elif first < final:
             self.through.append((first, final, column, size))
-
-    def add_to(self, model: Model, budget: int, unit: float) -> None:
-        """Add all columns but R, and all rows."""
-        keeps = model.variables((len(self.upper),), upper=np.array(self.upper), name="KEEP")
-        assert not len(keeps) or keeps[0] == len(self.ops)
-        run, kept = _columns(self.depend, 2)
-        model.constrain("depend", [(run, 1.0), (kept, -1.0)], upper=0.0)
-        kept, before, makes = _columns(self.kept, 3)
-        model.constrain("keep", [(kept, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
-        run, before = _columns(self.once, 2)
-        model.constrain("keep one copy", [(run, 1.0), (before, 1.0)], upper=1.0)
-        written, kept, saved = _columns(self.over, 3)
-        OVER = model.variables((len(written),), name="OVER")
-        model.constrain("write over what goes", [(OVER, 1.0), (kept, 1.0)], upper=1.0)
-        runs, of = np.unique(written, return_inverse=True)
-        terms = [(of, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
-        model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
-        first, after, column, size = _columns(self.through, 4)
-        stages = np.arange(len(self.begins) - 1)
-        through = model.variables(stages.shape, upper=np.inf, name="THROUGH")
-        from_here, until_here = (first, column, size / unit), (after, column, -size / unit)
-        terms = [(stages, through, -1.0), (stages[1:], through[:-1], 1.0), from_here, until_here]
-        model.constrain_sparse("through a stage", len(stages), terms, lower=0.0, upper=0.0)
-        place, column, size = _columns(self.at, 3)
-        room = budget - self.tables.resident - self.fixed_at - self.fixed_through[self.stage]
-        terms = [(place, column, size / unit), (written, OVER, -saved / unit)]
-        terms.append((np.arange(len(room)), through[self.stage], 1.0))
-        model.constrain_sparse("fit", len(room), terms, upper=room / unit)
 
 
 def _columns(entries: Sequence[tuple[int, ...]], count: int) -> np.ndarray:

@@ -17,7 +17,6 @@ The schedules that come with it are lowered, and what links carry is started ear
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +25,11 @@ from numpy.typing import NDArray
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
 from checkmate.solvers.common.place_starts import place_starts
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Task
 
-Solver = Callable[[Task, Incumbent], Remarks]
 LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
 SHARE = 0.3  # of what is left of the time, for one search
 HALVINGS = 6  # of the share of the busiest link

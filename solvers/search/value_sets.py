@@ -171,9 +171,7 @@ def grain_of(problem: Problem, most: int) -> int:
     """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
     sizes = np.sort(problem.sizes)
     fits = np.flatnonzero(sizes.cumsum() <= most)
-    if not len(fits):
-        return 0
-    grain = int(sizes[fits[-1]])
+    grain = int(sizes[fits[-1]]) if len(fits) else 0
     return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)
 
 
