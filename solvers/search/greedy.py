@@ -107,12 +107,11 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
         for k in ops:
             # Make room: op k writes over an input that nothing needs any more, and values are evicted.
             lacking = sum(tables.size[v] for v in outputs[k]) + tables.workspace[k] - state.room
-            if lacking > 0 and tables.savings[k]:
-                for v, saved in tables.savings[k]:
-                    if state.next_need(v, k) == NEVER and not (state.only_copy[v] and state.makes_more(v)):
-                        state.overwritten = v
-                        lacking -= saved
-                        break
+            for v, saved in tables.savings[k] if lacking > 0 else ():
+                if state.next_need(v, k) == NEVER and not (state.only_copy[v] and state.makes_more(v)):
+                    state.overwritten = v
+                    lacking -= saved
+                    break
             if lacking > 0 and not state.make_room(k, lacking):
                 return DeadEnd(k, t, lacking)
             # Run op k; the inputs of op t are needed next by their next user, and what op k wrote over is gone.
@@ -283,14 +282,13 @@ class PassState:
         alive = needed < NEVER
         urgency[free[alive]] = (needed[alive] - now + 1.0) ** -self.weights.c
         before, ways = self.overwritten, dict[int, int]()
-        if savings:
-            saved = dict(savings).get(before, 0)
-            for v, more in savings:
-                if more > saved and (need := self.next_need(v, k)):
-                    ways[v] = more - saved
-                    urgency[v] = (need - now + 1.0) ** -self.weights.c
-                    if need == NEVER:
-                        spared.append(v)
+        saved = dict(savings).get(before, 0)
+        for v, more in savings:
+            if more > saved and (need := self.next_need(v, k)):
+                ways[v] = more - saved
+                urgency[v] = (need - now + 1.0) ** -self.weights.c
+                if need == NEVER:
+                    spared.append(v)
         if self.weights.outside is not None and now < len(self.weights.outside):
             urgency[self.weights.outside[now]] *= 1e-9
         # The least goes until there is room, and what was spared if nothing else is left.

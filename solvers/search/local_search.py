@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -137,16 +137,15 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
 class Line:
     """Places in the order in which they run, with their switches, and the bytes in memory at each."""
 
-    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: Sequence[list[int]] = ()) -> None:
         """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
         # The places: every stage and op that may run there, in the order in which they would.
         places = places_of(problem, R)
-        for t in reversed([t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]):
+        for t in reversed([t for t, ops in enumerate(stages) if ops != sorted(set(ops))]):
             begin, end = np.searchsorted(places[:, 0], [t, t + 1])
-            runs = [(t, k) for k in stages[t]] if stages else []
-            places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
+            places = np.concatenate([places[:begin], [(t, k) for k in stages[t]], places[end:]])
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()
@@ -239,17 +238,12 @@ class Line:
     def intervals(self, v: int) -> list[tuple[int, int]]:
         """The intervals of v in memory: from each run of its producer to the last reader before the next."""
         found: list[tuple[int, int]] = []
-        first = last = -1
         on = self.on
         for p, makes in self.touches[v]:
-            if on[p]:
-                if makes:
-                    if first >= 0:
-                        found.append((first, last))
-                    first = p
-                last = p
-        if first >= 0:
-            found.append((first, last))
+            if on[p] and makes:
+                found.append((p, p))
+            elif found and on[p]:
+                found[-1] = found[-1][0], p
         return found
 
     def offers(self, p: int) -> Iterator[int]:

@@ -372,22 +372,19 @@ class _Ends:
         sets, known = self.sets, self.known
         clock = self.clock.share(SHARE_OF_PROOFS)
         near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < sets.T)
-        for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
-            high = known.peak
-            budget = known.bound
-            while budget < high and not known.is_close:
-                try:
-                    wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
+        with contextlib.suppress(OutOfTime):
+            for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
+                wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
+                high, budget = known.peak, known.bound
+                while budget < high and not known.is_close:
                     proven = refute(sets, budget, t, width=wide, clock=clock)
-                except OutOfTime:
-                    return
-                if proven is None and budget == known.bound:
-                    break
-                if proven is None:
-                    high = budget
-                else:
-                    known.bound, known.op = min(proven, known.peak), t
-                budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
+                    if proven is not None:
+                        known.bound, known.op = min(proven, known.peak), t
+                    elif budget == known.bound:
+                        break
+                    else:
+                        high = budget
+                    budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
 
     def _make_twice(self, width: int) -> None:
         """Lower the peak by plans whose kept and remade values are chosen beforehand."""
