@@ -170,15 +170,16 @@ class Policy:
             if sizes[candidate.swap.value] <= self.room and self._late(candidate) <= 0:
                 best = candidate, True
         # else the most bytes for a second, by swap or recomputation, whichever takes less
-        most, late = -1.0, self._late() if best is None else 0.0
-        for candidate in self.left if best is None else ():
-            size = float(sizes[candidate.swap.value])
-            again, swap = self._seconds_again(candidate), float("inf")
-            if size <= self.room:
-                swap = self._late(candidate) - late
-            rate = size / max(min(again, swap), 1e-12)
-            if min(again, swap) < float("inf") and rate > most:
-                best, most = (candidate, swap < again), rate
+        if best is None:
+            most, late = -1.0, self._late()
+            for candidate in self.left:
+                size = float(sizes[candidate.swap.value])
+                again, swap = self._seconds_again(candidate), float("inf")
+                if size <= self.room:
+                    swap = self._late(candidate) - late
+                rate = size / max(min(again, swap), 1e-12)
+                if min(again, swap) < float("inf") and rate > most:
+                    best, most = (candidate, swap < again), rate
         if best is None:
             return False
         candidate, swaps = best

@@ -117,7 +117,7 @@ class _Known:
         return self.is_close and self.best - self.least <= CLOSE * self.best
 
 
-_known: OrderedDict[tuple[str, str, int], _Known] = OrderedDict()  # by prints, the last used at the end
+_known: OrderedDict[tuple[str, str, int], _Known] = OrderedDict()  # the last used at the end
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules | None = None) -> MinBudget:
