@@ -238,12 +238,17 @@ class Line:
     def intervals(self, v: int) -> list[tuple[int, int]]:
         """The intervals of v in memory: from each run of its producer to the last reader before the next."""
         found: list[tuple[int, int]] = []
+        first = last = -1
         on = self.on
         for p, makes in self.touches[v]:
-            if on[p] and makes:
-                found.append((p, p))
-            elif found and on[p]:
-                found[-1] = found[-1][0], p
+            if on[p]:
+                if makes:
+                    if first >= 0:
+                        found.append((first, last))
+                    first = p
+                last = p
+        if first >= 0:
+            found.append((first, last))
         return found
 
     def offers(self, p: int) -> Iterator[int]:
