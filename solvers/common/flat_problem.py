@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,16 @@ class Tables:
             closing=limits.closing,
             boundary=graph.forward_length,
         )
+
+    def touches(self, ops: Iterable[int]) -> list[list[tuple[int, bool]]]:
+        """Per value, the places in a sequence of ops that read or make it, in order, and whether they make it."""
+        touches: list[list[tuple[int, bool]]] = [[] for _ in self.producer]
+        for p, k in enumerate(ops):
+            for v in self.inputs[k]:
+                touches[v].append((p, False))
+            for v in self.outputs[k]:
+                touches[v].append((p, True))
+        return touches
 
     def seconds_of(self, stages: list[list[int]]) -> float:
         """Seconds of the ops that run in each stage."""

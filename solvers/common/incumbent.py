@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,12 +158,8 @@ class Incumbent:
         """
         with self._lock:
             if contradicts(bound, self.cost):
-                log.log(
-                    _gravity(self.plan),
-                    "a bound of %.6g s is wrong: a verified schedule takes %.6g s",
-                    bound,
-                    self.cost,
-                )
+                said = "a bound of %.6g s is wrong: a verified schedule takes %.6g s"
+                log.log(_gravity(self.plan), said, bound, self.cost)
             elif bound > self.bound:  # what is no number is no bound
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0
@@ -207,6 +204,9 @@ class Incumbent:
         spent = self.task.clock.elapsed
         self.trajectory.append((spent, self.cost, min(self.bound, self.cost)))
         log.info("%s: %s, bound %s after %s", by, self._plan(), self._over(self.bound), format_seconds(spent))
+
+
+Solver = Callable[[Task, Incumbent], Remarks]
 
 
 def _gravity(plan: Plan | None) -> int:
@@ -258,16 +258,15 @@ def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> 
     return replace(best, status=status, method=method, bound=bound, **fields)
 
 
-def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: object) -> Solution:
+def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: Any) -> Solution:
     """The plan of a solution, certified anew for this problem and budget.
 
     Raises:
         SolverError: if it breaks a rule there or exceeds a budget.
     """
     assert known.schedule is not None
-    about: dict[str, Any] = {"method": known.method, **fields}
     found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
-    return certify(problem, budget, found, bound=bound, **about)
+    return certify(problem, budget, found, bound=bound, **{"method": known.method, **fields})
 
 
 def contradicts(bound: float, cost: float) -> bool:

@@ -43,17 +43,16 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
          4  free 0
          5  free 2
     """
-    moves = list(_moves(problem, plan))
+    moves = {move.at: move for move in _moves(problem, plan)}
     let_go = [int(problem.sizes[step.value]) if isinstance(step, Free) else 0 for step in plan.steps]
     at_hand = [event.device_bytes for event in walk(plan, problem)]
     live = np.array(at_hand, dtype=np.int64) + let_go  # before a value goes
-    on_link = {move.at for move in moves}
-    ops = [step.op if isinstance(step, Run) and i not in on_link else None for i, step in enumerate(plan.steps)]
-    seconds = [0.0 if k is None else float(problem.seconds[k]) for k in ops]
+    here = ((step, i not in moves) for i, step in enumerate(plan.steps))
+    seconds = [float(problem.seconds[step.op]) if isinstance(step, Run) and own else 0.0 for step, own in here]
     reached = np.cumsum([0.0, *seconds]).tolist()  # by each step, and by the end, if nothing was waited for
     best, least = plan, timing(plan, problem).seconds
     for _ in range(ROUNDS if moves else 0):
-        placed, position = _placed(plan, *_places(moves, budget, live.copy(), reached))
+        placed, position = _placed(plan, moves, budget, live.copy(), reached)
         when = timing(placed, problem)
         if when.seconds >= least * (1 - 1e-9):
             break
@@ -71,8 +70,7 @@ class Move:
     at: int  # position of the run
     first: int  # the first position where it may start
     last: int  # the last one where it may end
-    frees: tuple[int, ...]  # positions of the steps up to there that let go of what it reads
-    reads: tuple[int, ...]  # bytes that each of these lets go of
+    frees: tuple[tuple[int, int], ...]  # positions of the steps up to there that let go of what it reads, and bytes
     makes: int  # bytes that it holds from its start on
     workspace: int  # of these, bytes that it holds to its end only
     seconds: float
@@ -94,68 +92,61 @@ def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
             free_to_start = all(graph.values[v].producer is None for v in op.inputs)
             first = max([half, *(gone[v] for v in op.outputs)]) if free_to_start else i
             last = next((j for j in range(i + 1, end) if _ends(problem, steps[j], step.op)), end)
-            frees = tuple(j for j in range(i + 1, last) if _lets_go(steps[j], op.inputs))
-            reads = tuple(sizes[steps[j].value] for j in frees)  # type: ignore[union-attr]  # of a Free
+            going = [(j, free.value) for j, free in enumerate(steps[i + 1 : last], i + 1) if isinstance(free, Free)]
+            frees = tuple((j, sizes[v]) for j, v in going if v in op.inputs)
             workspace = int(problem.workspace[step.op])
             makes, seconds = workspace + sum(sizes[v] for v in op.outputs), float(problem.seconds[step.op])
-            yield Move(step.op, op.link, i, first, last, frees, reads, makes, workspace, seconds)
+            yield Move(step.op, op.link, i, first, last, frees, makes, workspace, seconds)
         here.update(dict.fromkeys(op.outputs, True))
         if step.over is not None:
             here[step.over], gone[step.over] = False, i + 1
-
-
-def _lets_go(step: Step, values: Sequence[int]) -> bool:
-    return isinstance(step, Free) and step.value in values
 
 
 def _ends(problem: Problem, step: Step, k: int) -> bool:
     """Tell whether an op must have ended before a step: it reads what the op makes, or touches what the op reads."""
     op = problem.graph.ops[k]
     if not isinstance(step, Run):
-        return _lets_go(step, op.outputs)
+        return isinstance(step, Free) and step.value in op.outputs
     other = problem.graph.ops[step.op]
     touched = {*other.outputs, *other.overwrites, step.over}
     return not touched.isdisjoint((*op.inputs, *op.outputs)) or not set(op.outputs).isdisjoint(other.inputs)
 
 
-def _places(
-    moves: Sequence[Move], budget: int, live: np.ndarray, reached: Sequence[float]
-) -> tuple[dict[int, Move], dict[int, int], dict[int, int]]:
-    """The moves by the position of each run: start and wait.
+def _placed(
+    plan: Plan, moves: dict[int, Move], budget: int, live: np.ndarray, reached: Sequence[float]
+) -> tuple[Plan, list[int]]:
+    """The plan with starts and waits placed, and where each step of the old one, and its end, is in it.
 
     Args:
+        moves: by the position of each run.
         live: (N,) bytes at each step, to which is added what is held for longer.
         reached: seconds when each step is reached, and the end.
     """
+    # Wait where the link ends each, or before there is no room any more for what it reads.
     starts, waits = dict[int, int](), dict[int, int]()
-    busy = dict.fromkeys((move.link for move in moves), 0.0)
-    for move in moves:
+    busy = dict.fromkeys((move.link for move in moves.values()), 0.0)
+    for move in moves.values():
         busy[move.link] = max(busy[move.link], reached[move.at]) + move.seconds
         wait = min(move.last, max(move.at, bisect_left(reached, busy[move.link])))
         held = np.full(max(0, wait - move.at - 1), move.workspace)
-        for j, size in zip(move.frees, move.reads, strict=True):
+        for j, size in move.frees:
             held[j - move.at - 1 :] += size
         full = np.flatnonzero(live[move.at + 1 : wait] + held > budget)
         held = held[: full[0]] if len(full) else held
         live[move.at + 1 : move.at + 1 + len(held)] += held
         waits[move.at] = move.at + 1 + len(held) if len(held) else move.at
+    # From the last one to the first: start each in time for its wait and the next start, or as early as there is room.
     busy = dict.fromkeys(busy, float("inf"))
-    for move in reversed(moves):
+    for move in reversed(moves.values()):
         busy[move.link] = min(busy[move.link], reached[waits[move.at]]) - move.seconds
         wanted = min(move.at, max(move.first, bisect_right(reached, busy[move.link]) - 1))
         full = np.flatnonzero(live[wanted : move.at] + move.makes > budget)
         starts[move.at] = wanted + int(full[-1]) + 1 if len(full) else wanted
         live[starts[move.at] : move.at] += move.makes
-    return {move.at: move for move in moves}, starts, waits
-
-
-def _placed(
-    plan: Plan, moves: dict[int, Move], starts: dict[int, int], waits: dict[int, int]
-) -> tuple[Plan, list[int]]:
-    """The plan with these starts and waits, and where each step of the old one, and its end, is in it."""
+    # Put them before the steps of the plan, with what now goes later.
     until: dict[int, int] = {}  # position of a step that lets go of something -> that where it does so now
     for at, wait in waits.items():
-        for j in moves[at].frees:
+        for j, _ in moves[at].frees:
             if j < wait:
                 until[j] = max(wait, until.get(j, 0))
     before: list[tuple[list[Step], list[Step], list[Step]]] = [([], [], []) for _ in range(len(plan.steps) + 1)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
-from checkmate.core.timing import Timing, timing
+from checkmate.core.timing import timing
 from checkmate.solvers.common.fetch_ops import Event, MustBeBack
 
 ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
@@ -39,7 +39,10 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
         if when.seconds >= least:
             break
         best, least = plan, when.seconds
-        out.now = _reached(out, plan, when)
+        # When each step is reached if its fetches are placed elsewhere: waits leave time, and a fetch has its wait's.
+        rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
+        now = [0.0 if isinstance(step, Fetch) else next(rest) for step in out.steps]
+        out.now = [now[i + 1] if isinstance(step, Fetch) else now[i] for i, step in enumerate(out.steps)]
     return best
 
 
@@ -164,13 +167,6 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
     return plan
 
 
-def _reached(out: Outward, plan: Plan, when: Timing) -> list[float]:
-    """The time at which each step is reached if its fetches are placed elsewhere: waits leave time."""
-    rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
-    now = [0.0 if isinstance(step, Fetch) else next(rest) for step in out.steps]
-    return [now[i + 1] if isinstance(step, Fetch) else now[i] for i, step in enumerate(out.steps)]  # of its Wait
-
-
 def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
     """Move each fetch to where it begins early enough, or as early as there is room."""
     host, sizes, steps = problem.host, problem.sizes, plan.steps
@@ -179,10 +175,9 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
     since: dict[int, int] = {}  # value -> the step after which its copy is there and itself gone
     needs: list[tuple[int, int]] = []  # (position of the fetch, first position that it may have)
     for position, step in enumerate(steps):
-        if isinstance(step, (Free, Run)):
-            gone = step.value if isinstance(step, Free) else step.over
-            if gone is not None:
-                since[gone] = position + 1
+        gone = step.value if isinstance(step, Free) else step.over if isinstance(step, Run) else None
+        if gone is not None:
+            since[gone] = position + 1
         elif isinstance(step, Fetch):
             needs.append((position, since[step.value]))
     # From the last fetch to the first: each ends when it is needed, or when the next one begins.

@@ -77,11 +77,9 @@ def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[
 
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
     """R (T, T) without runs of ops whose inputs are overwritten by then: their results stay instead."""
-    last_stage = problem.limits.last_stage
-    if last_stage:
-        R = R.copy()
-        for k, last in last_stage.items():
-            R[last + 1 :, k] = False
+    R = R.copy()
+    for k, last in problem.limits.last_stage.items():
+        R[last + 1 :, k] = False
     return R
 
 
@@ -145,23 +143,21 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
     >>> obeys_limits(problem, again), obeys_limits(with_rules(chain, {"op": 1}), again), obeys_limits(chain, again)
     (False, False, True)
     """
-    limits = problem.limits
-    pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
+    graph, limits, begin = problem.graph, problem.limits, problem.graph.forward_length
+    pinned = [k for k, op in enumerate(graph.ops) if op.pinned]
     if problem.rules and (R[:, pinned].sum(axis=0) > 1).any():
         return False
     if any(R[:, k].sum() > most for k, most in limits.max_runs.items()):
         return False
     if any(R[last + 1 :, k].any() for k, last in limits.last_stage.items()):
         return False
-    return not any(_is_kept(problem, R, v) for v in limits.recomputed)
-
-
-def _is_kept(problem: Problem, R: np.ndarray, v: int) -> bool:
-    """Tell whether an op of the backward, or one that runs again there, reads a value before it is made again."""
-    graph, begin = problem.graph, problem.graph.forward_length
-    users, producer = list(graph.users[v]), graph.values[v].producer
-    read, made = np.flatnonzero(R[begin:, users].any(axis=1)), np.flatnonzero(R[begin:, producer])
-    return bool(len(read) and (not len(made) or read[0] < made[0]))
+    # What a rule has made again is made before an op of the backward, or one that runs again there, reads it.
+    for v in limits.recomputed:
+        read = np.flatnonzero(R[begin:, list(graph.users[v])].any(axis=1))
+        made = np.flatnonzero(R[begin:, graph.values[v].producer])
+        if len(read) and (not len(made) or read[0] < made[0]):
+            return False
+    return True
 
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
@@ -177,10 +173,9 @@ def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
         kept: list[int] = []
         for k in reversed(stages[t]):
             op = graph.ops[k]
-            if k < t and needed.isdisjoint(op.outputs):
-                continue
-            needed.difference_update(op.outputs)
-            needed.update(op.inputs)
-            kept.append(k)
+            if k >= t or not needed.isdisjoint(op.outputs):
+                needed.difference_update(op.outputs)
+                needed.update(op.inputs)
+                kept.append(k)
         found.append(kept[::-1])
     return found[::-1]

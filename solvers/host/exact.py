@@ -104,8 +104,9 @@ def milp(
             offer(found)
 
     # The program with transfers, and each of its answers as a plan.
-    asked_for = {"time_limit": task.clock.left, "gap": task.gap, "threads": task.threads}
-    result = highs.run(program.model, on_incumbent=on_incumbent, **asked_for)  # type: ignore[arg-type]
+    result = highs.run(
+        program.model, on_incumbent=on_incumbent, time_limit=task.clock.left, gap=task.gap, threads=task.threads
+    )
     incumbent.prove(result.bound * unit)
     if incumbent.is_infeasible:
         return Remarks("no plan has all that ops need at hand within the budget")

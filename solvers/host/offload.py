@@ -11,27 +11,25 @@ The first plan is that of recomputation alone, so that a second memory never mak
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from checkmate.core import simulator
-from checkmate.core.plan import Fetch, Plan
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
 
-Solver = Callable[[Task, Incumbent], Remarks]
 SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is left then, for each of several
 SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
 LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan
@@ -58,7 +56,7 @@ def offload(
     problem = task.problem
     if start is not None and not simulator.check_plan(start, problem, task.budget):
         incumbent.offer_plan(start, "start")
-    alone = Incumbent(replace(task.within(SHARE_OF_RECOMPUTATION * task.clock.left), problem=problem.with_host(None)))
+    alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
     remarks = recompute(alone.task, alone)
     if alone.R is not None:
         incumbent.offer(alone.R, "recomputation")
@@ -121,21 +119,31 @@ class SentSets:
         for share in SHARES:
             self.attempt(order[: round(share * len(order))])
 
-    def attempt(self, sent: Collection[int]) -> float:
-        """The seconds of the best plan found that sends these values, infinite without one; it is offered."""
+    def attempt(self, sent: Collection[int]) -> None:
+        """Offer plans that send these values, with more and less room left for transfers."""
         largest, least = max((int(self.task.problem.sizes[v]) for v in sent), default=0), float("inf")
         for times in ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
             if self.best is not None and least > (1 + FAR) * self.best.seconds:
                 break
-        return least
 
     def with_room(self, sent: Collection[int], room: int) -> float:
         """Try a set with this many bytes left free for transfers."""
         task, key = self.task, (frozenset(sent), room)
         if key in self.tried or not sent or not self.is_open:
             return self.tried.get(key, float("inf"))
-        plan = self._plan(frozenset(sent), task.budget - room)
+        # Find a plan soon that sends these values and keeps the others within the budget.
+        fetching, plan = with_fetches(task.problem, key[0]), None
+        if task.budget - room >= fetching.problem.unavoidable_bytes.max():
+            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.limit)))
+            inner = Incumbent(replace(task, problem=fetching.problem, budget=task.budget - room, clock=clock, gap=1e-3))
+            try:
+                self.recompute(inner.task, inner)
+            except SolverError as error:
+                log.warning("what to do beside transfers was not found: %s", error)
+            if inner.R is not None:
+                events = plain_events(fetching, lowered(fetching.problem, inner.R))
+                plan = place_transfers(task.problem, task.budget, *events)
         self.tried[key] = float("inf") if plan is None else self.offer(plan, room)
         log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, self.tried[key])
         return self.tried[key]
@@ -155,19 +163,30 @@ class SentSets:
         rng = np.random.default_rng(self.task.seed)
         while self.best is not None and self.is_open:
             before, tried = self.best, len(self.tried)
-            for sent, room in itertools.chain(self._beside(before), self._at_random(before, rng)):
+            for sent, room in self._beside(before, rng):
                 self.with_room(sent, room)
                 if self.best is not before or not self.is_open:
                     break
             if self.best is before and len(self.tried) == tried:
                 return
 
-    def _beside(self, best: TriedSet) -> Iterator[tuple[frozenset[int], int]]:
-        """Sets with some values less, which are waited for or soon made again, or more, which run again for long."""
-        problem = self.task.problem
-        late = _waited_for(best.plan, problem)
+    def _beside(self, best: TriedSet, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
+        """Sets with some values less, which are waited for or soon made again, or more, which run again for long.
+
+        Then others at random.
+        """
+        problem, graph, may = self.task.problem, self.task.problem.graph, sendable(self.task.problem)
+        # Values whose transfers ops wait for, the longest first.
+        waits: dict[int, float] = {}
+        for position, stall in timing(best.plan, problem).stalls:
+            v = best.plan.steps[position].value  # type: ignore[union-attr]  # of a Wait
+            waits[v] = waits.get(v, 0.0) + stall
+        late = sorted(waits, key=lambda v: -waits[v])
+        # Those that are sent, and those whose ops run more than once, by seconds to make them again for their bytes.
         cheap = sorted(best.sent, key=lambda v: _worth(problem, v))
-        dear = [v for v in _made_again(best.plan, problem) if v not in best.sent]
+        times = np.bincount(best.plan.runs, minlength=len(graph.ops))
+        dear = [v for v in may if times[graph.values[v].producer] > 1 and v not in best.sent]
+        dear.sort(key=lambda v: -_worth(problem, v))
         largest = max(int(problem.sizes[v]) for v in best.sent)
         for n in STEPS:
             yield best.sent.difference(late[:n]), best.room
@@ -175,29 +194,9 @@ class SentSets:
             yield best.sent.difference(late[:n]).union(dear[:n]), best.room
             yield best.sent.difference(cheap[:n]).union(dear[:n]), best.room
             yield best.sent, max(0, best.room + largest * (1 if n % 3 == 1 else -1) // max(1, n // 2))
-
-    def _at_random(self, best: TriedSet, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
-        """Sets with a few values more and a few less."""
-        pool = sendable(self.task.problem)
         for _ in range(AT_RANDOM):
-            n = int(rng.integers(1, min(MOST_AT_RANDOM, len(pool)) + 1))
-            yield best.sent.symmetric_difference(rng.choice(pool, n, replace=False).tolist()), best.room
-
-    def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
-        """Find a plan soon that sends these values and keeps the others within the budget."""
-        fetching = with_fetches(self.task.problem, sent)
-        if budget < fetching.problem.unavoidable_bytes.max():
-            return None
-        clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
-        inner = Incumbent(replace(self.task, problem=fetching.problem, budget=budget, clock=clock, gap=1e-3))
-        try:
-            self.recompute(inner.task, inner)
-        except SolverError as error:
-            log.warning("what to do beside transfers was not found: %s", error)
-        if inner.R is None:
-            return None
-        found = plain_events(fetching, lowered(fetching.problem, inner.R))
-        return place_transfers(self.task.problem, self.task.budget, *found)
+            n = int(rng.integers(1, min(MOST_AT_RANDOM, len(may)) + 1))
+            yield best.sent.symmetric_difference(rng.choice(may, n, replace=False).tolist()), best.room
 
 
 def _worth(problem: Problem, v: int) -> float:
@@ -205,21 +204,3 @@ def _worth(problem: Problem, v: int) -> float:
     producer = problem.graph.values[v].producer
     assert producer is not None
     return float(problem.seconds[producer]) / max(1, int(problem.sizes[v]))
-
-
-def _waited_for(plan: Plan, problem: Problem) -> list[int]:
-    """Values whose transfers ops wait for, the longest first."""
-    seconds: dict[int, float] = {}
-    for position, stall in timing(plan, problem).stalls:
-        v = plan.steps[position].value  # type: ignore[union-attr]  # of a Wait
-        seconds[v] = seconds.get(v, 0.0) + stall
-    return sorted(seconds, key=lambda v: -seconds[v])
-
-
-def _made_again(plan: Plan, problem: Problem) -> list[int]:
-    """Values whose ops run more than once and that may be sent, the longest for their bytes first."""
-    graph = problem.graph
-    times = np.bincount(plan.runs, minlength=len(graph.ops)) - 1
-    fetched = {step.value for step in plan.steps if isinstance(step, Fetch)}
-    values = [v for v in sendable(problem) if times[graph.values[v].producer] > 0 and v not in fetched]
-    return sorted(values, key=lambda v: -_worth(problem, v))

@@ -163,37 +163,33 @@ class Policy:
 
     def take(self) -> bool:
         """Take one value more; whether there was one."""
-        sizes = self.problem.sizes
+        sizes, best = self.problem.sizes, None
         # a swap that costs nothing; what would be late now stays so with more in the queue
-        while self.free:
+        while self.free and best is None:
             candidate = self.free.pop(0)
             if sizes[candidate.swap.value] <= self.room and self._late(candidate) <= 0:
-                self._swap(candidate)
-                return True
-        # the most bytes for a second, by swap or recomputation, whichever takes less
-        best, most, late = None, -1.0, self._late()
-        for candidate in self.left:
-            size = float(sizes[candidate.swap.value])
-            again, swap = self._seconds_again(candidate), float("inf")
-            if size <= self.room:
-                swap = self._late(candidate) - late
-            rate = size / max(min(again, swap), 1e-12)
-            if min(again, swap) < float("inf") and rate > most:
-                best, most = (candidate, swap < again), rate
+                best = candidate, True
+        # else the most bytes for a second, by swap or recomputation, whichever takes less
+        if best is None:
+            most, late = -1.0, self._late()
+            for candidate in self.left:
+                size = float(sizes[candidate.swap.value])
+                again, swap = self._seconds_again(candidate), float("inf")
+                if size <= self.room:
+                    swap = self._late(candidate) - late
+                rate = size / max(min(again, swap), 1e-12)
+                if min(again, swap) < float("inf") and rate > most:
+                    best, most = (candidate, swap < again), rate
         if best is None:
             return False
         candidate, swaps = best
+        self.left.remove(candidate)
         if swaps:
-            self._swap(candidate)
+            self.taken[candidate.swap.value] = candidate
+            self.room -= int(sizes[candidate.swap.value])
         else:
-            self.left.remove(candidate)
             self.dropped[candidate.swap.value] = candidate.swap.after
         return True
-
-    def _swap(self, candidate: Candidate) -> None:
-        self.left.remove(candidate)
-        self.taken[candidate.swap.value] = candidate
-        self.room -= int(self.problem.sizes[candidate.swap.value])
 
     def _late(self, *more: Candidate) -> float:
         """Seconds by which the free time of a swap is negative, where those taken and more queue for the links."""
@@ -321,8 +317,7 @@ class _Unrolling(Outward):
         for v in values:
             if v in self.on_device or v in self.given:
                 continue
-            if v not in self.coming and v in self.in_host:
-                self.fetch(v)
+            self.fetch(v)
             if v in self.coming:
                 self.add(Wait(v))
                 self.add(Drop(v))

@@ -25,26 +25,17 @@ from checkmate.solvers.search.value_sets import ValueSets
 
 @dataclass
 class AnyOrder:
-    """A search within a budget.
-
-    Attributes:
-        far: ops of the backward run again no more than so many stages later; a proof has their values for nothing.
-        most: states that are pursued.
-        loose: ask only for what a proof needs: pinned values that come in on the way are left to `ValueSets.owed`.
-        complete: all states that there are were pursued so far.
-        least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
-        reached: the stage closest to the first op that was looked at.
-    """
+    """A search within a budget, for a plan or for a proof that there is none."""
 
     sets: ValueSets
     budget: int
     clock: Clock
-    far: int = ANY
-    most: int = 10_000
-    loose: bool = False
-    complete: bool = True
-    least: int = 2**62
-    reached: int = -1
+    far: int = ANY  # stages after which no op of the backward runs again; a proof has their values for nothing
+    most: int = 10_000  # states that are pursued
+    loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
+    complete: bool = True  # all states that there are were pursued so far
+    least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
+    reached: int = -1  # the stage closest to the first op that was looked at
 
     def runs(self) -> list[list[int]] | None:
         """The ops that run in each stage, in order, of a plan within the budget; None where none was found.
@@ -55,9 +46,7 @@ class AnyOrder:
         [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 0, 4]]
         """
         found, trail = self._search(self.sets.T - 1)
-        if not found:
-            return None
-        return stages_of(self.sets, trail)
+        return stages_of(self.sets, trail) if found else None
 
     def refutes(self, t: int) -> bool:
         """Tell whether it is proven that op t, and its needs, fit the budget in no plan."""
@@ -65,7 +54,7 @@ class AnyOrder:
 
     def _search(self, last: int) -> tuple[bool, Trail | None]:
         """Search backwards for a state that needs nothing more before op ``last``, and give its runs."""
-        sets, count, left, self.reached = self.sets, 0, self.most, last + 1
+        sets, left, self.reached = self.sets, self.most, last + 1
         heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
         seen = {(last + 1, 0)}
         pursued: dict[int, list[int]] = {}
@@ -82,9 +71,8 @@ class AnyOrder:
             for stage, before, what in self._before(t, needed, begun=t <= last):
                 if (stage, before) not in seen:
                     seen.add((stage, before))
-                    count += 1
                     then = trail if what is None else (trail, stage, what)
-                    heapq.heappush(heap, (stage, sets.bytes_of(before), count, before, then))
+                    heapq.heappush(heap, (stage, sets.bytes_of(before), len(seen), before, then))
             if left <= 0 or self.clock.is_over:
                 self.complete = False
                 return False, None
@@ -93,14 +81,13 @@ class AnyOrder:
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
         """Yield the runs that may come before op t, which needs ``needed`` in memory: (stage, its needs, op)."""
         sets = self.sets
-        if begun:
-            others: list[tuple[int, int, int]] = []
-            for one in self._again(t, needed):
-                if one[1] & needed == one[1]:  # it needs no more than before
-                    yield one
-                    return
-                others.append(one)
-            yield from others
+        others: list[tuple[int, int, int]] = []
+        for one in self._again(t, needed) if begun else ():
+            if one[1] & needed == one[1]:  # it needs no more than before
+                yield one
+                return
+            others.append(one)
+        yield from others
         if not (t == sets.forward_length and needed & sets.gone) and self._fits(t - 1, t - 1, needed):
             yield t - 1, sets.before(t - 1, needed), None
 

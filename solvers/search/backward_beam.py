@@ -17,9 +17,10 @@ stage are a bound (a relaxed decision diagram). Where nothing had to be merged t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
+from operator import and_, or_
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, obeys_limits
 from checkmate.solvers.common.task import Clock, OutOfTime, Task
-from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, States, Waiting, stages_of
+from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 
 LEAST_GROUP = 4  # states; fewer are not merged
@@ -41,45 +42,37 @@ NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 @dataclass
 class Beam(Backward):
-    """A search within a budget.
-
-    Attributes:
-        width: states that go on at most.
-        every: make any value again in any stage, not only what op t and its reruns read. Then, with no state dropped,
-            the plan is the best there is.
-        any_order: within a stage ops run again in any order, and as often as need be; else once, in theirs.
-        merge: of too many states two become one; else the least promising are dropped.
-        complete: no state was dropped so far but for a better one, or merged.
-        price: (values with a bit, T + 1) float32, as `prices` gives it.
-        beside: the known plan, whose states go along.
-    """
+    """A search within a budget, for a cheap plan or for a bound of what all take."""
 
     sets: ValueSets
     budget: int
-    width: int
-    price: np.ndarray
+    width: int  # states that go on at most
+    price: np.ndarray  # (values with a bit, T + 1) float32, as `prices` gives it
     clock: Clock
     most: float = float("inf")  # seconds of what runs again, less than which is looked for
+    # make any value again in any stage, not only what op t and its reruns read: with no state dropped, the plan is the
+    # best there is
     every: bool = False
-    merge: bool = False
-    any_order: bool = False
-    complete: bool = True
-    beside: _Known | None = None
-
-    @cached_property
-    def has_ways(self) -> bool:
-        """Some op may write over a value."""
-        return any(self.sets.savings)
+    merge: bool = False  # of too many states two become one; else the least promising are dropped
+    any_order: bool = False  # within a stage ops run again in any order, and as often as need be; else once, in theirs
+    complete: bool = True  # no state was dropped so far but for a better one, or merged
+    known: np.ndarray | None = None  # (T, T) R of a known plan, whose states go along
+    beside: list[tuple[int, State]] = field(default_factory=list)  # per stage, the set it needs at the begin, its state
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
-        self.beside = None if known is None else _Known(self.sets, known)
-        if self.beside is not None:
-            self.most = float(self.beside.seconds[0])
-        try:
-            stages = self._cheapest(known)[1]
-        except OutOfTime:
-            return None
+        self.known, self.beside = known, []
+        if known is not None:
+            S = Schedule.from_runs(self.sets.problem.graph, known).S[:, self.sets.values]
+            packed = np.packbits(S, axis=1, bitorder="little")
+            held = (S @ np.array(self.sets.size, dtype=np.int64)).tolist()
+            once = np.array(self.sets.tables.seconds)
+            again = np.where(known.sum(axis=1) > 1, (known * once).sum(axis=1) - once, 0.0)
+            for t, later in enumerate(again[::-1].cumsum()[::-1].tolist()):
+                needed = int.from_bytes(packed[t].tobytes(), "little")
+                self.beside.append((needed, (later, held[t], (None, t, KNOWN))))
+            self.most = self.beside[0][1][0]
+        _, stages = self._cheapest()
         return None if stages is None else as_matrix(stages)
 
     def bound(self) -> tuple[float, list[list[int]] | None]:
@@ -88,20 +81,23 @@ class Beam(Backward):
         In any order it is that of every plan. 0.0 where the time is over.
         """
         self.every = self.merge = True
-        try:
-            seconds, stages = self._cheapest(None)
-        except OutOfTime:
-            return 0.0, None
+        seconds, stages = self._cheapest()
         return seconds, stages if self.complete else None
 
-    def _cheapest(self, known: np.ndarray | None) -> tuple[float, list[list[int]] | None]:
-        """Seconds of what the cheapest plan runs again, and its stages; ``most`` where none is left."""
+    def _cheapest(self) -> tuple[float, list[list[int]] | None]:
+        """Seconds of what the cheapest plan runs again, and its stages.
+
+        Where none is left, ``most`` and None; 0.0 and None where the time is over.
+        """
         states: States = {}
-        for states in self.back_from(self.sets.T - 1):
-            if not states:
-                return self.most, None
+        try:
+            for states in self.back_from(self.sets.T - 1):
+                if not states:
+                    return self.most, None
+        except OutOfTime:
+            return 0.0, None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, stages_of(self.sets, trail, known)
+        return seconds, stages_of(self.sets, trail, self.known)
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
@@ -133,14 +129,26 @@ class Beam(Backward):
             if fits:
                 again = seconds, held + missing - gone, (trail, t, k)
                 waiting.add(needed & ~writes | reads, kept | must | reads & earlier, again)
-            if self.any_order and (must or self.has_ways or not fits or missing > gone):
+            if self.any_order and (must or sets.has_savings or not fits or missing > gone):
                 waiting.add(needed, kept, state, must | asked & writes)
 
     def _end(self, t: int, states: States) -> States:
-        begun = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
-        states = self._thin(begun, t)
-        if self.beside is not None:
-            self.beside.join(t, states)
+        states = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
+        # Keep the most promising, without those dominated in bytes and seconds; or merge the others into them.
+        if len(states) > 1:
+            needed_sets = list(states)
+            order = (needed_sets[i] for i in self._by_promise(needed_sets, [state[0] for state in states.values()], t))
+            best = list(islice(self._undominated(states, order), None if self.merge else self.width + 1))
+            self.complete &= len(best) <= self.width
+            if self.merge and len(best) > self.width:
+                states = {needed: state for needed, (state, _) in self._merged(best, states, self.width, t).items()}
+            else:
+                states = {needed: states[needed] for needed in best[: self.width]}
+        # The known plan's own state goes on where none is as good.
+        if self.beside:
+            needed, state = self.beside[t]
+            if needed not in states or state[0] < states[needed][0] * (1 - 1e-12):
+                states[needed] = state
         return states
 
     def _fits(self, t: int, needed: int) -> bool:
@@ -149,65 +157,39 @@ class Beam(Backward):
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         self.complete = False
-        if self.merge:
-            waiting.count = 0
-            for at, group in waiting.groups.items():
-                waiting.groups[at] = group = self._merge_group(group, t)
-                waiting.count += len(group)
-            return
-        keys = [(at, key, state[0]) for at, group in waiting.groups.items() for key, state in group.items()]
-        promise = self._promise([key[0] for _, key, _ in keys], [seconds for _, _, seconds in keys], t)
-        for i in np.argsort(promise, kind="stable")[self.width :].tolist():
-            at, key, _ = keys[i]
-            del waiting.groups[at][key]
-        waiting.count = min(waiting.count, self.width)
-
-    def _merge_group(self, group: Pending, t: int) -> Pending:
-        """Half as many, of a large group: what one of two may still decide on, both may."""
-        if len(group) < LEAST_GROUP:
-            return group
-        asked_of: dict[int, int] = {}
-        states: States = {}
-        for (needed, asked, must), state in group.items():
-            needed &= ~must  # as if it were to be had for nothing
-            asked_of[needed] = asked_of.get(needed, 0) | asked
-            if needed not in states or state[0] < states[needed][0]:
-                states[needed] = state
-        order = np.argsort(self._promise(list(states), [s[0] for s in states.values()], t), kind="stable").tolist()
-        needed_sets = list(states)
-        into = self._merged([needed_sets[i] for i in order], states, len(group) // 2, t)
-        merged: Pending = {}
-        for needed, parts in into.items():
-            asked = 0
-            for part in parts:
-                asked |= asked_of[part]
-            seconds = min(states[part][0] for part in parts)
-            merged[needed, asked & needed, 0] = seconds, self.sets.bytes_of(needed), None
-        return merged
-
-    def _thin(self, states: States, t: int) -> States:
-        """Keep the most promising states, without those dominated in bytes and seconds."""
-        if len(states) <= 1:
-            return states
-        needed_sets = list(states)
-        promise = self._promise(needed_sets, [states[needed][0] for needed in needed_sets], t)
-        order = (needed_sets[i] for i in np.argsort(promise, kind="stable").tolist())
-        best = list(islice(self._undominated(states, order), None if self.merge else self.width + 1))
-        if len(best) <= self.width:
-            return {needed: states[needed] for needed in best}
-        self.complete = False
         if not self.merge:
-            return {needed: states[needed] for needed in best[:-1]}
-        into = self._merged(best, states, self.width, t)
-        return {
-            needed: (min(states[part][0] for part in parts), self.sets.bytes_of(needed), None)
-            for needed, parts in into.items()
-        }
+            keys = [(at, key, state[0]) for at, group in waiting.groups.items() for key, state in group.items()]
+            order = self._by_promise([key[0] for _, key, _ in keys], [seconds for _, _, seconds in keys], t)
+            for i in order[self.width :]:
+                at, key, _ = keys[i]
+                del waiting.groups[at][key]
+            waiting.count = min(waiting.count, self.width)
+            return
+        # Halve each large group: what one of two may still decide on, both may.
+        for at, group in waiting.groups.items():
+            if len(group) < LEAST_GROUP:
+                continue
+            asked_of: dict[int, int] = {}
+            states: States = {}
+            for (needed, asked, must), state in group.items():
+                needed &= ~must  # as if it were to be had for nothing
+                asked_of[needed] = asked_of.get(needed, 0) | asked
+                if needed not in states or state[0] < states[needed][0]:
+                    states[needed] = state
+            needed_sets = list(states)
+            order = self._by_promise(needed_sets, [state[0] for state in states.values()], t)
+            merged = self._merged([needed_sets[i] for i in order], states, len(group) // 2, t)
+            waiting.groups[at] = {
+                (needed, reduce(or_, (asked_of[part] for part in parts)) & needed, 0): state
+                for needed, (state, parts) in merged.items()
+            }
+        waiting.count = sum(map(len, waiting.groups.values()))
 
-    def _merged(self, needed_sets: list[int], states: States, width: int, t: int) -> dict[int, list[int]]:
+    def _merged(self, needed_sets: list[int], states: States, width: int, t: int) -> dict[int, tuple[State, list[int]]]:
         """Merge the least promising states, which come last, into others: a bound by what both need stays valid.
 
         Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
+        Gives each new state with the sets that it was merged of.
         """
         bits, seconds = self._bits(needed_sets), np.array([states[needed][0] for needed in needed_sets])
         priced = bits[:width] * self.price[:, t]
@@ -219,16 +201,17 @@ class Beam(Backward):
                 parts[j].append(needed)
         into: dict[int, list[int]] = {}
         for members in parts:
-            both = members[0]
-            for needed in members[1:]:
-                both &= needed
-            into.setdefault(both, []).extend(members)
-        return into
+            into.setdefault(reduce(and_, members), []).extend(members)
+        return {
+            both: ((min(states[part][0] for part in members), self.sets.bytes_of(both), None), members)
+            for both, members in into.items()
+        }
 
-    def _promise(self, needed_sets: list[int], seconds: list[float], t: int) -> np.ndarray:
-        """(n,) float: seconds of later runs, and the price of the values needed when stage t begins."""
+    def _by_promise(self, needed_sets: list[int], seconds: list[float], t: int) -> list[int]:
+        """Order states, by index, by the seconds of later runs and the price of the values needed before stage t."""
         with np.errstate(invalid="ignore"):  # BLAS may compute with what lies beside a short vector, and drops it
-            return np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
+            promise = np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
+        return np.argsort(promise, kind="stable").tolist()
 
     def _bits(self, needed_sets: list[int]) -> np.ndarray:
         """(n, values with a bit) float32, 0 or 1."""
@@ -237,28 +220,6 @@ class Beam(Backward):
         joined = np.frombuffer(b"".join(needed.to_bytes(width, "little") for needed in needed_sets), dtype=np.uint8)
         bits = np.unpackbits(joined.reshape(len(needed_sets), width), axis=1, count=count, bitorder="little")
         return bits.astype(np.float32)
-
-
-class _Known:
-    """A known plan: the values that it needs when each stage begins, and the seconds of its later reruns."""
-
-    def __init__(self, sets: ValueSets, R: np.ndarray) -> None:
-        self.R = R
-        S = Schedule.from_runs(sets.problem.graph, R).S[:, sets.values]
-        packed = np.packbits(S, axis=1, bitorder="little")
-        self.needed_sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
-        self.held = (S @ np.array(sets.size, dtype=np.int64)).tolist()
-        again = R.sum(axis=1) > 1
-        seconds = np.array(sets.tables.seconds)
-        of_stage = np.where(again, (R * seconds).sum(axis=1) - seconds, 0.0)
-        self.seconds = of_stage[::-1].cumsum()[::-1]
-
-    def join(self, t: int, states: States) -> None:
-        """Put the plan's own state among those at the begin of stage t, where none is as good."""
-        needed, seconds = self.needed_sets[t], float(self.seconds[t])
-        state = states.get(needed)
-        if state is None or seconds < state[0] * (1 - 1e-12):
-            states[needed] = seconds, self.held[t], (None, t, KNOWN)
 
 
 def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
@@ -272,24 +233,25 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
     """
     tables, problem, T = sets.tables, sets.problem, sets.T
     never, room = NEVER * problem.keep_all_cost, budget - problem.unavoidable_bytes
+    place = {v: i for i, v in enumerate(sets.values)}
     of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
     price = np.zeros((len(sets.values), T + 1), dtype=np.float32)
     for k in range(T):
         again = np.full(T, tables.seconds[k])
         again[tables.last_stage[k] + 1 :] = never
         for u in tables.inputs[k]:
-            if u in sets.bit:
-                again += np.minimum(price[sets.index(u), :T], of_op[tables.producer[u]])
+            if u in place:
+                again += np.minimum(price[place[u], :T], of_op[tables.producer[u]])
         of_op[k] = np.minimum(again, never)
         for v in tables.outputs[k]:
-            if v in sets.bit:
+            if v in place:
                 size = tables.size[v]
                 full = size > room
                 full[list(tables.users[v])] = False  # what is read there is there in any case
                 keep = np.where(full, never, worth * size)[k + 1 :]
                 kept = np.concatenate([[0.0], keep.cumsum()])  # from the stage after its op on
                 begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
-                price[sets.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
+                price[place[v], k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
     return price
 
 
@@ -311,7 +273,7 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     (4.0, 4.0)
     """
     problem, budget, once = task.problem, task.budget, task.problem.keep_all_cost
-    sets = ValueSets(problem, grain=max(0, grain_of(problem, int(GRAIN * budget))))
+    sets = ValueSets(problem, grain=grain_of(problem, int(GRAIN * budget)))
     R = np.eye(sets.T, dtype=bool) if incumbent.R is None else incumbent.R
     worth = bytes_in_stages(problem, R)[0] / budget
     forward = problem.seconds[: problem.graph.forward_length].sum()

@@ -20,7 +20,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -58,30 +58,20 @@ class Waiting:
 
         Those that ``must`` be are made before something else that is made again: without that the state is none.
         """
-        if not asked and must:
-            return
         if not asked:
             known = self.done.get(needed)
-            if known is None or state[0] < known[0]:
+            if not must and (known is None or state[0] < known[0]):
                 self.done[needed] = state
             return
         k = self.producer[asked.bit_length() - 1]
-        group = self.groups.get(k)
-        if group is None:
-            group = self.groups[k] = {}
+        if k not in self.groups:
+            self.groups[k] = {}
             heapq.heappush(self.queue, -k)
+        group = self.groups[k]
         known = group.get((needed, asked, must))
-        if known is None:
-            self.count += 1
+        self.count += known is None
         if known is None or state[0] < known[0]:
             group[needed, asked, must] = state
-
-    def pop(self) -> tuple[int, Pending]:
-        """The last op to decide on, and its states."""
-        k = -heapq.heappop(self.queue)
-        group = self.groups.pop(k)
-        self.count -= len(group)
-        return k, group
 
 
 class Backward(ABC):
@@ -106,7 +96,10 @@ class Backward(ABC):
             waiting = Waiting(self.sets)
             self._begin(t, states, waiting)
             while waiting.queue:
-                k, now = waiting.pop()
+                # Decide on the last op of those that may run again.
+                k = -heapq.heappop(waiting.queue)
+                now = waiting.groups.pop(k)
+                waiting.count -= len(now)
                 self._decide(t, k, now, waiting)
                 if waiting.count > 2 * self.width:
                     self._thin_waiting(t, waiting)
@@ -164,20 +157,9 @@ def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = N
     return [[*again, t] for t, again in enumerate(stages)]
 
 
-def runs_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> np.ndarray:
-    """R (T, T) bool of a trail."""
-    return as_matrix(stages_of(sets, trail, known))
-
-
 @dataclass
 class BackwardSearch(Backward):
-    """A search for any plan, or for a proof that there is none.
-
-    Attributes:
-        complete: no state was dropped so far: without a state left, no schedule fits the budget.
-        least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
-        reached: the last stage that was looked at.
-    """
+    """A search for any plan, or for a proof that there is none."""
 
     sets: ValueSets
     budget: int
@@ -186,10 +168,10 @@ class BackwardSearch(Backward):
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
     homes: Mapping[int, int] | None = None  # where given, of these those do, in these stages and nowhere else
-    loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
-    complete: bool = True
-    least: int = 2**62
-    reached: int = -1
+    loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
+    complete: bool = True  # no state was dropped so far: without a state left, no schedule fits the budget
+    least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
+    reached: int = -1  # the last stage that was looked at
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         self.reached = t
@@ -251,16 +233,13 @@ class BackwardSearch(Backward):
         if len(states) <= 1:
             return states
         best = list(self._undominated(states, sorted(states, key=self.sets.bytes_of)))
-        if len(best) > self.width:
-            if self.loose:
-                raise TooWide
-            self.complete = False
-            best = self._promising(best)
-        return {needed: states[needed] for needed in best}
-
-    def _promising(self, states: list[int]) -> list[int]:
-        """Order states by three measures in turn: bytes, the peak of making free values anew, and between them."""
-        sets, t = self.sets, self.reached
+        if len(best) <= self.width:
+            return {needed: states[needed] for needed in best}
+        if self.loose:
+            raise TooWide
+        self.complete = False
+        # Order them by three measures in turn: the peak of making free values anew, bytes, and between them.
+        sets = self.sets
         forward = sets.below[sets.forward_length] & sets.free[t]
 
         def alone(needed: int) -> int:
@@ -271,8 +250,9 @@ class BackwardSearch(Backward):
             lambda needed: alone(needed) + 0.5 * sets.bytes_of(needed & forward),
             sets.bytes_of,
         )
-        ranked = [sorted(states, key=measure) for measure in measures]
-        return list(dict.fromkeys(chain(*zip(*ranked, strict=True))))[: self.width]
+        ranked = [sorted(best, key=measure) for measure in measures]
+        promising = dict.fromkeys(chain(*zip(*ranked, strict=True)))
+        return {needed: states[needed] for needed in islice(promising, self.width)}
 
 
 def find_plan(
@@ -294,7 +274,7 @@ def find_plan(
     for states in search.back_from(sets.T - 1):
         if not states:
             return None, search
-    return runs_of(sets, next(iter(states.values()))[2]), search
+    return as_matrix(stages_of(sets, next(iter(states.values()))[2])), search
 
 
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:

@@ -49,25 +49,21 @@ class Detours:
 
     def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
         """A schedule (T, T) within the budget that is no dearer than R, which is within the budget too."""
-        problem, quiet = self.task.problem, 0
+        problem, budget, rng, quiet = self.task.problem, self.task.budget, self.rng, 0
+        forward = problem.seconds[: problem.graph.forward_length].sum()
         while not clock.is_over and not self.is_over:
-            found = self._beam(R, clock)
+            # Draw prices around how full each stage is.
+            worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)
+            worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
+            price = prices(self.sets, budget, worth)
+            price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
+            found = Beam(self.sets, budget, self.width, price, clock).search(R)
             better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
             # a beam knows not how often an op has run
             if found is not None and better and obeys_limits(problem, found):
-                seconds = SHARE_OF_EXCHANGE * clock.left
-                R, quiet = exchange(self.task.within(seconds), found), 0
+                R, quiet = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), found), 0
             else:
                 quiet += 1
             if quiet == ROUND:
                 self.width, quiet = WIDER * self.width, 0
         return R
-
-    def _beam(self, R: np.ndarray, clock: Clock) -> np.ndarray | None:
-        problem, budget, rng = self.task.problem, self.task.budget, self.rng
-        worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)  # of how full each stage is
-        forward = problem.seconds[: problem.graph.forward_length].sum()
-        worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
-        price = prices(self.sets, budget, worth)
-        price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
-        return Beam(self.sets, budget, self.width, price, clock).search(R)

@@ -64,8 +64,8 @@ def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Cl
 
 class _Stages:
     def __init__(self, problem: Problem, budget: int, runs: list[list[int]]) -> None:
-        self.problem, self.tables, self.T, self.planned = problem, Tables.of(problem), len(runs), runs
-        tables = self.tables
+        self.tables = tables = Tables.of(problem)
+        self.T, self.planned = len(runs), runs
         self.moving = [k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)]
         self.needed = [set[int]() for _ in range(self.T + 1)]  # when each stage begins
         for t in reversed(range(self.T)):
@@ -78,7 +78,6 @@ class _Stages:
             [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
         )
         self.next_use: list[float] = []
-        self.turn: list[int] = []
 
     def worths(self) -> tuple[Worth, ...]:
         """Priorities for keeping values: seconds per byte and next use, or next use alone."""
@@ -91,12 +90,11 @@ class _Stages:
         )
 
     def run(self, worth: Worth) -> list[list[int]]:
-        """Run all stages."""
         runs: list[list[int]] = []
         there: set[int] = set()
-        users = self.tables.users
+        tables, users = self.tables, self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]
-        self.turn = [0] * len(users)
+        turn = [0] * len(users)
         for t in range(self.T):
             extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
             for start, ops in self._ways(t, extra):
@@ -104,35 +102,53 @@ class _Stages:
                 if level.max() <= self.room[t]:
                     break
             runs.append(ops)
-            for v in self.tables.inputs[t]:
-                self.turn[v] += 1
-                self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
-            there = self._keep(t, level, idle, over, worth)
+            for v in tables.inputs[t]:
+                turn[v] += 1
+                self.next_use[v] = float(users[v][turn[v]]) if turn[v] < len(users[v]) else np.inf
+            # Keep values for the next stage: those that the plan needs, and others that fit.
+            slack = self.room[t] - level
+            least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
+            there = set(self.needed[t + 1])
+            going = tables.recomputed if t + 1 == tables.boundary else ()
+            useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
+            for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
+                begin, size = idle[v], tables.size[v]
+                savings = over.get(begin - 1, [])
+                written = next((saving for saving in savings if saving[0] == v), None)
+                less = 0  # bytes by which the best saving, which comes first, shrinks without this one
+                if written is not None and written == savings[0]:
+                    less = written[1] - (savings[1][1] if len(savings) > 1 else 0)
+                fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
+                if fits and (not less or less <= slack[begin - 1]):
+                    slack[begin:] -= size
+                    least -= size
+                    there.add(v)
+                    if written is not None:
+                        savings.remove(written)
+                        slack[begin - 1] -= less
+                        least -= less
         return runs
 
     def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
         """Yield values that stage t may begin with, and its runs: the most values first, as planned last."""
+        tables = self.tables
         for share in SHARES:
             start = self.needed[t].union(extra[: int(share * len(extra))])
-            missing = self._missing(t, start)
+            # The missing ops run: for op t, and for what the plan needs in the next stage.
+            todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
+            ops = {t}
+            while todo:
+                v = todo.pop()
+                k = tables.producer[v]
+                if v not in start and self.moving[v] and k not in ops:
+                    ops.add(k)
+                    todo += tables.inputs[k]
+            missing = sorted(ops)
             yield start, missing
-            as_planned = [k for k in self.planned[t] if k in missing]
+            as_planned = [k for k in self.planned[t] if k in ops]
             if as_planned != missing and set(as_planned).issuperset(missing):
                 yield start, as_planned
         yield self.needed[t], self.planned[t]  # what goes in the middle of the stage is made again there
-
-    def _missing(self, t: int, there: set[int]) -> list[int]:
-        """The ops to run in stage t, ascending: for op t, and for what the plan needs in the next stage."""
-        tables = self.tables
-        todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
-        ops = {t}
-        while todo:
-            v = todo.pop()
-            k = tables.producer[v]
-            if v not in there and self.moving[v] and k not in ops:
-                ops.add(k)
-                todo += tables.inputs[k]
-        return sorted(ops)
 
     def _levels(
         self, t: int, start: set[int], ops: list[int]
@@ -172,34 +188,3 @@ class _Stages:
                 over[i] = dying
                 own[i] -= dying[0][1]
         return change.cumsum()[:-1] + own, idle, over
-
-    def _keep(
-        self, t: int, level: np.ndarray, idle: dict[int, int], over: dict[int, list[Saving]], worth: Worth
-    ) -> set[int]:
-        """Select the values for the next stage: those that the plan needs, and others that fit."""
-        slack = self.room[t] - level
-        least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
-        kept = set(self.needed[t + 1])
-        going = self.tables.recomputed if t + 1 == self.tables.boundary else ()
-        useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
-        for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
-            begin, size = idle[v], self.tables.size[v]
-            written = next((saving for saving in over.get(begin - 1, ()) if saving[0] == v), None)
-            less = 0 if written is None else _without(over[begin - 1], written)
-            fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
-            if fits and (not less or less <= slack[begin - 1]):
-                slack[begin:] -= size
-                least -= size
-                kept.add(v)
-                if written is not None:
-                    over[begin - 1].remove(written)
-                    slack[begin - 1] -= less
-                    least -= less
-        return kept
-
-
-def _without(savings: list[Saving], one: Saving) -> int:
-    """The bytes by which the best saving shrinks without this one; savings are in order, the best first."""
-    if savings[0] != one:
-        return 0
-    return one[1] - (savings[1][1] if len(savings) > 1 else 0)

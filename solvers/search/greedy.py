@@ -107,12 +107,11 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
         for k in ops:
             # Make room: op k writes over an input that nothing needs any more, and values are evicted.
             lacking = sum(tables.size[v] for v in outputs[k]) + tables.workspace[k] - state.room
-            if lacking > 0 and tables.savings[k]:
-                for v, saved in tables.savings[k]:
-                    if state.next_need(v, k) == NEVER and not (state.only_copy[v] and state.makes_more(v)):
-                        state.overwritten = v
-                        lacking -= saved
-                        break
+            for v, saved in tables.savings[k] if lacking > 0 else ():
+                if state.next_need(v, k) == NEVER and not (state.only_copy[v] and state.makes_more(v)):
+                    state.overwritten = v
+                    lacking -= saved
+                    break
             if lacking > 0 and not state.make_room(k, lacking):
                 return DeadEnd(k, t, lacking)
             # Run op k; the inputs of op t are needed next by their next user, and what op k wrote over is gone.
@@ -169,12 +168,12 @@ class PassState:
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
         # By rules some values go before the backward (after which stage), which is to make them again: for an op that
         # reads them, or to make again another one of them. What they are made from is needed there.
-        self.going: dict[int, Iterable[int]] = {}
-        going: dict[int, list[int]] = {}
-        spans: dict[int, tuple[int, int]] = {}
+        self.going: dict[int, list[int]] = {}
         for v in tables.recomputed:
-            in_forward = [k for k in tables.users[v] if k < tables.boundary]
-            going.setdefault(max(in_forward, default=tables.producer[v]), []).append(v)
+            last = max((k for k in tables.users[v] if k < tables.boundary), default=tables.producer[v])
+            for t in {min(last, tables.boundary - 1), tables.boundary - 1}:
+                self.going.setdefault(t, []).append(v)
+        spans: dict[int, tuple[int, int]] = {}
         for v in sorted(tables.recomputed, key=lambda v: -tables.producer[v]):
             needed = [k for k in tables.users[v] if k >= tables.boundary]
             others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
@@ -184,9 +183,6 @@ class PassState:
                 for u in tables.inputs[tables.producer[v]]:
                     self.shadow_first[u] = min(first, int(self.shadow_first[u]))
                     self.shadow_last[u] = max(last, int(self.shadow_last[u]))
-        if tables.recomputed:
-            self.going = {t: vs for t, vs in going.items() if t < tables.boundary}
-            self.going[tables.boundary - 1] = tables.recomputed
 
     def missing_ancestors(self, values: Iterable[int]) -> set[int]:
         """The ops that must run to have these values."""
@@ -286,14 +282,13 @@ class PassState:
         alive = needed < NEVER
         urgency[free[alive]] = (needed[alive] - now + 1.0) ** -self.weights.c
         before, ways = self.overwritten, dict[int, int]()
-        if savings:
-            saved = dict(savings).get(before, 0)
-            for v, more in savings:
-                if more > saved and (need := self.next_need(v, k)):
-                    ways[v] = more - saved
-                    urgency[v] = (need - now + 1.0) ** -self.weights.c
-                    if need == NEVER:
-                        spared.append(v)
+        saved = dict(savings).get(before, 0)
+        for v, more in savings:
+            if more > saved and (need := self.next_need(v, k)):
+                ways[v] = more - saved
+                urgency[v] = (need - now + 1.0) ** -self.weights.c
+                if need == NEVER:
+                    spared.append(v)
         if self.weights.outside is not None and now < len(self.weights.outside):
             urgency[self.weights.outside[now]] *= 1e-9
         # The least goes until there is room, and what was spared if nothing else is left.
@@ -346,24 +341,23 @@ class PassState:
                         (stale if at_hand[w] else todo).append(w)
         self.changed.clear()
         for v in stale:
-            if self.movable[v]:
-                self.worth[v] = max(self.seconds_back(v), 1e-30) ** self.weights.a * self.scale[v]
-
-    def seconds_back(self, v: int) -> float:
-        """Seconds to make v again from values in memory: its op and missing ancestors; infinite if one is pinned."""
-        tables, total = self.tables, 0.0
-        seen, todo = {tables.producer[v]}, [tables.producer[v]]
-        while todo:
-            k = todo.pop()
-            if self.spent[k]:
-                return float("inf")
-            total += tables.seconds[k]
-            for w in tables.inputs[k]:
-                p = tables.producer[w]
-                if not self.at_hand[w] and p not in seen:
-                    seen.add(p)
-                    todo.append(p)
-        return total
+            if not self.movable[v]:
+                continue
+            # Seconds to make v again from values in memory: its op and missing ancestors; infinite if one is pinned.
+            seconds, todo = 0.0, [tables.producer[v]]
+            seen = set(todo)
+            while todo:
+                k = todo.pop()
+                if self.spent[k]:
+                    seconds = inf
+                    break
+                seconds += tables.seconds[k]
+                for w in tables.inputs[k]:
+                    p = tables.producer[w]
+                    if not at_hand[w] and p not in seen:
+                        seen.add(p)
+                        todo.append(p)
+            self.worth[v] = max(seconds, 1e-30) ** self.weights.a * self.scale[v]
 
 
 def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Remarks:
@@ -380,10 +374,9 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
     problem, tables, clock = task.problem, Tables.of(task.problem), Clock(min(PASSES_TAKE * task.clock.left, patience))
     # Keep the plans of the cheapest passes, those that differ.
     best: list[tuple[float, list[list[int]]]] = []  # the cheapest first: seconds, and per stage the ops that run
-    passes = 0
-    for weights in GRID:
-        pass_clock = clock if passes else Clock(max(FIRST_TAKES, clock.left))
-        stages, passes = run_pass(tables, task.budget, weights, pass_clock), passes + 1
+    for passes, weights in enumerate(GRID, 1):
+        pass_clock = clock if passes > 1 else Clock(max(FIRST_TAKES, clock.left))
+        stages = run_pass(tables, task.budget, weights, pass_clock)
         if isinstance(stages, DeadEnd):
             stuck = stages
         else:
@@ -438,13 +431,10 @@ class TiltedPasses:
         self.rng = np.random.default_rng(task.seed)
         self.first = [*GRID]  # weights still to be tried as they are
         self.pool: list[_Plan] = []  # the cheapest first
-        bytes_that_go = [
-            size if users and not result and made_by >= 0 and not tables.pinned[made_by] else 0
-            for size, users, result, made_by in zip(
-                tables.size, tables.users, tables.result, tables.producer, strict=True
-            )
-        ]
-        self.chances = np.array(bytes_that_go) / max(1, sum(bytes_that_go))  # (V,): how likely each is changed
+        goes = [k >= 0 and not tables.pinned[k] for k in tables.producer]
+        stays = [result or not users for result, users in zip(tables.result, tables.users, strict=True)]
+        bytes_that_go = np.array(tables.size) * goes * np.logical_not(stays)
+        self.chances = bytes_that_go / max(1, bytes_that_go.sum())  # (V,): how likely each is changed
 
     def search(self, clock: Clock) -> np.ndarray | None:
         """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
@@ -460,7 +450,14 @@ class TiltedPasses:
         while self.chances.any() and quiet < QUIET and not clock.is_over:
             best = self.pool[0].cost
             for _ in range(ROUND):
-                self._change(int(self.rng.integers(len(self.pool))))
+                # Change a few values of a plan at random; it stays so if the pass it gives is no dearer.
+                i = int(self.rng.integers(len(self.pool)))
+                plan, tilt = self.pool[i], self.pool[i].tilt.copy()
+                changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
+                tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
+                for found in self._pass(plan.weights, tilt):
+                    if found.cost <= plan.cost:
+                        self.pool[i] = found
                 if clock.is_over:
                     break
             self.pool.sort(key=lambda plan: plan.cost)
@@ -468,17 +465,6 @@ class TiltedPasses:
             self.pool[-1] = self.pool[0]
         return as_matrix(self.pool[0].stages)
 
-    def _change(self, i: int) -> None:
-        """Change a few values of a plan at random; it stays so if the pass it gives is no dearer."""
-        plan = self.pool[i]
-        changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
-        tilt = plan.tilt.copy()
-        tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
-        for found in self._pass(plan.weights, tilt):
-            if found.cost <= plan.cost:
-                self.pool[i] = found
-
     def _pass(self, weights: Weights, tilt: np.ndarray) -> list[_Plan]:
-        """The plan of one pass, if it fits."""
         stages = run_pass(self.tables, self.budget, replace(weights, tilt=np.exp(tilt)))
         return [] if isinstance(stages, DeadEnd) else [_Plan(self.tables.seconds_of(stages), weights, tilt, stages)]

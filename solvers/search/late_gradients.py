@@ -43,43 +43,28 @@ def late_results(graph: Graph) -> list[int] | None:
     >>> late_results(graph)
     [0, 1, 3, 2]
     """
-    order = _with_results_late(graph)
-    if order == sorted(order):
-        return None
-    least = _lowest(graph)
-    later = graph.in_order(order)
-    if _lowest(later) > (1 - WORTH) * least:
-        return None
-    stages = run_pass(Tables.of(_bare(later)), int((1 - WORTH) * least), GRID[0])
-    return None if isinstance(stages, DeadEnd) else order
-
-
-def _with_results_late(graph: Graph) -> list[int]:
-    """Order the ops, last those whose unread results are larger than the inputs that wait with them.
-
-    What must run once may write to what others read: ops before the last such one stay where they are.
-    """
-    results = set(graph.outputs)
-    late: list[int] = []
+    # Last those ops whose unread results are larger than the inputs that wait with them. What must run once may write
+    # to what others read: ops before the last such one stay where they are.
+    T, results = len(graph.ops), set(graph.outputs)
     begin = max([graph.forward_length, *(k + 1 for k, op in enumerate(graph.ops) if op.pinned)])
+    late: set[int] = set()
     for k, op in enumerate(graph.ops[begin:], begin):
         unread = all(v in results and not graph.users[v] for v in op.outputs)
         made = sum(graph.values[v].size_bytes for v in op.outputs)
         read = [graph.values[v] for v in op.inputs if v not in results]
         if unread and made > sum(value.size_bytes for value in read if value.producer is not None):
-            late.append(k)
-    waiting = set(late)
-    return [k for k in range(len(graph.ops)) if k not in waiting] + late
-
-
-def _bare(graph: Graph) -> Problem:
-    T = len(graph.ops)
-    return Problem(graph, Profile(np.ones(T), np.zeros(T, dtype=np.int64)))
-
-
-def _lowest(graph: Graph) -> int:
-    """Bytes beyond the resident ones that every plan needs."""
-    return int(_bare(graph).unavoidable_bytes.max())
+            late.add(k)
+    order = sorted(range(T), key=late.__contains__)
+    if order == sorted(order):
+        return None
+    # It is taken if it has a plan below what every plan in PyTorch's order needs.
+    costs = Profile(np.ones(T), np.zeros(T, dtype=np.int64))
+    later = Problem(graph.in_order(order), costs)
+    budget = (1 - WORTH) * int(Problem(graph, costs).unavoidable_bytes.max())
+    if int(later.unavoidable_bytes.max()) > budget:
+        return None
+    stages = run_pass(Tables.of(later), int(budget), GRID[0])
+    return None if isinstance(stages, DeadEnd) else order
 
 
 def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, int]]:
@@ -93,23 +78,11 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
     >>> second_runs(step, shares=(1.0, 0.0))  # op 1 makes what op 4 reads
     [{1: 4}, {}]
     """
-    moment, waiting = _longest_wait(problem)
-    total = sum(problem.sizes[v] for v in waiting)
-    if total <= WORTH * problem.unavoidable_bytes.max():
-        return []
-    made = list(accumulate(int(problem.sizes[v]) for v in waiting))
-    chosen = dict.fromkeys(sum(size <= share * total for size in made) for share in shares)
-    return [_homes(problem, moment, set(waiting[:n]), set(waiting[n:])) for n in chosen]
-
-
-def _longest_wait(problem: Problem) -> tuple[int, list[int]]:
-    """The stage before which values wait longest, all together, and these, in the order in which they are made.
-
-    Bytes do not count in it: on its way through a step a gradient of activations is large, and read soon.
-    """
     graph, results = problem.graph, set(problem.graph.outputs)
-    long = LONG * (len(graph.ops) - graph.forward_length)
+    # The stage before which values wait longest, all together, and these, in the order in which they are made. Bytes
+    # do not count in it: on its way through a step a gradient of activations is large, and read soon.
     begins = graph.forward_length
+    long = LONG * (len(graph.ops) - begins)
     made = [(k, v) for k, op in enumerate(graph.ops) if k >= begins and op.pinned is None for v in op.outputs]
     waits = [
         (before, after, v)
@@ -123,22 +96,24 @@ def _longest_wait(problem: Problem) -> tuple[int, list[int]]:
         stages[before + 1] += after - before
         stages[after + 1] -= after - before
     moment = int(stages.cumsum().argmax())
-    return moment, [v for before, after, v in waits if before < moment < after]
-
-
-def _homes(problem: Problem, moment: int, again: set[int], kept: set[int]) -> dict[int, int]:
-    """The ops that make values ``again`` after the moment, with the unkept values they need, and their stages."""
-    graph, results, until = problem.graph, set(problem.graph.outputs), problem.limits.last_stage
-    wanted = {v: min(k for k in graph.users[v] if k > moment) for v in again}
-    homes: dict[int, int] = {}
-    for k in reversed(range(graph.forward_length, moment)):
-        op = graph.ops[k]
-        stages = [wanted[v] for v in op.outputs if v in wanted]
-        stage = min([*stages, until.get(k, len(graph.ops))])
-        if not stages or op.pinned is not None or stage <= moment:
-            continue
-        homes[k] = stage
-        for v in op.inputs:
-            if v not in results and v not in kept:
-                wanted[v] = min(stage, wanted.get(v, stage))
+    waiting = [v for before, after, v in waits if before < moment < after]
+    # Of these, each share of the bytes is made again.
+    total = sum(problem.sizes[v] for v in waiting)
+    if total <= WORTH * problem.unavoidable_bytes.max():
+        return []
+    sums = list(accumulate(int(problem.sizes[v]) for v in waiting))
+    chosen = dict.fromkeys(sum(size <= share * total for size in sums) for share in shares)
+    homes: list[dict[int, int]] = []
+    for n in chosen:
+        # Their ops run again after the moment, and those that make the unkept values they need.
+        kept = results.union(waiting[n:])
+        wanted = {v: min(k for k in graph.users[v] if k > moment) for v in waiting[:n]}
+        homes.append({})
+        for k in reversed(range(begins, moment)):
+            op = graph.ops[k]
+            stages_of = [wanted[v] for v in op.outputs if v in wanted]
+            stage = min([*stages_of, problem.limits.last_stage.get(k, len(graph.ops))])
+            if stages_of and op.pinned is None and stage > moment:
+                homes[-1][k] = stage
+                wanted |= {v: min(stage, wanted.get(v, stage)) for v in op.inputs if v not in kept}
     return homes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -78,8 +78,11 @@ def _save(line: Line, p: int, limit: float) -> None:
     todo = [p]
     while todo:
         for v in line.tables.inputs[line.op_at[todo.pop()]]:
-            q = line.made_before(v, p)
-            if q is not None and not line.fixed[q] and line.on[q] and not line.is_useful(q):
+            q = max((q for q, makes in line.touches[v] if makes and q < p and line.on[q]), default=None)
+            if q is None or line.fixed[q]:
+                continue
+            made = line.tables.outputs[line.op_at[q]]
+            if not any(first == q < last for w in made for first, last in line.intervals(w)):
                 line.flip(q)
                 undo.append(q)
                 todo.append(q)
@@ -134,16 +137,15 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
 class Line:
     """Places in the order in which they run, with their switches, and the bytes in memory at each."""
 
-    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: Sequence[list[int]] = ()) -> None:
         """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
         # The places: every stage and op that may run there, in the order in which they would.
         places = places_of(problem, R)
-        for t in reversed([t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]):
+        for t in reversed([t for t, ops in enumerate(stages) if ops != sorted(set(ops))]):
             begin, end = np.searchsorted(places[:, 0], [t, t + 1])
-            runs = [(t, k) for k in stages[t]] if stages else []
-            places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
+            places = np.concatenate([places[:begin], [(t, k) for k in stages[t]], places[end:]])
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()
@@ -152,12 +154,7 @@ class Line:
         self.cost = float(self.seconds[self.on].sum())
         self.place = {(t, k): p for p, (t, k) in enumerate(places.tolist())}
         # Per value the places that read or make it; the values that may go, cheapest seconds per byte first.
-        self.touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]  # (place, it makes the value)
-        for p, k in enumerate(self.op_at):
-            for v in tables.inputs[k]:
-                self.touches[v].append((p, False))
-            for v in tables.outputs[k]:
-                self.touches[v].append((p, True))
+        self.touches = tables.touches(self.op_at)
         movable = [
             v
             for v, k in enumerate(tables.producer)
@@ -230,18 +227,13 @@ class Line:
             if gone and first <= self.forward_ends < last:  # as if nothing had room for it there
                 self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * sign
             if saves and (saved := saves.get(self.op_at[last])):
-                self._count_saved(last, saved, goes=sign > 0)
-
-    def _count_saved(self, p: int, saved: int, *, goes: bool) -> None:
-        """A value that the op at p may write over goes with that run, or no longer; of several the best counts."""
-        others = self.saved.setdefault(p, [])
-        if not goes:
-            others.remove(saved)
-        more = saved - max(others) if others else saved
-        if goes:
-            others.append(saved)
-        if more > 0:
-            self.bytes_at[p] -= more if goes else -more
+                # The value goes with the last run, or no longer; of several the best counts.
+                others = self.saved.setdefault(last, [])
+                if sign < 0:
+                    others.remove(saved)
+                self.bytes_at[last] -= sign * max(0, saved - max(others, default=0))
+                if sign > 0:
+                    others.append(saved)
 
     def intervals(self, v: int) -> list[tuple[int, int]]:
         """The intervals of v in memory: from each run of its producer to the last reader before the next."""
@@ -258,15 +250,6 @@ class Line:
         if first >= 0:
             found.append((first, last))
         return found
-
-    def made_before(self, v: int, p: int) -> int | None:
-        """The last run of v's producer before place p."""
-        return max((q for q, makes in self.touches[v] if makes and q < p and self.on[q]), default=None)
-
-    def is_useful(self, p: int) -> bool:
-        """Somebody reads what the run at p makes."""
-        outputs = self.tables.outputs[int(self.op[p])]
-        return any(first == p < last for v in outputs for first, last in self.intervals(v))
 
     def offers(self, p: int) -> Iterator[int]:
         """Places that are off where a value idle at p could be made again, the cheapest byte first."""

@@ -117,8 +117,7 @@ class _Known:
         return self.is_close and self.best - self.least <= CLOSE * self.best
 
 
-Mark = tuple[str, str, int]
-_known: OrderedDict[Mark, _Known] = OrderedDict()  # by `_mark`, the last used at the end
+_known: OrderedDict[tuple[str, str, int], _Known] = OrderedDict()  # the last used at the end
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules | None = None) -> MinBudget:
@@ -152,14 +151,10 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     """Find `min_budget` of a problem as it is, not split further."""
-    if problem.host is not None:
-        return _ends_with_host(problem, time_limit)
-    known = _find(problem, time_limit)
-    return MinBudget(known.best, known.least)
-
-
-def _ends_with_host(problem: Problem, time_limit: float) -> MinBudget:
-    """Both ends with a second memory: sending everything for free gives the bound; the plan waits for links."""
+    if problem.host is None:
+        known = _find(problem, time_limit)
+        return MinBudget(known.best, known.least)
+    # With a second memory, sending everything for free gives the bound; the plan waits for links.
     plain = _find(problem.with_host(None), SHARE_WITHOUT_HOST * time_limit)
     most, plan = with_most_sent(problem, time_limit=(1 - SHARE_WITHOUT_HOST) * time_limit)
     bound = _find(most.problem, 0.0).least
@@ -174,8 +169,7 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     """
     assert problem.host is not None
     sent = sorted(sendable(problem), key=lambda v: -int(problem.sizes[v]))
-    every = with_fetches(problem, sent)
-    fetching = every
+    every = fetching = with_fetches(problem, sent)
     while sent:
         peak, R = least_runs(fetching.problem, time_limit=time_limit)
         plan = place_transfers(problem, peak, *plain_events(fetching, lowered(fetching.problem, R)))
@@ -217,10 +211,16 @@ def bottleneck(problem: Problem) -> int:
 
 
 def _find(problem: Problem, time_limit: float) -> _Known:
-    mark = _mark(problem)
+    # Problems that differ in their costs only have one mark: a step captured again has the same smallest budget.
+    prints = fingerprints(problem)
+    mark = prints.structure, prints.sizes, problem.resident
     known = _known.get(mark)
     if known is None:
-        peak, R = _first_plan(problem)
+        # A first plan runs each op once, where no rule has it run again.
+        peak, R = problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
+        if problem.limits.recomputed:
+            R = on_demand(problem, {})
+            peak = peak_of(problem, R)
         op = int(problem.unavoidable_bytes.argmax())
         floor = int(problem.unavoidable_bytes[op])
         known = _Known(peak, R, floor, op, floor)
@@ -239,23 +239,15 @@ def _find(problem: Problem, time_limit: float) -> _Known:
             ends.refute_in_any_order(known.bound - 1, known.op, 1, clock)
         if not known.is_done(exact=exact):
             ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
-        ends.drop_runs(clock)
+        # Drop what the plans need not run again, and see what their peaks are.
+        if ends.wasteful:
+            known.R = drop_runs(problem, known.peak, known.R, clock)
+            known.peak = peak_of(problem, known.R)
+        if known.runs is not None and known.peak_of_runs < known.peak:
+            known.runs = drop_runs_of(problem, known.peak_of_runs, known.runs, clock)
+            known.peak_of_runs = simulator.simulate(simulator.lower_runs(problem, known.runs), problem).peak
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
     return known
-
-
-def _first_plan(problem: Problem) -> tuple[int, np.ndarray]:
-    """The peak of a plan, and its runs: each op once, where no rule has it run again."""
-    if not problem.limits.recomputed:
-        return problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
-    R = on_demand(problem, {})
-    return peak_of(problem, R), R
-
-
-def _mark(problem: Problem) -> Mark:
-    """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
-    prints = fingerprints(problem)
-    return prints.structure, prints.sizes, problem.resident
 
 
 class _Ends:
@@ -266,7 +258,11 @@ class _Ends:
         grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
         self.grain = max(0, grain)
         self.sets = ValueSets(problem, grain=self.grain)
-        self.once = self._sets_with_limited_ops_once() if problem.limits.max_runs else self.sets
+        self.once = self.sets  # or those of a step in which ops under a limit of runs run once
+        if limited := problem.limits.max_runs:
+            ops = enumerate(problem.graph.ops)
+            once = tuple(replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in ops)
+            self.once = ValueSets(replace(problem, graph=replace(problem.graph, ops=once)), grain=self.grain)
         self.small = int(problem.sizes[problem.sizes <= grain].sum()) + (self.grain if problem.profile.ways else 0)
         self.homes = () if exact else second_runs(problem)  # of what waits long, as clipped gradients do
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
@@ -274,31 +270,32 @@ class _Ends:
 
     def close(self) -> None:
         """Plans and refutations, wider and wider."""
+        known = self.known
         if self.exact:
             before = -1
-            while before < self.known.bound < self.known.peak:
-                before = self.known.bound
+            while before < known.bound < known.peak:
+                before = known.bound
                 self._plan(before, WIDE_ENOUGH)
-            if self.known.bound == self.known.peak:
+            if known.bound == known.peak:
                 return
         if self.homes:  # shorter searches than all others
             self._refute(WIDTHS[0])
             self._make_twice(WIDTH_TWICE)
-        if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
+        if self._plan(known.bound, WIDTHS[0]) and not known.is_close:
             self._evict(GRID[:1])
             if self.problem.limits.max_runs:  # searches know not how often an op has run; passes do
                 self._evict(GRID)
         for width in WIDTHS:
-            if self._is_open:
+            if not known.is_close:
                 self._refute(width)
             if width > WIDTH_TWICE:
                 self._make_twice(width)
-            if self._is_open:
-                self._descend(width)
-
-    @property
-    def _is_open(self) -> bool:
-        return not self.known.is_close
+            # Look for a plan at the bound itself, then from there up to the best known. Which states are pursued is a
+            # matter of luck, and more room may be bad luck: so all is tried, the least first.
+            low, room = known.bound, known.peak - self.small - known.bound
+            for share in SHARES if room > 0 and not known.is_close else ():
+                if not self._plan(low + int(share * room), width):
+                    break
 
     def _plan(self, budget: int, width: int) -> bool:
         """Look for a plan within a budget, small values aside; True if there is more to look for."""
@@ -315,38 +312,26 @@ class _Ends:
         self._offer(R, budget + self.small)
         return False
 
-    def _sets_with_limited_ops_once(self) -> ValueSets:
-        graph, limited = self.problem.graph, self.problem.limits.max_runs
-        ops = [replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in enumerate(graph.ops)]
-        return ValueSets(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
-
     def _offer(self, R: np.ndarray, budget: int) -> None:
         """Take a schedule that fits a budget, if it is better; its peak is simulated once runs are dropped."""
         if budget < self.known.peak:
             self.known.R, self.known.peak, self.wasteful = R, max(budget, self.known.bound), True
 
-    def drop_runs(self, clock: Clock) -> None:
-        """Drop what the plan need not run again, and see what its peak is."""
-        known = self.known
-        if self.wasteful:
-            known.R = drop_runs(self.problem, known.peak, known.R, clock)
-            known.peak = peak_of(self.problem, known.R)
-        if known.runs is not None and known.peak_of_runs < known.peak:
-            known.runs = drop_runs_of(self.problem, known.peak_of_runs, known.runs, clock)
-            known.peak_of_runs = simulator.simulate(simulator.lower_runs(self.problem, known.runs), self.problem).peak
-
     def run_in_any_order(self, clock: Clock) -> None:
         """Draw the ends of all plans together, by bisection, until neither a plan nor a proof is near."""
         known = self.known
-        far, most, close = ANY, MOST_STATES, 0
+        far, states, close = ANY, MOST_STATES, 0
         if not self.exact:
-            far, most, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
+            far, states, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
         low, high = known.least, known.best - self.small
         budget = low
         while high - low > close and not clock.is_over:
-            search = AnyOrder(self.sets, budget, clock, far, most)
+            search = AnyOrder(self.sets, budget, clock, far, states)
             runs = search.runs()
-            if runs is not None and self._take(runs, budget + self.small):
+            times = Counter(chain.from_iterable(runs or ()))
+            if runs is not None and all(times[k] <= most for k, most in self.problem.limits.max_runs.items()):
+                # The plan's peak is simulated once runs are dropped.
+                known.runs, known.peak_of_runs = runs, max(budget + self.small, known.least)
                 high = budget
             elif runs is None and (search.complete or self.refute_in_any_order(budget, search.reached, NEAR, clock)):
                 known.least = low = max(known.least, min(search.least, known.best) if search.complete else 0)
@@ -366,16 +351,6 @@ class _Ends:
             if clock.is_over:
                 break
         return False
-
-    def _take(self, runs: list[list[int]], budget: int) -> bool:
-        """Take a plan that fits a budget, if no rule is broken; its peak is simulated once runs are dropped."""
-        limits = self.problem.limits
-        if limits.max_runs:
-            times = Counter(chain.from_iterable(runs))
-            if any(times[k] > most for k, most in limits.max_runs.items()):
-                return False
-        self.known.runs, self.known.peak_of_runs = runs, max(budget, self.known.least)
-        return True
 
     def _evict(self, kinds: Sequence[Weights]) -> None:
         """A peak that is easily reached: a bisection with eviction passes of these kinds."""
@@ -397,22 +372,19 @@ class _Ends:
         sets, known = self.sets, self.known
         clock = self.clock.share(SHARE_OF_PROOFS)
         near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < sets.T)
-        for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
-            high = known.peak
-            budget = known.bound
-            while budget < high and self._is_open:
-                try:
-                    wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
+        with contextlib.suppress(OutOfTime):
+            for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
+                wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
+                high, budget = known.peak, known.bound
+                while budget < high and not known.is_close:
                     proven = refute(sets, budget, t, width=wide, clock=clock)
-                except OutOfTime:
-                    return
-                if proven is None and budget == known.bound:
-                    break
-                if proven is None:
-                    high = budget
-                else:
-                    known.bound, known.op = min(proven, known.peak), t
-                budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
+                    if proven is not None:
+                        known.bound, known.op = min(proven, known.peak), t
+                    elif budget == known.bound:
+                        break
+                    else:
+                        high = budget
+                    budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
 
     def _make_twice(self, width: int) -> None:
         """Lower the peak by plans whose kept and remade values are chosen beforehand."""
@@ -426,13 +398,3 @@ class _Ends:
                     low = budget
                 else:
                     self._offer(R, budget + self.small)
-
-    def _descend(self, width: int) -> None:
-        """Lower the peak: look for a plan at the bound itself, then from there up to the best known.
-
-        Which states are pursued is a matter of luck, and more room may be bad luck: so all is tried, the least first.
-        """
-        low, room = self.known.bound, self.known.peak - self.small - self.known.bound
-        for share in SHARES:
-            if room <= 0 or not self._plan(low + int(share * room), width):
-                return

@@ -37,8 +37,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.schedules import cost_of, fits, without_useless
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 
@@ -138,20 +137,16 @@ class Near:
     """The model of some places: those fixed as in R, and those that are free."""
 
     model: Model
-    stage: np.ndarray  # (P,) int
-    op: np.ndarray  # (P,) int
-    run: np.ndarray  # (P,) columns R
-    shape: tuple[int, ...]  # (T, T)
+    run: np.ndarray  # (T, T) columns R, `NONE` where there is no place
 
     def start(self, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The columns of a schedule; the solver finds the rest."""
-        return self.run, R[self.stage, self.op].astype(np.float64)
+        places = self.run != NONE
+        return self.run[places], R[places].astype(np.float64)
 
     def runs(self, x: np.ndarray, part: float = 0.5) -> np.ndarray:
         """(T, T) bool: the ops with more than this part of a run in an answer."""
-        R = np.zeros(self.shape, dtype=bool)
-        R[self.stage, self.op] = x[self.run] > part
-        return R
+        return self.model.value(x, self.run) > part
 
 
 def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Near:
@@ -166,10 +161,11 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
     free = free & ~np.eye(len(R), dtype=bool)
     stage, op = np.nonzero(R | free)
     model, tables = Model(), Tables.of(problem)
+    cost, unit = problem.seconds / equations.cost_unit(problem), equations.size_unit(problem)
+    columns = model.variables(R | free, lower=~free, cost=cost, integer=True)
     open_ = free[stage, op]
-    run = model.variables(open_.shape, lower=~open_, cost=problem.seconds[op] / cost_unit(problem), integer=True)
     line = _Line(tables, stage, op, open_)
-    for v, touches in enumerate(_touches(tables, op)):
+    for v, touches in enumerate(tables.touches(op.tolist())):
         if tables.producer[v] < 0 or not touches:
             continue
         if tables.result[v]:
@@ -178,25 +174,34 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
             line.keep(v, touches)
         else:
             line.stay(v, touches)
-    line.add_to(model, budget, size_unit(problem))
-    runs_of = [(np.flatnonzero(op == k), most) for k, most in tables.max_runs.items()]
-    rows = np.concatenate([np.full(len(ps), i) for i, (ps, _) in enumerate(runs_of)]) if runs_of else np.zeros(0, int)
-    if runs_of:
-        columns = np.concatenate([run[ps] for ps, _ in runs_of])
-        max_runs = np.array([float(most) for _, most in runs_of])
-        model.constrain_sparse("run at most", len(runs_of), [(rows, columns, 1.0)], upper=max_runs)
-    return Near(model, stage, op, run, R.shape)
-
-
-def _touches(tables: Tables, op: np.ndarray) -> list[list[tuple[int, bool]]]:
-    """Per value, the places that touch it, and whether they make it."""
-    touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]
-    for p, k in enumerate(op.tolist()):
-        for v in tables.inputs[k]:
-            touches[v].append((p, False))
-        for v in tables.outputs[k]:
-            touches[v].append((p, True))
-    return touches
+    # The other columns, and the rows.
+    keeps = model.variables((len(line.upper),), upper=np.array(line.upper), name="KEEP")
+    assert not len(keeps) or keeps[0] == len(line.ops)
+    run, kept = _columns(line.depend, 2)
+    model.constrain("depend", [(run, 1.0), (kept, -1.0)], upper=0.0)
+    kept, before, makes = _columns(line.kept, 3)
+    model.constrain("keep", [(kept, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
+    run, before = _columns(line.once, 2)
+    model.constrain("keep one copy", [(run, 1.0), (before, 1.0)], upper=1.0)
+    written, kept, saved = _columns(line.over, 3)
+    OVER = model.variables((len(written),), name="OVER")
+    model.constrain("write over what goes", [(OVER, 1.0), (kept, 1.0)], upper=1.0)
+    runs, of = np.unique(written, return_inverse=True)
+    terms = [(of, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
+    model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
+    first, after, column, size = _columns(line.through, 4)
+    stages = np.arange(len(line.begins) - 1)
+    through = model.variables(stages.shape, upper=np.inf, name="THROUGH")
+    from_here, until_here = (first, column, size / unit), (after, column, -size / unit)
+    terms = [(stages, through, -1.0), (stages[1:], through[:-1], 1.0), from_here, until_here]
+    model.constrain_sparse("through a stage", len(stages), terms, lower=0.0, upper=0.0)
+    place, column, size = _columns(line.at, 3)
+    room = budget - tables.resident - line.fixed_at - line.fixed_through[stage]
+    there = np.arange(len(room)), through[stage], 1.0
+    terms = [(place, column, size / unit), (written, OVER, -saved / unit), there]
+    model.constrain_sparse("fit", len(room), terms, upper=room / unit)
+    equations.run_at_most(model, columns, problem)
+    return Near(model, columns)
 
 
 @dataclass
@@ -269,7 +274,6 @@ class _Line:
             self.over.append((p, kept, saved))
 
     def _count(self, p: int, column: int, size: int) -> None:
-        """Bytes at one place."""
         if column == NONE:
             self.fixed_at[p] += size
         else:
@@ -289,34 +293,6 @@ class _Line:
             self.fixed_through[first:final] += size
         elif first < final:
             self.through.append((first, final, column, size))
-
-    def add_to(self, model: Model, budget: int, unit: float) -> None:
-        """Add all columns but R, and all rows."""
-        keeps = model.variables((len(self.upper),), upper=np.array(self.upper), name="KEEP")
-        assert not len(keeps) or keeps[0] == len(self.ops)
-        run, kept = _columns(self.depend, 2)
-        model.constrain("depend", [(run, 1.0), (kept, -1.0)], upper=0.0)
-        kept, before, makes = _columns(self.kept, 3)
-        model.constrain("keep", [(kept, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
-        run, before = _columns(self.once, 2)
-        model.constrain("keep one copy", [(run, 1.0), (before, 1.0)], upper=1.0)
-        written, kept, saved = _columns(self.over, 3)
-        OVER = model.variables((len(written),), name="OVER")
-        model.constrain("write over what goes", [(OVER, 1.0), (kept, 1.0)], upper=1.0)
-        runs, of = np.unique(written, return_inverse=True)
-        terms = [(of, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
-        model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
-        first, after, column, size = _columns(self.through, 4)
-        stages = np.arange(len(self.begins) - 1)
-        through = model.variables(stages.shape, upper=np.inf, name="THROUGH")
-        from_here, until_here = (first, column, size / unit), (after, column, -size / unit)
-        terms = [(stages, through, -1.0), (stages[1:], through[:-1], 1.0), from_here, until_here]
-        model.constrain_sparse("through a stage", len(stages), terms, lower=0.0, upper=0.0)
-        place, column, size = _columns(self.at, 3)
-        room = budget - self.tables.resident - self.fixed_at - self.fixed_through[self.stage]
-        terms = [(place, column, size / unit), (written, OVER, -saved / unit)]
-        terms.append((np.arange(len(room)), through[self.stage], 1.0))
-        model.constrain_sparse("fit", len(room), terms, upper=room / unit)
 
 
 def _columns(entries: Sequence[tuple[int, ...]], count: int) -> np.ndarray:

@@ -17,7 +17,6 @@ The schedules that come with it are lowered, and what links carry is started ear
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +25,11 @@ from numpy.typing import NDArray
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
 from checkmate.solvers.common.place_starts import place_starts
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.common.task import Task
 
-Solver = Callable[[Task, Incumbent], Remarks]
 LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
 SHARE = 0.3  # of what is left of the time, for one search
 HALVINGS = 6  # of the share of the busiest link
@@ -72,8 +70,7 @@ class _Search:
 
     def __init__(self, task: Task, incumbent: Incumbent, recompute: Solver) -> None:
         self.task, self.incumbent, self.recompute = task, incumbent, recompute
-        problem = task.problem
-        links = problem.graph.links
+        problem, links = task.problem, task.problem.graph.links
         self.busiest = max(links, key=lambda name: float(problem.seconds[[*links[name]]].sum()))
         made = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
         self.usual = _usual(made)
@@ -81,39 +78,34 @@ class _Search:
         self.balance = 0.0  # seconds of the busiest link beyond the processor's, in the last plan
         self.tried: set[tuple[float, int]] = set()
 
-    @property
-    def is_open(self) -> bool:
-        """There is time, and something to gain."""
-        best = self.incumbent
-        return not (best.is_infeasible or self.task.clock.is_over or best.gap <= self.task.gap)
-
     def attempt(self, share: float, room: int = 0) -> Remarks:
         """Solve the step with this share of the busiest link and the others' least, with room left for so many ops."""
-        problem, budget = self.task.problem, self.task.budget - room * self.usual
-        too_little = budget < problem.unavoidable_bytes.max()
-        if (share, room) in self.tried or too_little or (self.tried and not self.is_open):
+        task, best, problem, graph = self.task, self.incumbent, self.task.problem, self.task.problem.graph
+        budget = task.budget - room * self.usual
+        if (share, room) in self.tried or budget < problem.unavoidable_bytes.max():
+            return Remarks()
+        if self.tried and (best.is_infeasible or task.clock.is_over or best.gap <= task.gap):
             return Remarks()
         self.tried.add((share, room))
-        shares = _shares(problem, self.busiest, share)
-        seconds = problem.seconds * [shares[op.link] for op in problem.graph.ops]
-        weighted = replace(_without_links(problem), profile=replace(problem.profile, seconds=seconds))
-        inner = Incumbent(replace(self.task.within(SHARE * self.task.clock.left), problem=weighted, budget=budget))
+        # The shares of the links and of the processor, "", add up to one.
+        shares = {name: share if name == self.busiest else LEAST / len(graph.links) for name in graph.links}
+        shares[""] = 1.0 - sum(shares.values())
+        seconds = problem.seconds * [shares[op.link] for op in graph.ops]
+        weighted = replace(problem, graph=graph.without_links(), profile=replace(problem.profile, seconds=seconds))
+        inner = Incumbent(task.within(SHARE * task.clock.left, problem=weighted, budget=budget))
         try:
             return self.recompute(inner.task, inner)
         finally:  # an interruption loses nothing
             if not room:
-                self.incumbent.prove(inner.bound + shares[""] * self.exposed.seconds)
+                best.prove(inner.bound + shares[""] * self.exposed.seconds)
             if inner.R is not None:
-                self._offer(_of(inner, problem), share)
-
-    def _offer(self, plan: Plan, share: float) -> None:
-        problem = self.task.problem
-        self.incumbent.offer_plan(place_starts(problem, self.task.budget, plan), f"overlap at {share:.2g}")
-        times = np.bincount(plan.runs, minlength=len(problem.graph.ops)) * problem.seconds
-        on_link = times[[*problem.graph.links[self.busiest]]].sum()
-        of_processor = times[[not op.link for op in problem.graph.ops]].sum()
-        self.balance = float(on_link - of_processor)
-        log.info("share %.3g: %.4g s of the processor, %.4g of the busiest link", share, of_processor, on_link)
+                plan = _of(inner, problem)
+                best.offer_plan(place_starts(problem, task.budget, plan), f"overlap at {share:.2g}")
+                times = np.bincount(plan.runs, minlength=len(graph.ops)) * problem.seconds
+                on_link = times[[*graph.links[self.busiest]]].sum()
+                of_processor = times[[not op.link for op in graph.ops]].sum()
+                self.balance = float(on_link - of_processor)
+                log.info("share %.3g: %.4g s of the processor, %.4g of the busiest link", share, of_processor, on_link)
 
 
 def _of(inner: Incumbent, problem: Problem) -> Plan:
@@ -129,12 +121,8 @@ def _usual(sizes: list[int]) -> int:
     >>> _usual([1, 1, 1, 8, 8, 8, 20])
     8
     """
-    most, so_far = sum(sizes), 0
-    for size in sorted(sizes, reverse=True):
-        so_far += size
-        if 2 * so_far >= most:
-            return size
-    return 0
+    largest = np.sort(sizes)[::-1]
+    return int(largest[np.searchsorted(2 * largest.cumsum(), largest.sum())])
 
 
 @dataclass(frozen=True)
@@ -218,16 +206,3 @@ def _waits(
     for i in range(len(tos)):
         best[i + 1] = max(best[i], (best[earlier] + gain[:, i]).max())
     return float(best[-1])
-
-
-def _shares(problem: Problem, busiest: str, share: float) -> dict[str, float]:
-    """The shares of links, "" for the processor; they add up to one."""
-    links = problem.graph.links
-    of_link = {name: share if name == busiest else LEAST / len(links) for name in links}
-    of_link[""] = 1.0 - sum(of_link.values())
-    return of_link
-
-
-def _without_links(problem: Problem) -> Problem:
-    """The problem with all ops on the processor, and no second memory."""
-    return replace(problem.with_host(None), graph=problem.graph.without_links())

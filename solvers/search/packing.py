@@ -30,6 +30,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 Block = tuple[int, int, int]  # born, died (exclusive), size
@@ -72,41 +75,30 @@ def pack(
     deadline = time.perf_counter() + time_limit
     kept = [i for i, (born, died, size) in enumerate(blocks) if died > born and size > 0]
     unit = math.gcd(*(blocks[i][2] for i in kept)) or 1
-    packing = _search(
-        [(*blocks[i][:2], blocks[i][2] // unit) for i in kept], capacity // unit, deadline, node_limit, seed
-    )
-    if packing.offsets is None:
-        return packing
-    offsets = [0] * len(blocks)
-    for i, offset in zip(kept, packing.offsets, strict=True):
-        offsets[i] = offset * unit
-    return Packing(tuple(offsets), impossible=False, nodes=packing.nodes)
-
-
-def _search(blocks: list[Block], capacity: int, deadline: float, node_limit: float, seed: int) -> Packing:
-    """Short searches of contracted problems, and now and then one of all blocks."""
+    small = [(*blocks[i][:2], blocks[i][2] // unit) for i in kept]
     rng = random.Random(seed)
-    nodes, attempt, proof = 0, 0, float(NODES + 2 * len(blocks))
+    nodes, attempt, proof = 0, 0, float(NODES + 2 * len(small))
     while True:
-        parts = contract(blocks, rng, stack=attempt % 2 == 0)
+        # A short search of a contracted problem, and now and then one of all blocks.
+        parts = contract(small, rng, stack=attempt % 2 == 0)
         order = None if attempt == 0 and seed == 0 else rng.randrange(1 << 30)
         attempt += 1
         runs = [(parts, order, float(NODES + 2 * len(parts)) * _luby(attempt))]
         if attempt == 1 or nodes * SHARE_OF_PROOF > proof:
-            runs.append((_alone(blocks), None, proof))
+            runs.append((_alone(small), None, proof))
             proof *= 2
         for parts, order, limit in runs:
             contracted = [part.block for part in parts]
             limit = min(limit, node_limit - nodes)
-            packing = fill(contracted, capacity, node_limit=limit, deadline=deadline, seed=order)
+            packing = fill(contracted, capacity // unit, node_limit=limit, deadline=deadline, seed=order)
             nodes += packing.nodes
             if packing.offsets is not None:
                 found = [0] * len(blocks)
                 for part, bottom in zip(parts, packing.offsets, strict=True):
                     for i, offset in part.places:
-                        found[i] = bottom + offset
+                        found[kept[i]] = (bottom + offset) * unit
                 return Packing(tuple(found), impossible=False, nodes=nodes)
-            if packing.impossible and len(parts) == len(blocks):
+            if packing.impossible and len(parts) == len(small):
                 return Packing(None, impossible=True, nodes=nodes)
             if nodes >= node_limit or time.perf_counter() > deadline:
                 return Packing(None, impossible=False, nodes=nodes)
@@ -174,12 +166,6 @@ class _Valley(NamedTuple):
     section: int
 
 
-class _Stuck(NamedTuple):
-    """Some section cannot be filled any more."""
-
-    reason: int  # a set of decisions, as bits: no others have a part in it
-
-
 @dataclass
 class _Choice:
     """A decision: what covers a section on the bottom of its valley."""
@@ -219,7 +205,7 @@ def fill(
         found = arena.scan()
         if isinstance(found, _Valley):
             path.append(arena.choice(found))
-        elif not _go_back(arena, path, found.reason):
+        elif not _go_back(arena, path, found):
             return Packing(None, impossible=True, nodes=nodes)
         if nodes >= node_limit or (nodes % CLOCK == 0 and time.perf_counter() > deadline):
             return Packing(None, impossible=False, nodes=nodes)
@@ -279,9 +265,10 @@ class _Arena:
         self.fewest: dict[int, tuple[_Urgency, _Valley]] = {}  # for each valley, by its first section
         self.changed: tuple[int, int] | None = (0, count) if count else None  # sections, since the last scan
 
-    def scan(self) -> _Valley | _Stuck:
+    def scan(self) -> _Valley | int:
         """Give up valleys that nothing fits into, and find the section with the fewest options.
 
+        Where some section cannot be filled any more: the decisions that have a part in it, as bits.
         Only where something has changed since the last scan is it looked at again.
         """
         level, count = self.level, len(self.level)
@@ -305,7 +292,7 @@ class _Arena:
                     for section in range(first, last):
                         if self.slack[section] < lost:
                             self.weight[section] += 1
-                            return _Stuck(reason)
+                            return reason
                     for section in range(first, last):
                         self._set(section, rim, self.slack[section] - lost, False, reason)
                     break
@@ -318,7 +305,7 @@ class _Arena:
                     ways = blocks + (slack > 0)
                     if not ways:
                         self.weight[section] += 1
-                        return _Stuck(self._because(first, last))
+                        return self._because(first, last)
                     if blocks:
                         urgency = 1.0 if ways == 1 else 2 + ways / self.weight[section]
                         least = min(least, (urgency, level[section], slack, section))
@@ -357,9 +344,7 @@ class _Arena:
             return
         begin, end, size = self.begin[option], self.end[option], self.size[option]
         self.offsets[option] = self.level[begin]
-        level, reason = self.level[begin] + size, decision
-        for section in range(begin, end):
-            reason |= self.reason[section]
+        level, reason = self.level[begin] + size, reduce(or_, self.reason[begin:end], decision)
         for section in range(begin, end):
             self.need[section] -= size
             self._set(section, level if self.need[section] else self.top, self.slack[section], False, reason)
@@ -411,7 +396,6 @@ class _Arena:
     def _options(self, begin: int, end: int) -> list[int] | None:
         """The number of blocks that may cover each section on the bottom of a valley; None if none anywhere."""
         change = [0] * (end - begin + 1)
-        some = False
         last = end
         for section in range(end - 1, begin - 1, -1):
             if self.closed[section]:
@@ -419,18 +403,10 @@ class _Arena:
                 continue
             for i in self.born[section]:
                 if self.end[i] <= last:
-                    some = True
                     change[section - begin] += 1
                     change[self.end[i] - begin] -= 1
-        if not some:
-            return None
-        for k in range(1, len(change)):
-            change[k] += change[k - 1]
-        return change[:-1]
+        return [*accumulate(change[:-1])] if any(change) else None
 
     def _because(self, begin: int, end: int) -> int:
         """The decisions that made a valley what it is, its rims too."""
-        reason = 0
-        for section in range(max(begin - 1, 0), min(end + 1, len(self.reason))):
-            reason |= self.reason[section]
-        return reason
+        return reduce(or_, self.reason[max(begin - 1, 0) : end + 1], 0)

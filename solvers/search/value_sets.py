@@ -10,7 +10,11 @@ as workspace.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +27,8 @@ MOST_PATHS = 100  # that are tried from a pinned value, to find where what it ma
 
 
 class MandatoryBytes(NamedTuple):
-    """Mandatory bytes: from stage ``begin`` to ``end`` one of ``values`` is in memory, ``least`` bytes or more."""
+    """Mandatory bytes: all through a stage one of ``values`` is in memory, ``least`` bytes or more."""
 
-    begin: int
-    end: int
     values: int
     least: int
 
@@ -69,59 +71,43 @@ class ValueSets:
             sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
             for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
         ]
-        self.savings = [self._savings(k) for k in range(self.T)]
-        self.below = [0] * (self.T + 1)  # per op, the values made before it
-        for k, made in enumerate(self.outputs):
-            self.below[k + 1] = self.below[k] | made
-        self.gone = self._set(sorted(tables.recomputed))  # not at hand when the backward begins
-        self.free = self._free()  # per stage, values whose ops may run again in it
-        self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # and in no later one
-        self.base = self._base()  # per stage: bytes that are resident or results made before it
+        # Per op, the most first: the bit of what it may write over, bytes less, and up to which first run it stays.
+        # Values without a bit count no bytes anyway: only what a way saves beside them is less. What a pinned op made
+        # stays until its last use; what others made need not stay, -1.
+        self.savings: list[list[tuple[int, int, int]]] = []
+        for ways in tables.savings:
+            found = []
+            for v, saved in ways:
+                less = saved if v in self.bit else saved - tables.size[v]
+                until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
+                if less > 0:
+                    found.append((self.bit.get(v, 0), less, until))
+            self.savings.append(sorted(found, key=lambda saving: -saving[1]))
+        self.has_savings = any(self.savings)
+        self.below = [*accumulate(self.outputs, or_, initial=0)]  # per op, the values made before it
+        self.gone = self._set(tables.recomputed)  # not at hand when the backward begins
+        self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # not made again after it
+        # Per stage, the values that may be made again in it, and the bytes that are resident or results made before it.
+        free = self._set(v for v in self.values if not tables.pinned[tables.producer[v]])
+        closed = [0] * self.T  # per stage, the values whose ops may run in no later one
+        for v, k in zip(self.values, self.producer, strict=True):
+            closed[tables.last_stage[k]] |= self.bit[v]
+        self.free = [*accumulate(closed[:-1], lambda free, gone: free & ~gone if free & gone else free, initial=free)]
+        results = [sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs]
+        self.base = [*accumulate(results[:-1], initial=tables.resident)]
         # What is computed once for many sets.
-        self._eights = _sums_of_eights(self.size)
+        sizes = np.array(self.size + [0] * (-len(self.size) % 8), dtype=np.int64).reshape(-1, 8)
+        members = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
+        self._eights = sizes @ members.T  # (⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours
         self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
         self._scratch: dict[int, dict[int, RebuildCost]] = {free: {0: RebuildCost(0, 0)} for free in self.free}
-        self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
+        self.debts = _debts(self)
+        self._owing = [reduce(or_, (debt.values for debt in debts), 0) for debts in self.debts]
         self._least: list[dict[int, int]] = [{} for _ in range(self.T)]
 
-    def _set(self, values: list[int] | tuple[int, ...]) -> int:
+    def _set(self, values: Iterable[int]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
-
-    def _free(self) -> list[int]:
-        free, until = 0, self.tables.last_stage
-        closed: dict[int, int] = {}  # per stage, the values whose ops may run in no later one
-        for v in self.values:
-            k = self.tables.producer[v]
-            free |= 0 if self.tables.pinned[k] else self.bit[v]
-            closed[until[k]] = closed.get(until[k], 0) | self.bit[v]
-        found = []
-        for t in range(self.T):
-            found.append(free)
-            free = free & ~closed[t] if t in closed and free & closed[t] else free
-        return found
-
-    def _savings(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """The bit of what op k may write over, the bytes less, and up to which op's first run it stays; the most first.
-
-        What has no bit counts no bytes anyway: only what a way saves beside them is less. What a pinned op made stays
-        until its last use; what others made need not stay, -1.
-        """
-        tables, found = self.tables, []
-        for v, saved in tables.savings[k]:
-            less = saved if v in self.bit else saved - tables.size[v]
-            until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
-            if less > 0:
-                found.append((self.bit.get(v, 0), less, until))
-        return tuple(sorted(found, key=lambda saving: -saving[1]))
-
-    def _base(self) -> list[int]:
-        made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
-        return (self.tables.resident + np.cumsum([0, *made[:-1]])).tolist()
-
-    def index(self, value: int) -> int:
-        """The bit of each value."""
-        return self.bit[value].bit_length() - 1
 
     def bytes_of(self, values: int) -> int:
         """Bytes of a set of values."""
@@ -185,21 +171,12 @@ def grain_of(problem: Problem, most: int) -> int:
     """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
     sizes = np.sort(problem.sizes)
     fits = np.flatnonzero(sizes.cumsum() <= most)
-    if not len(fits):
-        return 0
-    grain = int(sizes[fits[-1]])
+    grain = int(sizes[fits[-1]]) if len(fits) else 0
     return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)
 
 
-def _sums_of_eights(size: list[int]) -> np.ndarray:
-    """(⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours."""
-    sizes = np.array(size + [0] * (-len(size) % 8), dtype=np.int64).reshape(-1, 8)
-    members = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
-    return sizes @ members.T
-
-
-def _debts(sets: ValueSets) -> list[MandatoryBytes]:
-    """Lower bound: values made only by run-once ops, or values made of these, stay until their last reader.
+def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
+    """Lower bound per stage: values made only by run-once ops, or values made of these, stay until their last reader.
 
     Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
     from v_2 and so on, and let op j read the last of these. At any moment from then on and before j first runs, one of
@@ -211,26 +188,25 @@ def _debts(sets: ValueSets) -> list[MandatoryBytes]:
     """
     tables = sets.tables
     left = list(tables.size)  # per value: bytes that no path owes
-    found: list[MandatoryBytes] = []
-    ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(sets.T)]  # source, path, bytes
-    sources: list[int] = []  # to find paths for in this stage
+    found: list[list[MandatoryBytes]] = [[] for _ in range(sets.T)]
+    ending: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(sets.T)]  # paths from a source, and bytes
     closed: dict[int, list[int]] = {}  # per stage, the values that are not made again after it
     for k, until in enumerate(tables.last_stage):
         closed.setdefault(until, []).extend(tables.outputs[k])
     for t in range(1, sets.T):
-        for source, path, least in ending[t - 1]:
-            sources.append(source)
+        for path, least in ending[t - 1]:
             for v in path:
                 left[v] += least
-        sources += [v for v in closed.get(t - 1, ()) if v in sets.bit]
-        for source in dict.fromkeys(sources):
+        begun = (path[0] for path, _ in ending[t - 1])
+        for source in dict.fromkeys([*begun, *(v for v in closed.get(t - 1, ()) if v in sets.bit)]):
             while path := _widest(sets, source, t, left):
                 least, end = min(left[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
                     left[v] -= least
-                ending[end].append((source, path, least))
-                found.append(MandatoryBytes(t, end, sum(sets.bit[v] for v in path), least))
-        sources = []
+                ending[end].append((path, least))
+                debt = MandatoryBytes(sum(sets.bit[v] for v in path), least)
+                for stage in range(t, end + 1):
+                    found[stage].append(debt)
     return found
 
 
@@ -253,14 +229,3 @@ def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int,
                     seen.add(w)
                     heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
     return ()
-
-
-def _by_stage(debts: list[MandatoryBytes], T: int) -> tuple[list[list[MandatoryBytes]], list[int]]:
-    """The debts that hold in each stage, and the values that they speak of."""
-    at: list[list[MandatoryBytes]] = [[] for _ in range(T)]
-    owing = [0] * T
-    for debt in debts:
-        for t in range(debt.begin, debt.end + 1):
-            at[t].append(debt)
-            owing[t] |= debt.values
-    return at, owing

@@ -145,7 +145,6 @@ def test_what_is_owed_is_a_flow() -> None:
         for t in range(sets.T):
             on = Counter[int]()
             for debt in sets.debts[t]:
-                assert debt.begin <= t <= debt.end
                 on.update({v: debt.least for v, one in sets.bit.items() if one & debt.values})
             assert all(bytes_ <= sets.tables.size[v] for v, bytes_ in on.items())
             assert sets.mandatory_bytes(t, 0) <= smallest_cut(sets, t)
