@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,14 @@ from checkmate.core.simulator import check_plan, cost
 from checkmate.solvers import background_search, plan_cache
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import processes
-from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.plan_cache import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
+from tests.solvers.host.test_offload import layers
+from tests.support.offers import begin_poorly
 from tests.support.processes import ROOT, run_fresh_python
 
 PATIENCE = 100.0  # seconds that nothing here takes
 UNET = ROOT / "benchmarks/problems/unet.json.gz"
-SEARCHING = f"""
-import time
-from checkmate import Problem, Solution, solve
-from checkmate.solvers.background_search import Search
-from checkmate.solvers.plan_cache import UnfinishedSearch
-problem = Problem.from_json({str(UNET)!r})
-budget = int(0.3 * problem.keep_all_peak)
-plan = solve(problem, budget, method="next-use", time_limit=0.1)
-search = Search(UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
-search.start()
-while search.pid is None:
-    time.sleep(0.01)
-print(search.pid, flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -48,111 +36,94 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
 
 
-@pytest.fixture
-def search() -> Iterator[Search]:
-    """One that goes on for as long as a test takes."""
+def _open() -> UnfinishedSearch:
+    """What is open of a plan, so much that a search goes on for as long as a test takes."""
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan = solve(problem, budget, method="next-use", time_limit=0.1)
-    made = Search(UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
+    return UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False)
+
+
+SEARCHING = f"""
+import time
+from checkmate import Problem, Solution, solve
+from checkmate.solvers.background_search import Search
+from checkmate.solvers.plan_cache import UnfinishedSearch
+UNET = {str(UNET)!r}
+{getsource(_open)}
+search = Search(_open())
+search.start()
+while search.pid is None:
+    time.sleep(0.01)
+print(search.pid, flush=True)
+"""
+
+
+@pytest.fixture
+def search() -> Iterator[Search]:
+    made = Search(_open())
     made.start()
     yield made
     made.end()
 
 
-def _pid(search: Search) -> int:
+def _comes(event: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + PATIENCE
-    while search.pid is None and search.goes_on and time.monotonic() < deadline:
+    while not event() and time.monotonic() < deadline:
         time.sleep(0.01)
+    return event()
+
+
+def _pid(search: Search) -> int:
+    assert _comes(lambda: search.pid is not None or not search.goes_on)
     assert search.pid is not None
     return search.pid
 
 
-def _is_gone(pid: int) -> bool:
-    """Whether a process ends; one that nobody has asked for its code is a zombie, and gone."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        try:
-            if _state(pid) == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def _chain(length: int = 8) -> Problem:
-    deps = [[], *([i] for i in range(length - 1)), *([length + i - 1, length - i - 1] for i in range(length))]
-    return Problem.from_dag(deps, seconds=[1 + i % 3 for i in range(2 * length)], sizes=[4] * 2 * length)
-
-
-def _poor(problem: Problem, budget: int, *, cache: bool = False) -> UnfinishedSearch:
-    """What is open of the plan of the smallest budget, in a roomier one."""
-    plan = certify(problem, budget, least_runs(problem, time_limit=0.5)[1], method="auto")
-    return UnfinishedSearch(problem, budget, plan, seconds=20.0, gap=1e-4, spent=1.0, cache=cache)
+def _state(pid: int) -> str:
+    """Z for a process that is gone: one that nobody has asked for its code is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
 
 
 @pytest.mark.slow
 def test_a_process_finds_what_is_better_and_keeps_it() -> None:
-    problem = _chain()
+    problem = layers(8, size=4)
     budget = least_runs(problem, time_limit=0.5)[0] + 8
-    unfinished = _poor(problem, budget, cache=True)
+    unfinished = replace(begin_poorly(problem, budget)[1], cache=True)
     best = solve(problem, budget)
     assert best.cost < (1 - BETTER) * unfinished.start.cost
-
     search = Search(unfinished)
     search.start()
     assert search.wait(PATIENCE)
-
     assert search.failure == ""
-    assert search.better is not None
-    assert search.better.plan is not None
     assert not check_plan(search.better.plan, problem, budget)
     assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
     record = plan_cache.lookup(plan_cache.Question.of(problem, budget, "auto"))
-    assert record is not None
     assert (record.cost, record.time_limit) == (best.cost, unfinished.spent + unfinished.seconds)
 
 
 @pytest.mark.slow
 def test_what_fails_in_the_process_is_told_in_its_words() -> None:
-    search = Search(replace(_poor(_chain(), 100), seconds=-1.0))
+    search = Search(replace(begin_poorly(layers(8, size=4), 100)[1], seconds=-1.0))
     search.start()
     assert search.wait(PATIENCE)
     assert search.failure.startswith("Its process ended with code 1: ValueError: time_limit is a positive")
 
 
 def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
-    problem = _chain()
+    """What is open is sent without functions."""
+    problem = layers(8, size=4)
     budget = least_runs(problem, time_limit=0.5)[0] + 8
-    best = solve(problem, budget)
-    told: list[News] = []
-    found = background_search.search(replace(_poor(problem, budget), start=best), told.append)
-    assert found.cost == best.cost
-    assert told[-1].over
+    best, told = solve(problem, budget), list[News]()
+    found = background_search.search(replace(begin_poorly(problem, budget)[1], start=best), told.append)
+    assert (found.cost, told[-1].over) == (best.cost, True)
     assert [news.plan for news in told] == [None] * len(told)
-
-
-def test_what_is_open_is_sent_without_functions() -> None:
-    unfinished = _poor(replace(_chain(), codegen=lambda plan: None), 100)
+    unfinished = begin_poorly(replace(layers(8, size=4), codegen=lambda plan: None), 100)[1]
     assert unfinished.bare().problem.codegen is unfinished.bare().start.problem.codegen is None
-
-
-def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quick(*args: Any, **options: Any) -> Solution:
-        return solve(*args, **{**options, "time_limit": 0.1})
-
-    monkeypatch.setattr(plan_cache, "attempt", quick)
-    problem = Problem.from_json(UNET)
-    budget = int(0.3 * problem.keep_all_peak)
-    plan, unfinished = begin(problem, budget, wait=0.1, time_limit=20.0)
-    assert unfinished is not None
-    assert unfinished.start is plan
-    assert unfinished.seconds + unfinished.spent == 20.0
-    assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
-    assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
-    assert begin(_chain(), 100, wait=0.1)[1] is None  # closed at once
 
 
 def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() -> None:
@@ -165,13 +136,22 @@ def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() 
     assert (plan.origin, plan.cost, unfinished) == ("plan cache", found.cost, None)
 
 
-def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **options: Any) -> Solution:
-        return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
+def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(*args: Any, **options: Any) -> Solution:
+        return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=interrupted)
 
-    monkeypatch.setattr(plan_cache, "attempt", interrupted)
+    interrupted = False
+    monkeypatch.setattr(plan_cache, "attempt", quick)
     problem = Problem.from_json(UNET)
-    plan, unfinished = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
+    budget = int(0.3 * problem.keep_all_peak)
+    plan, unfinished = begin(problem, budget, wait=0.1, time_limit=20.0)
+    assert unfinished.start is plan
+    assert unfinished.seconds + unfinished.spent == 20.0
+    assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
+    assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
+    assert begin(layers(8, size=4), 100, wait=0.1)[1] is None  # closed at once
+    interrupted = True  # Ctrl-C before the first step ends planning
+    plan, unfinished = begin(problem, budget + 1, wait=0.1)
     assert plan.gap > BETTER
     assert unfinished is None
 
@@ -182,9 +162,7 @@ class TestProcess:
     """What the process is, and how it ends."""
 
     def test_it_has_no_torch_and_a_low_priority(self, search: Search) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while search.news.seconds == 0.0 and time.monotonic() < deadline:  # it has told something
-            time.sleep(0.01)
+        assert _comes(lambda: search.news.seconds > 0.0)  # it has told something
         pid = _pid(search)
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "highspy" in maps
@@ -192,7 +170,7 @@ class TestProcess:
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + processes.NICENESS)
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
         search.end()
-        assert _is_gone(pid)
+        assert _comes(lambda: _state(pid) == "Z")
         assert not search.goes_on
 
     def test_a_crash_leaves_the_plan_that_there_is(self, search: Search, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,16 +208,16 @@ class TestProcess:
 
     @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
     def test_it_ends_when_a_script_does(self, end: str) -> None:
-        assert _is_gone(int(run_fresh_python("-c", SEARCHING + end).stdout))
+        pid = int(run_fresh_python("-c", SEARCHING + end).stdout)
+        assert _comes(lambda: _state(pid) == "Z")
 
     def test_it_ends_when_its_parent_is_killed_that_has_forked(self) -> None:
         """The forked process holds the other end of its input open."""
         script = SEARCHING + "import os\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
         with _running(script) as parent:
-            assert parent.stdout is not None
             pid, forked = int(parent.stdout.readline()), int(parent.stdout.readline())
             parent.kill()
-            assert _is_gone(pid)
+            assert _comes(lambda: _state(pid) == "Z")
             os.kill(forked, signal.SIGKILL)
 
     def test_ctrl_c_is_for_who_trains(self) -> None:
@@ -250,15 +228,10 @@ class TestProcess:
             "    while search.goes_on and search.news.seconds == told: time.sleep(0.01)\n    print(search.goes_on)"
         )
         with _running(script, start_new_session=True) as parent:
-            assert parent.stdout is not None
             parent.stdout.readline()
             assert parent.stdout.readline() == "told\n"
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
             assert parent.stdout.readline() == "True\n"
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _running(script: str, **options: bool) -> subprocess.Popen[str]:

@@ -20,13 +20,10 @@ def test_every_method_is_there_with_its_line_its_source_and_its_options(shown: s
             assert f"{option}={default!r}" in flat
 
 
-def test_it_is_a_mapping() -> None:
+def test_it_is_a_mapping_whose_lines_fit_and_whose_names_stand_in_a_column() -> None:
     assert list(checkmate.methods()) == list(METHODS)
     assert checkmate.methods()["milp"] is METHODS["milp"]
     assert len(methods()) == len(METHODS)
-
-
-def test_lines_fit_and_names_stand_in_a_column() -> None:
     lines = repr(methods()).splitlines()
     assert max(map(len, lines)) <= WIDTH
     column = max(map(len, METHODS)) + 2

@@ -33,16 +33,13 @@ NINE_BYTES = Plan(
 def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
     assert simulator.check_plan(NINE_BYTES, FIVE, 9) == []
     assert (simulator.cost(NINE_BYTES, FIVE), is_a_schedule(NINE_BYTES)) == (7.0, False)
-    assert FIVE.unavoidable_bytes.max() == 8
-    assert min(peak for _, peak in outcomes(FIVE)) == 10
+    assert (FIVE.unavoidable_bytes.max(), min(peak for _, peak in outcomes(FIVE))) == (8, 10)
     assert min_budget(FIVE) == MinBudget(8, 8)
     for budget, seconds in ((9, 7.0), (8, 8.0)):
         cheapest, plan = cheapest_plan(FIVE, budget)
-        assert plan is not None
         assert (cheapest, is_a_schedule(plan)) == (seconds, False)
         found = solve(FIVE, budget)
         assert (found.status, found.cost, found.bound) == (Status.OPTIMAL, seconds, seconds)
-        assert found.plan is not None
         assert not found.plan.is_a_schedule
         refused = solve(FIVE, budget, method="milp")
         assert refused.status is Status.INFEASIBLE
@@ -56,7 +53,6 @@ def test_a_plan_of_which_a_schedule_does_not_say_all_is_kept_whole() -> None:
     found = solve(FIVE, 9)
     record = plan_cache.Record.of(found, "auto", 1.0)
     again = plan_cache.from_document(plan_cache.as_document(record), "memory").certified(FIVE, 9)
-    assert again is not None
     assert (again.plan, again.cost) == (found.plan, 7.0)
     assert incumbent.again(found, FIVE, 9).plan == found.plan
     rows = frontier(FIVE, [8, 9], jobs=2)

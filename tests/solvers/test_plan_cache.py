@@ -1,25 +1,31 @@
-"""What is known is used, never believed: and what plain planning finds is found whatever is on disk."""
+"""Plans on disk: what is read is what was written, or nothing; what is known is used, and never believed."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import files, simulator
+from checkmate import InvalidProblem
+from checkmate.core import files
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers import plan_cache
-from checkmate.solvers import plan_cache as planning
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.plan_cache import Question, Record, lookup, store
+from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store
 from checkmate.solvers.solve import attempt, min_budget, solve
+from tests.solvers.test_solve import check
+from tests.support.budgets import recomputing
 from tests.support.offers import plan
 
 
@@ -37,17 +43,12 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
         seen.append(options)
         return attempt(problem, budget, **options)
 
-    monkeypatch.setattr(planning, "attempt", watched)
+    monkeypatch.setattr(plan_cache, "attempt", watched)
     return seen
 
 
 def _problem(batch: int = 8) -> Problem:
     return dags.resnet((1, 1, 1, 1), batch=batch)
-
-
-def _between(problem: Problem, share: float = 0.4) -> int:
-    low = min_budget(problem, time_limit=2).peak
-    return int(low + share * (problem.keep_all_peak - low))
 
 
 def _with_costs(problem: Problem, factor: float) -> Problem:
@@ -57,30 +58,39 @@ def _with_costs(problem: Problem, factor: float) -> Problem:
     return Problem(problem.graph, Profile(seconds, problem.workspace, problem.resident))
 
 
-def _check(solution: Solution) -> None:
-    assert solution.plan is not None
-    assert simulator.check_plan(solution.plan, solution.problem, solution.budget) == []
-
-
 def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:
-    budget = _between(_problem())
+    """Every method has its own plans; without the cache all is anew."""
+    budget = recomputing(_problem(), 0.4)
     first = plan(_problem(), budget, time_limit=5)
     assert len(solves) == 1
     began = time.perf_counter()
     again = plan(_problem(), budget, time_limit=5)
     assert time.perf_counter() - began < 1
     assert len(solves) == 1
-    _check(again)
+    check(again)
     assert again.origin == "plan cache"
     assert (again.cost, again.bound, again.peak, again.status) == (first.cost, first.bound, first.peak, first.status)
     assert again.problem is not first.problem
+    for _ in range(2):
+        assert plan(_problem(), budget, method="next-use", time_limit=1).method == "next-use"
+    assert len(solves) == 2
+    plan(_problem(), budget, time_limit=5, cache=False)
+    assert [options.get("start") for options in solves] == [None] * 3
+
+
+def test_without_the_cache_nothing_is_written() -> None:
+    """Nor where all is kept."""
+    problem = _problem()
+    plan(problem, recomputing(problem, 0.4), time_limit=5, cache=False)
+    assert plan(problem, problem.keep_all_peak).status is Status.OPTIMAL
+    assert not files.folder().exists()
 
 
 def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     problem = _problem()
-    budget = _between(problem)
+    budget = recomputing(problem, 0.4)
     found = plan(problem, budget, time_limit=5)
-    assert [options["settle"] for options in solves] == [planning.WAVER]
+    assert [options["settle"] for options in solves] == [plan_cache.WAVER]
     best = Incumbent(Task(problem, budget, Clock(100.0)))
     search = Portfolio(best.task, best, settle=0.01, known=None)
     assert best.worth(search.settle) == 1.0  # there is no plan yet
@@ -95,33 +105,9 @@ def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     assert best.worth(search.settle) == 1.0
 
 
-def test_without_the_cache_all_is_anew(solves: list[dict]) -> None:
-    budget = _between(_problem())
-    plan(_problem(), budget, time_limit=5, cache=False)
-    assert not files.folder().exists()
-    plan(_problem(), budget, time_limit=5)
-    plan(_problem(), budget, time_limit=5, cache=False)
-    assert [options.get("start") for options in solves] == [None] * 3
-
-
-def test_every_method_has_its_own_plans(solves: list[dict]) -> None:
-    budget = _between(_problem())
-    plan(_problem(), budget, time_limit=5)
-    for _ in range(2):
-        solution = plan(_problem(), budget, method="next-use", time_limit=1)
-        assert solution.method == "next-use"
-    assert len(solves) == 2
-
-
-def test_where_all_is_kept_nothing_is_written() -> None:
-    problem = _problem()
-    assert plan(problem, problem.keep_all_peak).status is Status.OPTIMAL
-    assert not files.folder().exists()
-
-
 def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: list[dict]) -> None:
     problem = dags.gpt(2)
-    budget = _between(problem, 0.1)
+    budget = recomputing(problem, 0.1)
     bad = solve(problem, budget, method="next-use", time_limit=0.1)
     store(Record.of(bad, "auto", 0.1))
     assert bad.gap > 0.01
@@ -136,31 +122,24 @@ def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: list[dict
 
 def test_other_costs_get_a_new_bound_and_the_old_is_not_claimed() -> None:
     problem = _problem()
-    budget = _between(problem)
+    budget = recomputing(problem, 0.4)
     first = plan(problem, budget, time_limit=5)
     cheaper = _with_costs(problem, 0.97)
     again = plan(cheaper, budget, time_limit=5)
-    _check(again)
+    check(again)
     assert again.origin == "other costs"
-    truth = solve(cheaper, budget, time_limit=5)
-    assert again.bound <= truth.cost < first.bound
-    assert again.gap <= planning.WAVER + 1e-4
-    assert plan(_with_costs(problem, 0.97), budget, time_limit=5).origin == "plan cache"
-    assert plan(_problem(), budget, time_limit=5).origin == "plan cache"  # both are kept
-
-
-def test_very_different_costs_are_planned_for() -> None:
-    problem = _problem()
-    budget = _between(problem, 0.2)
-    plan(problem, budget, time_limit=5)
-    other = _with_costs(problem, 30.0)
-    assert plan(other, budget, time_limit=5).cost <= solve(other, budget, time_limit=5).cost * (1 + planning.WAVER)
+    assert again.bound <= solve(cheaper, budget, time_limit=5).cost < first.bound
+    assert again.gap <= plan_cache.WAVER + 1e-4
+    for both_are_kept in (_with_costs(problem, 0.97), _problem()):
+        assert plan(both_are_kept, budget, time_limit=5).origin == "plan cache"
+    other = _with_costs(problem, 30.0)  # very different ones are planned for
+    assert plan(other, budget, time_limit=5).cost <= solve(other, budget, time_limit=5).cost * (1 + plan_cache.WAVER)
 
 
 def test_a_few_resident_bytes_more_need_no_new_plan(solves: list[dict]) -> None:
     """On a GPU what else is allocated varies from start to start."""
     problem = _problem()
-    budget = _between(problem) + 64
+    budget = recomputing(problem, 0.4) + 64
     first = plan(problem, budget, time_limit=5)
     assert first.peak + 64 <= budget
     more = Problem(problem.graph, replace(problem.profile, resident_bytes=problem.resident + 64))
@@ -172,37 +151,36 @@ def test_a_few_resident_bytes_more_need_no_new_plan(solves: list[dict]) -> None:
 @pytest.mark.parametrize("batch", [2, 5, 7])
 def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: int, solves: list[dict]) -> None:
     large, small = _problem(8), _problem(batch)
-    budget = _between(large, 0.2)
+    budget = recomputing(large, 0.2)
     first = plan(large, budget, time_limit=5)
     second = plan(small, budget, time_limit=5, earlier=[first])
-    _check(second)
+    check(second)
     assert second.cost <= solve(small, budget, time_limit=5).cost * (1 + max(1e-4, first.gap) + 1e-9)
     if budget < small.keep_all_peak:
-        assert solves[-1]["time_limit"] == planning.DERIVE_SECONDS
+        assert solves[-1]["time_limit"] == plan_cache.DERIVE_SECONDS
         assert second.origin == "another size"
 
 
 def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: list[dict]) -> None:
     small, large = _problem(8), _problem(9)
-    budget = _between(large, 0.2)
+    budget = recomputing(large, 0.2)
     first = plan(small, budget, time_limit=5)
     second = plan(large, budget, time_limit=5, earlier=[first])
-    _check(second)
+    check(second)
     assert (solves[-1]["time_limit"], solves[-1]["start"]) == (5, first)
     assert second.cost <= solve(large, budget, time_limit=5).cost * (1 + 1e-4)
 
 
 def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solves: list[dict]) -> None:
-    plan(_problem(8), _between(_problem(8)), time_limit=5)
-    found = plan(_problem(6), _between(_problem(6)), time_limit=5)
-    _check(found)
-    assert solves[-1]["time_limit"] == 5
-    assert found.origin == "another size"
+    for batch in (8, 6):
+        found = plan(_problem(batch), recomputing(_problem(batch), 0.4), time_limit=5)
+    check(found)
+    assert (solves[-1]["time_limit"], found.origin) == (5, "another size")
 
 
 def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = _problem(8), _problem(7)
-    budget = _between(large, 0.2)
+    budget = recomputing(large, 0.2)
     first = plan(large, budget, time_limit=5)
 
     def fails(problem: Problem, budget: int, **options: object) -> Solution:
@@ -210,8 +188,8 @@ def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: py
             return Solution(Status.NOT_FOUND, problem, budget, "auto")
         return attempt(problem, budget, **options)
 
-    monkeypatch.setattr(planning, "attempt", fails)
-    _check(plan(small, budget, time_limit=5, earlier=[first]))
+    monkeypatch.setattr(plan_cache, "attempt", fails)
+    check(plan(small, budget, time_limit=5, earlier=[first]))
 
 
 def test_no_plan_is_no_plan_and_is_not_kept() -> None:
@@ -226,55 +204,196 @@ def test_no_plan_is_no_plan_and_is_not_kept() -> None:
 def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
     """Signed, and for the right question, but beyond the budget, or for more than a pinned op may run."""
     problem = dags.gpt(2)
-    budget = _between(problem, 0.3)
+    budget = recomputing(problem, 0.3)
     pinned = next(k for k, op in enumerate(problem.graph.ops) if op.pinned)
     good = solve(problem, budget, time_limit=2)
     for again in ((), ((pinned + 3, pinned),)):
         record = replace(Record.of(good, "auto", 100.0), again=again, bound=good.cost)
-        question = record.question
-        _drop(question)
+        _keep(record.question, None)
         store(record)
         solution = plan(dags.gpt(2), budget, time_limit=2)
-        _check(solution)
+        check(solution)
         assert "breaks the rules or the budget" in caplog.text
         assert solution.gap > 0 or solution.status is Status.OPTIMAL
         caplog.clear()
-    elsewhere = replace(record, question=replace(question, budget=budget + 1))
-    _drop(question)
-    store(elsewhere)
-    _check(plan(dags.gpt(2), budget, time_limit=2))
-
-
-def _drop(question: Question) -> None:
-    with files.rows(plan_cache.TABLE, write=True) as kept:
-        kept.drop([question.key])
-
-
-def test_a_damaged_record_is_planned_anew_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    problem = _problem()
-    budget = _between(problem)
-    first = plan(problem, budget, time_limit=5)
-    key = Question.of(problem, budget, "auto").key
-    with files.rows(plan_cache.TABLE, write=True) as kept:
-        kept.put({key: {**kept.get([key])[key], "ops": "many"}})
-    again = plan(_problem(), budget, time_limit=5)
-    assert "A plan on disk is refused" in caplog.text
-    assert again.cost == pytest.approx(first.cost)
-    assert lookup(Question.of(problem, budget, "auto")) is not None
+    _keep(record.question, None)
+    store(replace(record, question=replace(record.question, budget=budget + 1)))
+    check(plan(dags.gpt(2), budget, time_limit=2))
 
 
 def test_an_interrupted_plan_is_kept_as_one_of_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = dags.gpt(2)
-    budget = _between(problem, 0.1)
-
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
+    problem = dags.gpt(2)
+    budget = recomputing(problem, 0.1)
     with monkeypatch.context() as patch:
         patch.setattr("checkmate.solvers.linear.highs.run", interrupted)
         first = plan(problem, budget, time_limit=20)
     assert first.interrupted
-    record = lookup(Question.of(problem, budget, "auto"))
-    assert record is not None
-    assert record.time_limit < 19
+    assert lookup(Question.of(problem, budget, "auto")).time_limit < 19
     assert plan(dags.gpt(2), budget, time_limit=4).cost <= first.cost
+
+
+PROBLEM = dags.resnet((1, 1, 1, 1))
+BUDGET = (min_budget(PROBLEM, time_limit=2).peak + PROBLEM.keep_all_peak) // 2
+SOLUTION = solve(PROBLEM, BUDGET, time_limit=3)
+QUESTION = Question.of(PROBLEM, BUDGET, "auto")
+RECORD = Record.of(SOLUTION, "auto", 3.0)
+R = SOLUTION.schedule.R
+
+
+def test_what_is_stored_is_found_exactly() -> None:
+    assert lookup(QUESTION) is None
+    store(RECORD)
+    found = lookup(QUESTION)
+    assert found == RECORD
+    assert np.array_equal(found.runs(), R)
+    again = found.certified(PROBLEM, BUDGET)
+    assert all(getattr(again, name) == getattr(SOLUTION, name) for name in ("cost", "bound", "peak", "method"))
+    record = Record.of(solve(PROBLEM, PROBLEM.keep_all_peak), "auto", 1.0)  # without recomputation
+    store(record)
+    assert lookup(record.question) == record
+    assert record.again == ()
+    assert np.array_equal(record.runs(), np.eye(T, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"budget": BUDGET + 1}, {"method": "milp"}, {"resident": 1}, {"source": "elsewhere"}, {"checkmate": "0.0.1"}]
+    + [{name: "0" * 64} for name in ("structure", "sizes", "costs")],
+)
+def test_another_question_has_no_answer(other: dict[str, Any]) -> None:
+    store(RECORD)
+    assert lookup(replace(QUESTION, **other)) is None
+
+
+def test_plans_of_the_same_ops_are_found_those_of_the_same_sizes_first() -> None:
+    for sizes, costs in (("a" * 64, "a" * 64), (QUESTION.sizes, "b" * 64), (QUESTION.sizes, QUESTION.costs)):
+        store(replace(RECORD, question=replace(QUESTION, sizes=sizes, costs=costs)))
+    store(replace(RECORD, question=replace(QUESTION, structure="c" * 64)))
+    found = [record.question for record in relatives(QUESTION)]
+    assert [(q.sizes, q.costs[0]) for q in found] == [(QUESTION.sizes, "b"), ("a" * 64, "a")]
+
+
+def test_a_bound_is_claimed_for_what_it_was_proven_for_only() -> None:
+    seconds = PROBLEM.seconds.copy()
+    seconds[-1] *= 2
+    dearer = Problem(PROBLEM.graph, Profile(seconds, PROBLEM.workspace, PROBLEM.resident))
+    assert RECORD.certified(dearer, BUDGET).bound == dearer.keep_all_cost
+    assert RECORD.certified(PROBLEM, BUDGET + 1).bound == PROBLEM.keep_all_cost < SOLUTION.bound
+    assert RECORD.certified(PROBLEM, SOLUTION.peak).bound == SOLUTION.bound
+    assert RECORD.certified(PROBLEM, SOLUTION.peak - 1) is None
+
+
+def test_of_two_answers_the_better_parts_are_kept() -> None:
+    t, k = next((t, k) for t, k in np.argwhere(np.tril(~R, -1)) if PROBLEM.graph.ops[k].pinned is None)
+    worse = replace(RECORD, again=(*RECORD.again, (int(t), int(k))), cost=RECORD.cost * 1.1, time_limit=9.0)
+    looser = replace(RECORD, bound=RECORD.bound / 2)
+    for record in (worse, looser):
+        store(record)
+    assert lookup(QUESTION) == replace(RECORD, time_limit=9.0)
+
+
+def _keep(question: Question, document: object) -> None:
+    """Have the row of a question say something else; it is damaged, or none."""
+    with files.rows(plan_cache.TABLE, write=True) as kept:
+        kept.put({question.key: document})
+
+
+T = len(PROBLEM.graph.ops)
+WRONG: dict[str, object] = {
+    "time_limit": [-1.0, "1", 1, None, 1e400],
+    "cost": [-1.0, True],
+    "bound": [RECORD.cost * 1.01, -1.0, [1.0]],
+    "keep_all_peak": [0, 1.5, True, 2**60],
+    "ops": [0, -1, 2.0, 2**53 + 1],
+    "by": [3, None],
+    "again": [None, {}, "ab", [[1]], [[1, 2]], [[2, 1, 0]], [[1, -1]], [[T, 0]], [[1.0, 0.0]], [[True, False]], [7]],
+    "question": [None, [], {}, {"structure": "a"}, 3],
+    "more": [1],
+    "__class__": ["os.system"],
+    "question.resident": [-1],
+    "question.budget": [1.0],
+    "question.structure": [3],
+    "question.more": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_what_is_out_of_range_is_refused(name: str, value: object) -> None:
+    document = as_document(RECORD)
+    if name.startswith("question."):
+        name, value = "question", {**document["question"], name.removeprefix("question."): value}
+    with pytest.raises(InvalidProblem):
+        from_document({**document, name: value}, "it")
+
+
+@pytest.mark.parametrize("document", [[], None, {}, {"question": {}}, {**as_document(RECORD), "cost": -1.0}])
+def test_a_damaged_record_is_refused_with_a_warning_and_replaced(
+    document: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is one believed that answers another question."""
+    _keep(QUESTION, document)
+    assert lookup(QUESTION) is None
+    assert "A plan on disk is refused" in caplog.text
+    assert relatives(replace(QUESTION, budget=BUDGET + 1)) == []
+    store(RECORD)
+    assert lookup(QUESTION) == RECORD
+    other = replace(QUESTION, budget=BUDGET * 2)
+    _keep(other, as_document(RECORD))
+    assert lookup(other) is None
+    assert "answers another question" in caplog.text
+
+
+def test_a_plan_that_breaks_a_rule_or_is_of_another_graph_is_none() -> None:
+    gpt = dags.gpt(1)
+    pinned = next(k for k, op in enumerate(gpt.graph.ops) if op.pinned)
+    for record in (replace(RECORD, ops=len(gpt.graph.ops), again=((pinned + 5, pinned),)), RECORD):
+        assert record.certified(gpt, 2**50) is record.schedule(gpt) is None
+    assert RECORD.schedule(PROBLEM) is not None
+
+
+def test_where_nothing_can_be_written_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "file"))
+    store(RECORD)
+    assert "not kept for the next time" in caplog.text
+    assert (lookup(QUESTION), relatives(QUESTION)) == (None, [])
+
+
+def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many plans, or too many bytes."""
+    questions = [replace(QUESTION, budget=BUDGET + i) for i in range(8)]
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_cache, "MOST_PLANS", 3)
+        for question in questions[:3]:
+            store(replace(RECORD, question=question))
+        plan_cache.used(questions[0])
+        store(replace(RECORD, question=questions[3]))
+        assert [lookup(q) is not None for q in questions[:4]] == [True, False, True, True]
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(2.5 * len(json.dumps(as_document(RECORD)))))
+    for question in questions[4:]:
+        store(replace(RECORD, question=question))
+    assert [lookup(q) is not None for q in questions] == [False] * 6 + [True] * 2
+
+
+def _store_and_read(number: int) -> None:
+    for i in range(8):
+        question = replace(QUESTION, budget=BUDGET + i % 3)
+        store(replace(RECORD, question=question, time_limit=float(number)))
+        assert lookup(question) is not None
+
+
+def test_many_processes_read_and_write_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_store_and_read, args=(number,)) for number in range(1, 6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert lookup(QUESTION) == replace(RECORD, time_limit=5.0)
+    assert caplog.text == ""

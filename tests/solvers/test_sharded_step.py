@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -82,23 +83,19 @@ def step(tmp_path: Path) -> Problem:
 
 
 def test_views_and_waits_are_no_ops_and_the_loss_is_one(step: Problem) -> None:
+    """Seconds are of the traffic and of the bytes."""
     ops = {op.name: op for op in step.graph.ops}
     assert len(ops) == (2 + 1) + LAYERS * (2 + 4) + 1 + LAYERS * 3 + 2
     names = [value.name for value in step.graph.values]
-    assert [names[v] for v in ops["tangents"].inputs] == [f"x{LAYERS}"]
-    assert ops["tangents"].phase == "backward"
+    assert ([names[v] for v in ops["tangents"].inputs], ops["tangents"].phase) == ([f"x{LAYERS}"], "backward")
     assert step.graph.forward_length == step.graph.ops.index(ops["tangents"])
     assert [names[v] for v in step.graph.outputs] == [f"scatter{i}" for i in range(LAYERS + 1)]
     assert step.resident == 8 + 200 * (LAYERS + 1)
-
-
-def test_seconds_are_of_the_traffic_and_of_the_bytes(step: Problem) -> None:
-    seconds = dict(zip([op.name for op in step.graph.ops], step.seconds, strict=True))
-    h100 = DEVICES["h100"]
+    seconds = dict(zip(ops, step.seconds, strict=True))
     assert seconds["gather1"] == pytest.approx(1 + 400 * 3 / 4 / 100)
     assert seconds["scatter1"] == pytest.approx(1 + 800 * 3 / 4 / 100)
-    assert seconds["act1"] == h100.seconds(0, "bfloat16", 2000)
-    assert seconds["x0"] == h100.seconds(0, "bfloat16", 2000), "a lookup reads what it picks"
+    reads_what_it_picks = DEVICES["h100"].seconds(0, "bfloat16", 2000)
+    assert seconds["act1"] == seconds["x0"] == reads_what_it_picks
 
 
 def test_all_gathers_of_parameters_may_run_again_and_no_other_collective(tmp_path: Path) -> None:
@@ -117,43 +114,35 @@ def test_all_gathers_of_parameters_may_run_again_and_no_other_collective(tmp_pat
 
 def test_policies_keep_what_they_say(step: Problem) -> None:
     names = [op.name for op in step.graph.ops]
+    gathered = {f"{what}{i}" for what in ("cast", "gather") for i in range(1, LAYERS + 1)}
+    read = {kind: {f"{kind}{i}" for i in range(1, LAYERS + 1)} for kind in ("act", "mm")}  # by the backward; no halves
+    of_layers = {"no": set(), "selective": read["act"], "full": read["act"] | read["mm"]}
     for policy, (gathering, checkpointing) in POLICIES.items():
         R = runs_of(step, policy)
-        again = {names[k] for k in np.flatnonzero(R.sum(axis=0) > 1)}
         assert R.sum(axis=0).max() <= 2
-        of_layers = {f"act{i}" for i in range(1, LAYERS + 1)}  # which the backward reads; halves it does not
-        if checkpointing == "full":
-            of_layers |= {f"mm{i}" for i in range(1, LAYERS + 1)}
-        elif checkpointing == "no":
-            of_layers = set()
-        gathered = {f"{what}{i}" for what in ("cast", "gather") for i in range(1, LAYERS + 1)}
-        assert again == of_layers | (gathered if gathering == "twice" else set()), policy
+        again = {names[k] for k in np.flatnonzero(R.sum(axis=0) > 1)}
+        assert again == of_layers[checkpointing] | (gathered if gathering == "twice" else set()), policy
 
 
 @pytest.mark.long
 def test_letting_go_of_more_takes_less_room_and_more_time() -> None:
     problem = graph.read()
-    costs, peaks = (
-        {policy: measure(problem, runs_of(problem, policy)) for policy in POLICIES} for measure in (cost_of, peak_of)
-    )
-    for times in ("once", "twice"):
-        none, selective, full = (f"gather {times}, {what} checkpointing" for what in ("no", "selective", "full"))
-        assert costs[none] < costs[selective] < costs[full]
-        assert peaks[none] > peaks[selective] > peaks[full]
-    for policy, (times, what) in POLICIES.items():
-        if times == "twice":
-            once = f"gather once, {what} checkpointing"
-            assert costs[policy] > costs[once]
-            assert peaks[policy] < peaks[once]
-    assert peaks["gather once, no checkpointing"] == problem.keep_all_peak
+    R = {policy: runs_of(problem, policy) for policy in POLICIES}
+    grid = [
+        [f"gather {times}, {what} checkpointing" for what in ("no", "selective", "full")] for times in ("once", "twice")
+    ]
+    for line in (*grid, *zip(*grid, strict=True)):  # each lets go of more than the one before
+        for before, after in itertools.pairwise(R[policy] for policy in line):
+            assert cost_of(problem, before) < cost_of(problem, after)
+            assert peak_of(problem, before) > peak_of(problem, after)
+    assert peak_of(problem, R["gather once, no checkpointing"]) == problem.keep_all_peak
 
 
 def test_the_graph_is_what_its_source_says() -> None:
     problem = graph.read()
     targets = [op.target for op in problem.graph.ops]
     assert targets.count(GATHER) == targets.count(SCATTER) == 291
-    sizes = problem.sizes
-    gathered = sum(int(sizes[op.outputs[0]]) for op in problem.graph.ops if op.target == GATHER)
+    gathered = sum(int(problem.sizes[op.outputs[0]]) for op in problem.graph.ops if op.target == GATHER)
     assert 16.0e9 < gathered < 16.1e9  # two bytes for each of 8.03e9 parameters
     between, of_layers = graph.layers(problem)
     assert len(between) == 32
@@ -167,11 +156,11 @@ def test_the_committed_documents_are_of_the_committed_rows() -> None:
 
 def test_rows_of_policies_are_what_they_are_now() -> None:
     found = {(row["link"], row["method"]): row for row in planned.in_order(ROWS)}
+    seconds = ("keep_all_seconds", "cost_ratio", "waited")
     for policy in ("gather once, selective checkpointing", "gather twice, full checkpointing"):
         (row,) = planned.rows_of(policy, "network", 0.0, 0.0)
         committed = found["network", policy]
         assert (committed["peak"], committed["ops"]) == (row["peak"], row["ops"])
-        seconds = ("keep_all_seconds", "cost_ratio", "waited")
         assert [committed[key] for key in seconds] == pytest.approx([row[key] for key in seconds], rel=1e-9)
 
 
@@ -180,26 +169,22 @@ def test_beside_other_ops_a_gather_reads_the_parameter(step: Problem) -> None:
     problem = planned.beside(step)
     ops = {op.name: op for op in problem.graph.ops}
     assert {name for name, op in ops.items() if op.link} == {
-        *(f"gather{i}" for i in range(LAYERS + 1)),
-        *(f"scatter{i}" for i in range(LAYERS + 1)),
+        f"{what}{i}" for what in ("gather", "scatter") for i in range(LAYERS + 1)
     }
     assert not any(name.startswith("cast") for name in ops)
     for i in range(LAYERS + 1):
         assert [problem.graph.values[v].name for v in ops[f"gather{i}"].inputs] == [f"w{i}"]
         assert problem.workspace[problem.graph.ops.index(ops[f"gather{i}"])] == 100
     assert problem.keep_all_cost == pytest.approx(step.keep_all_cost)
-    assert problem.resident == step.resident
-    assert len(problem.graph.outputs) == len(step.graph.outputs)
+    assert (problem.resident, len(problem.graph.outputs)) == (step.resident, len(step.graph.outputs))
 
 
 def test_beside_other_ops_ours_is_as_fast_as_each_choice_that_fits() -> None:
     rows = planned.in_order(ROWS)
-    choices = [row for row in rows if row["method"] != planned.AUTO]
-    ours = [row for row in rows if row["method"] == planned.AUTO]
-    assert {(row["link"], row["method"]) for row in choices} == {(link, of) for link in graph.LINKS for of in POLICIES}
-    assert {(row["link"], row["budget"]) for row in ours} == {
-        (link, int(budget * planned.GB)) for link in graph.LINKS for budget in planned.BUDGETS
-    }
+    choices, ours = ([row for row in rows if (row["method"] == planned.AUTO) is auto] for auto in (False, True))
+    budgets = [int(budget * planned.GB) for budget in planned.BUDGETS]
+    assert {(row["link"], row["method"]) for row in choices} == {*itertools.product(graph.LINKS, POLICIES)}
+    assert {(row["link"], row["budget"]) for row in ours} == {*itertools.product(graph.LINKS, budgets)}
     for row in ours:
         fit = [one["cost_ratio"] for one in choices if one["link"] == row["link"] and one["peak"] <= row["budget"]]
         assert row["cost_ratio"] <= min(fit, default=float("inf"))

@@ -25,7 +25,14 @@ from checkmate.core.host import Host
 from checkmate.core.limits import lives
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem, Profile
-from tests.support.oracle import optimum, random_problem, random_problem_with_overwrites, random_problem_with_ways
+from tests.support.oracle import (
+    interesting_budgets,
+    optimum,
+    outcomes,
+    random_problem,
+    random_problem_with_overwrites,
+    random_problem_with_ways,
+)
 
 Label = tuple[float, ...]  # now, each link's end, and the end of each transfer under way, by value
 
@@ -109,6 +116,12 @@ def least_seconds(problem: Problem, known: list[tuple[float, int]], budget: int)
     """
     best = optimum(known, budget)
     return best if best < float("inf") else cheapest_plan(problem, budget)[0]
+
+
+def fastest(problem: Problem) -> list[tuple[int, float]]:
+    """The interesting budgets of a problem, each with the least seconds of a plan of any order that fits it."""
+    known = outcomes(problem)
+    return [(budget, least_seconds(problem, known, budget)) for budget in interesting_budgets(known)]
 
 
 def is_a_schedule(plan: Plan) -> bool:

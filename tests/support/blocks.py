@@ -6,12 +6,19 @@ import random
 from collections.abc import Sequence
 from itertools import permutations
 
-from checkmate.solvers.addresses import Block
+from checkmate.solvers.addresses import Block, overlaps
 
 NINE_ALIVE_TEN_NEEDED = [  # at most 9 bytes are alive, but no placement is below 10
     *(Block(0, 1, 6), Block(0, 2, 3), Block(1, 3, 4), Block(2, 3, 2)),
     *(Block(1, 4, 2), Block(2, 4, 1), Block(3, 5, 6), Block(4, 5, 3)),
 ]
+
+
+def assert_within(blocks: Sequence[Block], offsets: Sequence[int], height: int) -> None:
+    """No two blocks that live at once share bytes, and all lie between the floor and the height."""
+    assert not list(overlaps(blocks, offsets))
+    assert min(offsets) >= 0
+    assert max(offset + block.size for offset, block in zip(offsets, blocks, strict=True)) <= height
 
 
 def drawn(rng: random.Random, count: int, moments: int, most: int = 9) -> list[Block]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -26,14 +27,17 @@ def all_schedules(problem: Problem) -> Iterator[Schedule]:
         yield Schedule.from_runs(problem.graph, R)
 
 
+_known: dict[int, tuple[Problem, list[tuple[float, int]]]] = {}  # many tests ask for the same drawn problems
+
+
 def outcomes(problem: Problem) -> list[tuple[float, int]]:
     """The (cost in seconds, simulated peak in bytes) of every valid schedule."""
-    found = []
-    for schedule in all_schedules(problem):
-        plan = simulator.lower(problem, schedule)
-        if not simulator.check_plan(plan, problem):
-            found.append((simulator.cost(plan, problem), simulator.simulate(plan, problem).peak))
-    return found
+    if id(problem) not in _known:
+        plans = (simulator.lower(problem, schedule) for schedule in all_schedules(problem))
+        valid = (plan for plan in plans if not simulator.check_plan(plan, problem))
+        found = [(simulator.cost(plan, problem), simulator.simulate(plan, problem).peak) for plan in valid]
+        _known[id(problem)] = problem, found
+    return _known[id(problem)][1]
 
 
 def optimum(outcomes: list[tuple[float, int]], budget: int) -> float:
@@ -52,6 +56,20 @@ def interesting_budgets(outcomes: list[tuple[float, int]]) -> list[int]:
     return [*reversed(budgets), budgets[0] - 1]
 
 
+def optima(problem: Problem) -> list[tuple[int, float]]:
+    """The interesting budgets of a problem, each with the least cost of a schedule that fits it."""
+    known = outcomes(problem)
+    return [(budget, optimum(known, budget)) for budget in interesting_budgets(known)]
+
+
+def pinned(problem: Problem, *which: int) -> Problem:
+    """The problem, these ops of which must not run again."""
+    why = "draws random numbers"
+    ops = tuple(replace(op, pinned=why) if k in which else op for k, op in enumerate(problem.graph.ops))
+    return replace(problem, graph=replace(problem.graph, ops=ops))
+
+
+@cache
 def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
     """A small problem with all that the model knows.
 
@@ -80,6 +98,7 @@ def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
     return Problem(Graph(tuple(ops), tuple(values), results), Profile(seconds, workspace, resident))
 
 
+@cache
 def random_problem_with_ways(seed: int, *, most_ops: int = 5) -> Problem:
     """A small problem, most ops of which may write over some input; a way may need more or less workspace."""
     problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng((seed, 1))
@@ -100,6 +119,7 @@ def random_problem_with_ways(seed: int, *, most_ops: int = 5) -> Problem:
     return replace(problem, graph=graph, profile=replace(problem.profile, ways=tuple(ways)))
 
 
+@cache
 def random_ruled_problem(seed: int, *, most_ops: int = 5) -> Problem:
     """A small problem most of which is forward, each op of it under a rule of its own or under none."""
     rng = np.random.default_rng(seed)
@@ -118,6 +138,7 @@ def random_ruled_problem(seed: int, *, most_ops: int = 5) -> Problem:
     return with_rules(replace(problem, graph=replace(problem.graph, ops=ops)), rules)
 
 
+@cache
 def random_problem_with_overwrites(seed: int, *, most_ops: int = 5) -> Problem:
     """A small problem, some later ops of which overwrite what earlier ones read; these make nothing, or something."""
     problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng((seed, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -31,16 +30,14 @@ from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand, p
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import exact_bytes
 from tests.solvers.baselines.test_baselines import random_chain, solve
-from tests.support.oracle import random_problem
+from tests.support.oracle import pinned, random_problem
 from tests.support.sampling import every, in_turn
 
 
-def dag(deps: list[list[int]], pinned: Iterable[int] = ()) -> Problem:
-    """Ops of unit cost and size, all of the forward, and a result that reads the last of them."""
+def dag(deps: list[list[int]], *which: int) -> Problem:
+    """Ops of unit cost and size, all of the forward and some pinned, and a result that reads the last of them."""
     n = len(deps) + 1
-    problem = Problem.from_dag([*deps, [n - 2]], [1] * n, [1] * n, outputs=[n - 1])
-    ops = [replace(op, pinned="draws" if k in set(pinned) else None) for k, op in enumerate(problem.graph.ops)]
-    return Problem(replace(problem.graph, ops=tuple(ops)), problem.profile)
+    return pinned(Problem.from_dag([*deps, [n - 2]], [1] * n, [1] * n, outputs=[n - 1]), *which)
 
 
 def parting_ops(problem: Problem) -> list[int]:
@@ -61,25 +58,18 @@ def parting_ops(problem: Problem) -> list[int]:
 def test_articulation_points_are_what_parts_before_from_after(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 9))
     deps = [data.draw(st.lists(st.integers(0, k - 1), max_size=2, unique=True)) if k else [] for k in range(n)]
-    problem = dag(deps, pinned=data.draw(st.sets(st.integers(0, n - 1), max_size=2)))
+    problem = dag(deps, *data.draw(st.sets(st.integers(0, n - 1), max_size=2)))
     assert list(articulation_points(problem)) == parting_ops(problem)
 
 
 @in_turn(seed=range(40))
 def test_on_anything(seed: int) -> None:
     problem = random_problem(seed, most_ops=16)
-    assert list(articulation_points(problem)) == parting_ops(problem)
-    assert set(articulation_points(problem)) | set(chain(problem)) <= set(linearized(problem))
-    for k in linearized(problem):
-        assert k < problem.graph.forward_length
-        assert not droppable(problem).isdisjoint(problem.graph.ops[k].outputs)
-
-
-def test_articulation_points_of_a_chain_are_its_inner_ops() -> None:
-    problem = dags.unit_chain(6)
-    assert articulation_points(problem) == (1, 2, 3, 4, 5)
-    assert articulation_points(problem) == tuple(sorted(nx.articulation_points(flow(problem).to_undirected())))
-    assert chain(problem) == linearized(problem) == tuple(range(7))
+    points, line = articulation_points(problem), linearized(problem)
+    assert [*points] == parting_ops(problem)
+    assert {*points, *chain(problem)} <= {*line}
+    assert all(k < problem.graph.forward_length for k in line)
+    assert not any(droppable(problem).isdisjoint(problem.graph.ops[k].outputs) for k in line)
 
 
 def test_articulation_points_of_a_residual_network_are_its_stem_and_the_ends_of_its_blocks() -> None:
@@ -92,20 +82,6 @@ def test_articulation_points_of_a_residual_network_are_its_stem_and_the_ends_of_
     assert articulation_points(problem) == (1, 2, 3, 4, *sorted(k for add in adds for k in (add, add + 1)))
 
 
-def test_a_side_input_makes_no_articulation_point_on_a_branch() -> None:
-    """Op 3 parts its side input from the rest, but the other branch leads around it; a true one may have one too."""
-    problem = dag([[], [0], [], [1, 2], [0, 3], [4], [], [5, 6], [7]])
-    assert 3 in set(nx.articulation_points(flow(problem).to_undirected()))
-    assert articulation_points(problem) == (4, 5, 7)
-
-
-def test_pinned_ops_tie_nothing_together() -> None:
-    """As the copy of all running statistics would, at the end of a network with batch norms."""
-    deps = [[], [0], [1], [2], [3], [1, 2, 3]]
-    assert articulation_points(dag([*deps, [4]])) == (1, 4)
-    assert articulation_points(dag([*deps, [4]], pinned=[5])) == (1, 2, 3, 4)
-
-
 def masked() -> Problem:
     """A mask made of nothing in two steps, which three ops of a chain read; the chain begins with what is given."""
     reads = [(), (1,), (0,), (3, 2), (4, 2), (5, 2), (6,)]
@@ -114,31 +90,41 @@ def masked() -> Problem:
     return Problem(Graph(tuple(ops), tuple(values), (7,)), Profile(np.ones(7), np.zeros(7)))
 
 
-def test_constants_tie_nothing_together_but_may_be_kept() -> None:
-    assert articulation_points(masked()) == (3, 4)  # op 2 begins, op 5 ends what may run again
-    assert linearized(masked()) == (0, 1, 2, 3, 4, 5)
-    assert chain(masked()) == (2, 3, 4, 5)
-    assert why_no_chain(masked()) is None
+BRANCH: list[list[int]] = [[], [0], [], [1, 2], [0, 3], [4], [], [5, 6], [7]]  # around op 3, which has a side input
+COPY: list[list[int]] = [[], [0], [1], [2], [3], [1, 2, 3], [4]]  # of running statistics, at the end of a network
+DROPOUT: list[list[int]] = [[], [0], [1], [0, 2], [3]]  # op 1 draws a mask, op 2 makes noise of it, op 3 applies that
+
+
+@pytest.mark.parametrize(
+    ("problem", "points", "line", "may_be_kept"),
+    [
+        (dags.unit_chain(6), (1, 2, 3, 4, 5), tuple(range(7)), tuple(range(7))),
+        (dag(BRANCH), (4, 5, 7), None, None),
+        (dag(COPY), (1, 4), None, None),
+        (dag(COPY, 5), (1, 2, 3, 4), None, None),
+        (dag(DROPOUT, 1), (3,), (0, 3, 4), None),
+        (masked(), (3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)),  # op 2 begins, op 5 ends what may run again
+    ],
+    ids=["chain", "side input on a branch", "copy of all", "that is pinned", "dropout", "constants"],
+)
+def test_articulation_points_and_chains(
+    problem: Problem, points: tuple[int, ...], line: tuple[int, ...] | None, may_be_kept: tuple[int, ...] | None
+) -> None:
+    """Side inputs, constants and what is pinned tie nothing together; constants may be kept."""
+    assert list(articulation_points(problem)) == parting_ops(problem) == [*points]
+    if line is not None:
+        assert (why_no_chain(problem), chain(problem)) == (None, line)
+    assert may_be_kept in (None, linearized(problem))
 
 
 def test_what_is_a_chain_and_why_others_are_none() -> None:
     """Several outputs of an op, such as the indices of a max-pool, and what the backward reads do not matter."""
     for shape in (dags.unit_chain(5), dags.vgg(8)):
-        assert why_no_chain(shape) is None
-        assert chain(shape) == linearized(shape)
+        assert (why_no_chain(shape), chain(shape)) == (None, linearized(shape))
     for net in (dags.resnet, dags.unet, dags.mobilenet, dags.gpt):
         assert "is read by" in str(why_no_chain(net()))
     assert why_no_chain(dag([[], [0], [0, 1]])) == "what op0 makes is read by op1 and op2"
-    two_into_one = dag([[], [0], [], [2], [1, 3], [4]])
-    assert why_no_chain(two_into_one) == "op4 reads what op1 makes, with op3 in between"
-
-
-def test_a_dropout_on_a_chain_leaves_it_one() -> None:
-    """Op 1 draws a mask and is pinned; op 2 makes noise of it, a side input; op 3 applies the noise."""
-    problem = dag([[], [0], [1], [0, 2], [3]], pinned=[1])
-    assert why_no_chain(problem) is None
-    assert chain(problem) == (0, 3, 4)
-    assert articulation_points(problem) == (3,)
+    assert why_no_chain(dag([[], [0], [], [2], [1, 3], [4]])) == "op4 reads what op1 makes, with op3 in between"
 
 
 @in_turn(seed=range(40))
@@ -161,8 +147,7 @@ def over(sizes: Iterable[int], b: int) -> tuple[int, ...]:
     for place, size in enumerate(sizes):
         since += size
         if since > b:
-            chosen.append(place)
-            since = 0
+            chosen, since = [*chosen, place], 0
     return tuple(chosen)
 
 
@@ -174,8 +159,7 @@ def test_selections_are_all_there_are() -> None:
         known = [over(sizes, b) for b in range(filled[-1] + 1)]
         assert selections(filled) == [chosen for chosen, _ in itertools.groupby(known)]
         few = selections(filled, most=4)
-        assert len(few) <= 5
-        assert (few[0], few[-1]) == (tuple(range(n)), ())
+        assert (len(few) <= 5, few[0], few[-1]) == (True, tuple(range(n)), ())
         assert set(few) <= set(known)
 
 
@@ -215,8 +199,7 @@ def test_the_last_node_is_all_that_is_kept(seed: int) -> None:
 
 def test_last_node_runs_gradients_again_too_and_says_what_it_takes() -> None:
     problem = dags.resnet((1, 1))
-    R = on_demand(problem, {t: op.outputs for t, op in enumerate(problem.graph.ops)})
-    peak = peak_of(problem, R)
+    peak = peak_of(problem, on_demand(problem, {t: op.outputs for t, op in enumerate(problem.graph.ops)}))
     assert solve("last-node", problem, peak).schedule.recomputed[problem.graph.forward_length :].any()
     refused = solve("last-node", problem, peak - 1)
     assert refused.details == {"tried": 1, "peak": peak}
@@ -247,13 +230,14 @@ def test_the_cheapest_of_many_settings_is_found_and_none_is_tried_twice(tries: i
     task = Task(CHAIN, BUDGET)
     incumbent = Incumbent(task)
     remarks = cheapest(task, incumbent, "mine", 42, asking, {}, lambda best: {"best": best}, tries=tries)
+    best = remarks.details["best"]
     assert len(asked) == len(set(asked)) == tries
+    assert OUTCOMES[best] == (incumbent.cost, peak_of(CHAIN, incumbent.R))
     assert incumbent.cost == BEST
-    assert OUTCOMES[remarks.details["best"]] == (BEST, peak_of(CHAIN, incumbent.R))
-    assert remarks == Remarks(details={"best": remarks.details["best"], "tried": tries})
+    assert remarks == Remarks(details={"best": best, "tried": tries})
 
 
-def test_without_time_one_setting_is_tried_and_without_a_plan_the_smallest_peak_is_named() -> None:
+def test_settings_are_tried_in_bounded_time_and_without_a_plan_the_smallest_peak_is_named() -> None:
     task = Task(CHAIN, BUDGET, Clock(0.0))
     assert cheapest(task, Incumbent(task), "mine", 42, runs, tries=42).details["tried"] == 1
     least = min(peak for _, peak in OUTCOMES)
@@ -261,9 +245,6 @@ def test_without_time_one_setting_is_tried_and_without_a_plan_the_smallest_peak_
     remarks = cheapest(task, Incumbent(task), "mine", 42, runs, {"a": 1}, tries=42, remedy="; ask another")
     assert remarks.details == {"a": 1, "tried": 42, "peak": least}
     assert remarks.message == f"the smallest peak it reaches is {least} B; ask another"
-
-
-def test_many_bytes_per_op_are_still_tried_in_bounded_time() -> None:
-    problem = random_chain(5, layers=120)
-    solution = solve("chen-greedy", problem, problem.keep_all_peak // 4, tries=20)
-    assert solution.details["selections"] > solution.details["tried"] == 20
+    problem = random_chain(5, layers=120)  # of many bytes per op
+    details = solve("chen-greedy", problem, problem.keep_all_peak // 4, tries=20).details
+    assert details["selections"] > details["tried"] == 20

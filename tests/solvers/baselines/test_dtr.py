@@ -21,26 +21,60 @@ from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn, long
 
 
-@pytest.mark.parametrize("heuristic", ["h_full", "h_eq"])
-@pytest.mark.parametrize("layers", [64, 256])
+@pytest.mark.parametrize("heuristic", ["h_full", "h_eq", "local"])
+@pytest.mark.parametrize("layers", [64, long(256)])
 def test_with_memory_of_the_root_of_the_length_a_chain_costs_a_constant_factor(heuristic: str, layers: int) -> None:
-    """What the paper proves for such scores: O(N) ops in Ω(√N) memory."""
-    solution = solve("dtr", dags.unit_chain(layers), 2 * math.isqrt(layers), heuristic=heuristic)
-    assert solution.cost <= 1.5 * solution.problem.keep_all_cost
+    """What the paper proves for such scores: O(N) ops in Ω(√N) memory. Without the neighbourhood the factor grows."""
+    overhead = solve("dtr", dags.unit_chain(layers), 2 * math.isqrt(layers), heuristic=heuristic).overhead
+    least, most = (0.8, 1.5) if layers == 64 else (1.5, math.inf)
+    assert least < overhead < most if heuristic == "local" else overhead <= 0.5
 
 
-def test_without_the_neighbourhood_the_factor_grows() -> None:
-    chains = {n: dags.unit_chain(n) for n in (16, 64, 256)}
-    factors = [solve("dtr", c, 2 * math.isqrt(n), heuristic="local").overhead for n, c in chains.items()]
-    assert factors[0] < 0.5 < 0.8 < factors[1] < 1.5 < factors[2]
+def two_of_a_result() -> Problem:
+    """Op 0 makes a result and a value that has to come back: for a moment there are two of the result."""
+    sizes = {"result": 4, "x": 3, "big": 6, "end": 1, "out": 1}
+    values = [Value(name, size, max(0, v - 1)) for v, (name, size) in enumerate(sizes.items())]
+    ops = [
+        Op("two", "f", (), (0, 1)),
+        Op("press", "f", (), (2,)),
+        Op("mid", "f", (2,), (3,)),
+        Op("out", "f", (1, 3), (4,)),
+    ]
+    return Problem(Graph(tuple(ops), tuple(values), (0, 4)), Profile(np.ones(4), np.zeros(4)))
 
 
-def test_it_writes_over_what_goes_right_after_the_run() -> None:
-    chain = Problem.from_dag([[], [0], [1]], [1] * 3, [8] * 3, over={1: [0], 2: [1]})
-    assert solve("dtr", chain, 8).cost == 3.0
-    read_later = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [8, 8, 8], over={1: [0], 2: [1]})
-    assert solve("dtr", read_later, 16).cost == 3.0
-    assert solve("dtr", read_later, 15).status is Status.NOT_FOUND
+LINE = Problem.from_dag([[], [0], [1]], [1] * 3, [8] * 3, over={1: [0], 2: [1]})
+READ_LATER = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [8, 8, 8], over={1: [0], 2: [1]})
+SMALL = Problem.from_dag([[], [], [], [2], [0, 1, 3]], seconds=[1] * 5, sizes=[1, 1, 1000, 1, 1], outputs=[4])
+
+
+@pytest.mark.parametrize(
+    ("problem", "options", "costs"),
+    [
+        (LINE, {}, {8: 3}),
+        (READ_LATER, {}, {16: 3, 15: math.inf}),
+        (SMALL, {"heuristic": "size", "ignore_small": True}, {1002: 6}),  # the room that is lacking is theirs
+        (masked(noise=4, mask=8), {}, {12: 5, 11: math.inf}),
+        (two_of_a_result(), {"heuristic": "local"}, {12: 5, 11: math.inf}),  # result, its copy, x, end
+    ],
+    ids=[
+        "it writes over what goes right after the run",
+        "and not over what is read later",
+        "small values go where there is nothing else",
+        "what a pinned op made goes for good where less stays for it",
+        "a second copy of a result is counted",
+    ],
+)
+def test_what_a_plan_takes(problem: Problem, options: dict, costs: dict[int, float]) -> None:
+    for budget, cost in costs.items():
+        solution = solve("dtr", problem, budget, **options)
+        assert (solution.cost, solution.status is Status.NOT_FOUND) == (cost, cost == math.inf)
+
+
+def test_a_mask_is_held_to_bring_back_the_noise_made_of_it() -> None:
+    for heuristic in HEURISTICS:
+        solution = solve("dtr", masked(noise=4, mask=1), budget=8, heuristic=heuristic)
+        assert solution.schedule.recomputed.tolist() == [0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt", "resnet"])
@@ -54,81 +88,36 @@ def test_all_scores_are_tried_and_the_cheapest_is_kept_and_named(name: str) -> N
 
 
 def test_options_that_look_at_fewer_values_still_find_plans() -> None:
+    looks = ({}, {"sample": True}, {"sample": True}, {"ignore_small": True})
     problem = dags.gpt(2)
     budget = int(0.7 * problem.keep_all_peak)
-    plain, sampled = (solve("dtr", problem, budget, heuristic="h_eq", sample=sample) for sample in (False, True))
-    assert sampled.cost == solve("dtr", problem, budget, heuristic="h_eq", sample=True).cost
-    assert sampled.cost != plain.cost
-    assert solve("dtr", problem, budget, heuristic="h_eq", ignore_small=True).plan is not None
+    plain, sampled, again, few = (solve("dtr", problem, budget, heuristic="h_eq", **look).cost for look in looks)
+    assert again == sampled != plain
+    assert few < math.inf
 
 
-def test_small_values_go_where_there_is_nothing_else() -> None:
-    """Values of one byte beside one of thousands; the room that is lacking is theirs."""
-    problem = Problem.from_dag([[], [], [], [2], [0, 1, 3]], seconds=[1] * 5, sizes=[1, 1, 1000, 1, 1], outputs=[4])
-    solution = solve("dtr", problem, 1002, heuristic="size", ignore_small=True)
-    assert solution.cost == 6.0
-
-
-def test_a_mask_is_held_to_bring_back_the_noise_made_of_it() -> None:
-    for heuristic in HEURISTICS:
-        solution = solve("dtr", masked(noise=4, mask=1), budget=8, heuristic=heuristic)
-        assert solution.schedule is not None
-        assert solution.schedule.recomputed.tolist() == [0, 1, 0, 0, 0]
-
-
-def test_what_a_pinned_op_made_goes_for_good_where_less_stays_for_it() -> None:
-    problem = masked(noise=4, mask=8)
-    assert solve("dtr", problem, budget=12).cost == 5.0
-    assert solve("dtr", problem, budget=11).status is Status.NOT_FOUND
-
-
-def test_a_second_copy_of_a_result_is_counted() -> None:
-    """Op 0 makes a result and a value that has to come back: for a moment there are two of the result."""
-    values = [Value("result", 4, 0), Value("x", 3, 0), Value("big", 6, 1), Value("end", 1, 2)]
-    ops = [Op("two", "f", (), (0, 1)), Op("press", "f", (), (2,)), Op("mid", "f", (2,), (3,))]
-    values.append(Value("out", 1, 3))
-    ops.append(Op("out", "f", (1, 3), (4,)))
-    problem = Problem(Graph(tuple(ops), tuple(values), (0, 4)), Profile(np.ones(4), np.zeros(4)))
-    solution = solve("dtr", problem, budget=12, heuristic="local")
-    assert solution.cost == 5.0
-    assert solution.peak == 12  # result, its copy, x, end
-    assert solve("dtr", problem, budget=11, heuristic="local").status is Status.NOT_FOUND
-
-
-def test_a_chain_longer_than_pythons_stack_comes_back() -> None:
+def test_a_chain_longer_than_pythons_stack_comes_back_and_a_run_that_goes_round_in_circles_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     n = 1500
-    deps = [[k - 1] if k else [] for k in range(n)] + [[], [n - 1, n]]
-    deps[n - 1] = [n - 2]
+    deps = [[], *([k] for k in range(n - 1)), [], [n - 1, n]]
     problem = Problem.from_dag(deps, seconds=[1] * (n + 2), sizes=[1] * n + [2, 1], outputs=[n + 1])
-    runtime = Runtime(Tables.of(problem), 4, HEURISTICS["LRU"], Clock())
-    stages = runtime.run()
-    assert isinstance(stages, list)
+    assert isinstance(Runtime(Tables.of(problem), 4, HEURISTICS["LRU"], Clock()).run(), list)
+    monkeypatch.setattr("checkmate.solvers.baselines.dtr.MOST_RUNS", 2)
+    with pytest.raises(OutOfTime):  # 45 runs of 17 ops, at the least
+        Runtime(Tables.of(dags.unit_chain(8)), 3, HEURISTICS["LRU"], Clock()).run()
 
 
-def test_no_such_heuristic() -> None:
+def test_without_a_plan_it_says_why() -> None:
+    """Nothing is left to evict, or the time was over."""
+    small, large = dags.gpt(2), dags.gpt(4)
+    stuck = solve("dtr", small, int(small.unavoidable_bytes.max()), heuristic="size")
+    late = solve("dtr", large, int(0.6 * large.keep_all_peak), time_limit=0.0)
+    for solution, says in ((stuck, small.graph.ops[stuck.stuck].name), (late, "time limit")):
+        assert solution.status is Status.NOT_FOUND
+        assert says in solution.message
     with pytest.raises(ValueError, match=r"no heuristic 'lru'.*LRU"):
         solve("dtr", dags.unit_chain(3), 5, heuristic="lru")
-
-
-def test_where_nothing_is_left_to_evict_it_says_so() -> None:
-    problem = dags.gpt(2)
-    solution = solve("dtr", problem, int(problem.unavoidable_bytes.max()), heuristic="size")
-    assert solution.status is Status.NOT_FOUND
-    assert problem.graph.ops[solution.stuck].name in solution.message
-
-
-def test_the_time_limit_is_named() -> None:
-    solution = solve("dtr", dags.gpt(4), int(0.6 * dags.gpt(4).keep_all_peak), time_limit=0.0)
-    assert solution.status is Status.NOT_FOUND
-    assert "time limit" in solution.message
-
-
-def test_a_run_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.solvers.baselines.dtr.MOST_RUNS", 2)
-    # 45 runs of 17 ops, at the least
-    runtime = Runtime(Tables.of(dags.unit_chain(8)), 3, HEURISTICS["LRU"], Clock())
-    with pytest.raises(OutOfTime):
-        runtime.run()
 
 
 def searched(problem: Problem, evicted: set[int], v: int, *, ancestors: bool, descendants: bool) -> float:
@@ -185,19 +174,16 @@ def test_a_value_that_comes_back_leaves_its_class_whole() -> None:
     """The middle of three held two sides together; when it is back they still count as one, less its seconds."""
     chain = Problem.from_dag([[], [0], [1], [2], [3]], seconds=[1, 2, 4, 8, 16], sizes=[1] * 5)
     classes = HEURISTICS["h_eq"].around(Tables.of(chain))
-    for v in (1, 2, 3):
-        classes.mark(v, evicted=True)
-    assert classes.seconds(np.array([0, 4])).tolist() == [14, 14]
-    classes.mark(2, evicted=False)
-    assert classes.seconds(np.array([0, 2, 4])).tolist() == [10, 10, 10]
-    classes.mark(2, evicted=True)
-    classes.mark(1, evicted=False)
-    classes.mark(3, evicted=False)
-    assert classes.seconds(np.array([1])).tolist() == [4]
-    classes.mark(2, evicted=False)
-    assert classes.seconds(np.array([1])).tolist() == [0]
-    classes.mark(3, evicted=True)
-    assert classes.seconds(np.array([2, 4])).tolist() == [8, 8]
+    for marks, around in (
+        ({1: True, 2: True, 3: True}, {0: 14, 4: 14}),
+        ({2: False}, {0: 10, 2: 10, 4: 10}),
+        ({2: True, 1: False, 3: False}, {1: 4}),
+        ({2: False}, {1: 0}),
+        ({3: True}, {2: 8, 4: 8}),
+    ):
+        for v, evicted in marks.items():
+            classes.mark(v, evicted=evicted)
+        assert classes.seconds(np.array([*around])).tolist() == [*around.values()]
 
 
 class Watched(Runtime):
@@ -235,6 +221,7 @@ SIBLING = [([], 1.0, 2), ([], 100.0, 2), ([0, 1], 1.0, 2), ([2], 1.0, 2), ([], 5
         ("LRU", ALONE, [0, 1, 2], 0),
         ("local", ALONE, [0, 1, 2], 1),
         ("size", ALONE, [0, 1, 2], 2),
+        ("size", [([], 1.0, 2)] * 3, [0, 1, 2], 0),  # of equal scores the first
         ("local", ANCESTOR, [1, 2], 1),
         ("MSPS", ANCESTOR, [1, 2], 2),
         ("h_full", ANCESTOR, [1, 2], 2),
@@ -250,18 +237,14 @@ def test_what_each_score_lets_go_first(heuristic: str, made: list, last: list[in
     assert first_out(heuristic, made, last) == goes
 
 
-def test_of_equal_scores_the_first_value_goes() -> None:
-    assert first_out("size", [([], 1.0, 2)] * 3, [0, 1, 2]) == 0
-
-
 def test_two_outputs_of_an_op_count_its_seconds_once_in_the_exact_neighbourhood() -> None:
     values = [Value("a", 1, 0), Value("b", 1, 0), Value("c", 1, 1)]
     ops = [Op("split", "f", (), (0, 1)), Op("join", "f", (0, 1), (2,))]
     tables = Tables.of(Problem(Graph(tuple(ops), tuple(values), (2,)), Profile(np.array([3.0, 1.0]), np.zeros(2))))
     for name, seconds in {"h_full": 3.0, "MSPS": 3.0, "h_eq": 6.0, "local": 0.0}.items():
         neighbours = HEURISTICS[name].around(tables)
-        neighbours.mark(0, evicted=True)
-        neighbours.mark(1, evicted=True)
+        for v in (0, 1):
+            neighbours.mark(v, evicted=True)
         assert neighbours.seconds(np.array([2])).tolist() == [seconds]
 
 

@@ -28,15 +28,9 @@ def fewest(steps: int, slots: int) -> float:
     return min(m + fewest(steps - m, slots - 1) + fewest(m, slots) for m in range(1, steps))
 
 
-def test_the_formula_is_the_optimum_of_the_recursion() -> None:
-    for steps in range(1, 36):
-        for slots in range(1, steps + 2):
-            assert least_steps(steps, slots) == fewest(steps, slots)
-
-
-def test_what_is_stored_takes_the_slots_and_the_steps_of_the_formula() -> None:
+def test_the_formula_is_the_optimum_of_the_recursion_and_what_the_steps_take() -> None:
     """Walk through the reversal: each state needed is made by steps from the highest that is stored."""
-    for steps in range(1, 40):
+    for steps in range(1, 36):
         for slots in range(1, steps + 1):
             at = stored(steps, slots)
             taken, here = 0, {0}
@@ -46,7 +40,8 @@ def test_what_is_stored_takes_the_slots_and_the_steps_of_the_formula() -> None:
                 here = {x for x in at[state] if x in here or x > start}  # those passed on the way, or there already
                 assert here == set(at[state])
                 assert len(at[state]) <= slots
-            assert taken == least_steps(steps, slots)
+            assert taken == least_steps(steps, slots) == fewest(steps, slots)
+        assert least_steps(steps, steps + 1) == fewest(steps, steps + 1)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 9, 14])
@@ -80,6 +75,8 @@ def test_on_other_graphs_it_takes_other_candidates(candidates: str) -> None:
         solution = solve("griewank", problem, int(0.7 * problem.keep_all_peak), candidates=candidates, tries=24)
         assert solution.status is Status.FEASIBLE
         assert solution.cost > problem.keep_all_cost
+    with pytest.raises(ValueError, match=r"no candidates 'tree'\. There are chain, ap, linearized"):
+        solve("griewank", dags.unit_chain(3), 5, candidates="tree")
 
 
 @in_turn(seed=range(40))
@@ -92,8 +89,3 @@ def test_any_line_and_any_number_of_slots_give_a_schedule(seed: int) -> None:
     for slots in range(1, steps + 1):
         R = reversal(problem, line, needed, stored(steps, slots))
         assert Schedule.from_runs(problem.graph, R).violations(problem) == []
-
-
-def test_unknown_candidates_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no candidates 'tree'\. There are chain, ap, linearized"):
-        solve("griewank", dags.unit_chain(3), 5, candidates="tree")

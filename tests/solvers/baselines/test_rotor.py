@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.networks import dags
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
@@ -96,21 +94,15 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
 
 @in_turn(seed=range(20))
 def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
+    """And slots round up."""
     chain = random_segments(seed, 6)
     table = Table.of(chain, 1, 60)
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
-        ran: set[int] = set()
-        seconds = 0.0
-        for what, k in table.actions(0, len(table.chain) - 1, int(m)):
-            if what != "backward" and k in ran:
-                seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
-            ran.add(k)
+        actions = [(what, k) for what, k in table.actions(0, len(table.chain) - 1, int(m)) if what != "backward"]
+        again = [(what, k) for i, (what, k) in enumerate(actions) if k in {before for _, before in actions[:i]}]
+        seconds = sum(chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k] for what, k in again)
         assert seconds == pytest.approx(table.seconds[0, 5][m])
-
-
-def test_slots_round_up() -> None:
-    chain = random_segments(1, 5)
-    fine, coarse = Table.of(chain, 1, 60).seconds[0, 4], Table.of(chain, 7, 10).seconds[0, 4]
+    fine, coarse = table.seconds[0, 5], Table.of(chain, 7, 10).seconds[0, 5]
     assert all(coarse[m] >= fine[min(60, 7 * m)] for m in range(11))
     assert np.isfinite(coarse[-1])
 
@@ -126,6 +118,7 @@ def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     R = runs_of(problem, segments, table.actions(0, len(segments) - 1, least))
     assert (R == np.eye(len(R), dtype=bool)).all()
     assert problem.keep_all_peak == peak_of(problem, R) <= least * unit <= 1.07 * problem.keep_all_peak
+    assert measure(problem, segments).replay.any() or name != "gpt"  # the bytes of pinned ops are counted
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -147,40 +140,28 @@ def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bo
 @pytest.mark.long
 def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     """Other schedules than persistent ones can be better; on most of these they are not."""
-    hits = misses = 0
+    hits = []
     for seed in range(12):
         problem = random_chain(seed, layers=4, most=4)
         for budget in range(int(problem.unavoidable_bytes.max()), problem.keep_all_peak + 1):
             solution, best = solve("rotor", problem, budget), METHODS["milp"].solve(problem, budget, time_limit=20)
-            hit = (solution.plan is None and best.plan is None) or solution.cost <= best.cost + 1e-9
-            hits, misses = hits + hit, misses + (not hit)
-    assert hits > 2 * misses
+            hits.append(solution.plan is best.plan is None or solution.cost <= best.cost + 1e-9)
+    assert sum(hits) > len(hits) * 2 / 3
 
 
-def test_where_the_forward_is_no_chain_it_does_not_apply() -> None:
-    """Each op reads all before it, so that nothing flows through one value."""
-    dense = Problem.from_dag(
-        [[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], seconds=[1] * 7, sizes=[1] * 7, forward=4
-    )
-    for problem in (dense, Problem.from_dag([[], [0], [0, 1]], [1] * 3, [1] * 3)):
-        solution = solve("rotor", problem, problem.keep_all_peak - 1)
-        assert solution.status is Status.NOT_FOUND
-        assert solution.message.startswith("does not apply: ")
-
-
-def test_where_the_backward_runs_in_another_order_it_names_the_op() -> None:
-    """Op 4 reads from the first segment, then op 5 from the last."""
-    deps = [[], [0], [1], [2], [0], [2, 3, 4]]
-    values = [Value(f"v{k}", 3, k) for k in range(6)]
-    ops = [Op(f"op{k}", "op", tuple(d), (k,), "forward" if k < 4 else "backward") for k, d in enumerate(deps)]
-    problem = Problem(Graph(tuple(ops), tuple(values), (5,)), Profile(np.ones(6), np.zeros(6)))
+@pytest.mark.parametrize(
+    ("deps", "forward", "says"),
+    [
+        # each op reads all before it, so that nothing flows through one value
+        ([[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], 4, "does not apply: "),
+        ([[], [0], [0, 1]], None, "does not apply: "),
+        ([[], [0], [1], [2], [0], [2, 3, 4]], 4, "op5 of the backward reads v"),
+    ],
+    ids=["the forward is no chain", "there is no backward", "the backward runs in another order"],
+)
+def test_where_it_does_not_apply_it_says_so(deps: list[list[int]], forward: int | None, says: str) -> None:
+    problem = Problem.from_dag(deps, seconds=[1] * len(deps), sizes=[1] * len(deps), forward=forward)
     solution = solve("rotor", problem, problem.keep_all_peak - 1)
     assert solution.status is Status.NOT_FOUND
-    assert "op5 of the backward reads v" in solution.message
-
-
-def test_the_bytes_of_pinned_ops_are_counted() -> None:
-    problem = dags.gpt(3)
-    assert any(op.pinned for op in problem.graph.ops)
-    assert measure(problem, segments_of(problem)).replay.any()
-    assert solve("rotor", problem, int(0.7 * problem.keep_all_peak)).overhead > 0
+    assert says in solution.message
+    assert solution.message.startswith("does not apply: ")

@@ -20,16 +20,19 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import statusline
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, certify
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.model import Model
 from checkmate.solvers.solve import solve
+from tests.support.oracle import pinned
+from tests.support.sampling import long
 
 ROOT = Path(__file__).parents[3]
 CHAIN = dags.unit_chain(2)  # five ops; keeping all takes 5 s and 4 bytes
@@ -65,16 +68,13 @@ def test_a_schedule_that_breaks_the_budget_is_not_taken_and_its_peak_is_noted() 
     assert (solution.status, solution.message, solution.bound) == (Status.NOT_FOUND, "it is too large", 5.0)
 
 
-@pytest.mark.parametrize("R", [np.zeros((5, 5), dtype=bool), np.tril(np.ones((5, 5), dtype=bool), -1)])
-def test_a_schedule_that_breaks_a_rule_is_an_error_of_whom_offers_it(R: np.ndarray) -> None:
-    known = begun()
-    with pytest.raises(SolverError, match="The schedule of rubbish is wrong: "):
-        known.offer(R, "rubbish")
-    assert known.R is None
-
-
-def test_what_is_kept_does_not_change_with_what_was_offered() -> None:
+def test_a_schedule_that_breaks_a_rule_is_an_error_of_whom_offers_it() -> None:
+    """And what is kept does not change with what was offered."""
     known, R = begun(), AGAIN.copy()
+    for wrong in (np.zeros((5, 5), dtype=bool), np.tril(np.ones((5, 5), dtype=bool), -1)):
+        with pytest.raises(SolverError, match="The schedule of rubbish is wrong: "):
+            known.offer(wrong, "rubbish")
+    assert known.R is None
     known.offer(R, "test")
     R[:] = False
     assert np.array_equal(known.R, AGAIN)
@@ -88,26 +88,20 @@ def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFi
     for bound in (6.5, float("inf"), float("nan")):
         known.prove(bound)
     assert known.bound == 5.0
-    assert [record.getMessage().split(" s ")[0] for record in caplog.records] == [
-        "a bound of 7",
-        "a bound of 6.5",
-        "a bound of inf",
-    ]
+    assert [said.split(" s ")[0] for said in caplog.messages] == ["a bound of 7", "a bound of 6.5", "a bound of inf"]
 
 
 def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    runs = [[0], [1], [2], [3], [2, 0, 4]]
-    incumbent = Incumbent(Task(five, 9))
+    incumbent, before = Incumbent(Task(five, 9)), Incumbent(Task(five, 9))
     assert not incumbent.offer_runs([[0], [1], [2], [3], [0, 2, 4]], "in order")
     assert incumbent.least_peak == 10
-    assert incumbent.offer_runs(runs, "in any order")
-    incumbent.prove(math.inf)
-    assert (incumbent.cost, incumbent.bound, caplog.messages) == (7.0, 5.0, [])
-    before = Incumbent(Task(five, 9))
     before.prove(math.inf)
-    assert before.offer_runs(runs, "in any order")
-    assert (before.cost, before.bound, caplog.messages) == (7.0, 5.0, [])
+    for known in (incumbent, before):
+        assert known.offer_runs([[0], [1], [2], [3], [2, 0, 4]], "in any order")
+    incumbent.prove(math.inf)
+    for known in (incumbent, before):
+        assert (known.cost, known.bound, caplog.messages) == (7.0, 5.0, [])
 
 
 def test_an_infinite_bound_proves_that_nothing_fits() -> None:
@@ -136,17 +130,11 @@ def test_offers_from_the_thread_of_a_solver_arrive() -> None:
 @pytest.mark.parametrize("method", ["auto", "milp", "next-use", "lp-rounding", "checkpoint-all"])
 def test_the_trajectory_falls_to_the_answer(method: str) -> None:
     chain = dags.unit_chain(8)
-    budget = chain.keep_all_peak if method == "checkpoint-all" else 5
-    solution = solve(chain, budget, method=method, time_limit=20)
+    solution = solve(chain, chain.keep_all_peak if method == "checkpoint-all" else 5, method=method, time_limit=20)
     path = solution.details["trajectory"]
     seconds, costs, bounds = zip(*path, strict=True)
-    assert list(seconds) == sorted(seconds)
-    assert list(costs) == sorted(costs, reverse=True)
-    assert list(bounds) == sorted(bounds)
+    assert (sorted(seconds), sorted(costs, reverse=True), sorted(bounds)) == ([*seconds], [*costs], [*bounds])
     assert path[-1][1:] == (solution.cost, solution.bound)
-
-
-# The line.
 
 
 class Terminal(io.StringIO):
@@ -178,24 +166,21 @@ def test_on_a_terminal_a_slow_solve_shows_what_it_knows(monkeypatch: pytest.Monk
     assert re.search(r"\| step \+20.00%, gap 16.67%, \d of 10 s", screen.getvalue())
 
 
-def test_on_a_terminal_a_quick_solve_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(statusline, "QUIET_SECONDS", 600.0)
-    _slow(monkeypatch)
-    assert screen.getvalue() == ""
-
-
 @pytest.mark.wall_clock
-@pytest.mark.parametrize(("shown", "terminal", "expected"), [(True, False, True), (False, True, False)])
-def test_the_line_can_be_asked_for_and_refused(
-    monkeypatch: pytest.MonkeyPatch, shown: bool, terminal: bool, expected: bool
+@pytest.mark.parametrize(
+    ("shown", "terminal", "quiet", "expected"),
+    [(True, False, 0.0, True), (False, True, 0.0, False), (None, True, 600.0, False)],
+    ids=["asked for", "refused", "a quick solve"],
+)
+def test_the_line_can_be_asked_for_and_refused_and_a_quick_solve_has_none(
+    monkeypatch: pytest.MonkeyPatch, shown: bool | None, terminal: bool, quiet: float, expected: bool
 ) -> None:
     screen = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet)
     _slow(monkeypatch, screen=screen if expected else None, progress=shown)
     assert ("gap" in screen.getvalue()) is expected
+    assert expected or screen.getvalue() == ""
 
 
 def test_elsewhere_progress_is_logged(
@@ -207,27 +192,16 @@ def test_elsewhere_progress_is_logged(
     assert capfd.readouterr() == ("", "")
 
 
-# Ctrl-C.
-
-
-def test_an_interrupt_answers_with_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_answers_with_the_best_plan_and_is_raised_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupted(model: Model, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(highs, "run", interrupted)
     solution = solve(dags.unit_chain(30), 8)
-    assert solution.status is Status.FEASIBLE
+    assert (solution.status, solution.interrupted, solution.peak <= 8) == (Status.FEASIBLE, True, True)
     assert solution.message.startswith("interrupted after")
-    assert solution.interrupted
-    assert solution.peak is not None
-    assert solution.peak <= 8
-
-
-def test_an_interrupt_without_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(model: Model, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(highs, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve(dags.unit_chain(8), 6, method="milp")
 
@@ -266,8 +240,6 @@ def _interrupt(code: str, after: str, wait: float) -> tuple[str, float]:
     """What a child prints after Ctrl-C, some seconds after it logged a word, and how long it computed until then."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", CHILD + code], cwd=ROOT, **pipes) as child:
-        assert child.stderr is not None
-        assert child.stdout is not None
         while after not in (line := child.stderr.readline()):
             assert line, "the child ended before it came so far"
         threading.Thread(target=child.stderr.read, daemon=True).start()
@@ -284,17 +256,50 @@ def _interrupt(code: str, after: str, wait: float) -> tuple[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
-@pytest.mark.parametrize("wait", [0.0, 1.0])
-def test_ctrl_c_after_the_first_plan_answers_within_a_second_or_so(wait: float) -> None:
-    said, seconds = _interrupt(SOLVE, "next-use", wait)
-    assert said.startswith("FEASIBLE interrupted after")
-    assert said.endswith("True")
+@pytest.mark.parametrize(
+    ("code", "after", "wait", "says"),
+    [
+        (SOLVE, "next-use", 0.0, "FEASIBLE interrupted after.*True"),
+        long(SOLVE, "next-use", 1.0, "FEASIBLE interrupted after.*True"),
+        (RUN, "running", 2.0, "stopped"),
+    ],
+    ids=["after the first plan", "a second later", "while HiGHS computes"],
+)
+def test_ctrl_c_is_heard_within_a_second_or_so(code: str, after: str, wait: float, says: str) -> None:
+    said, seconds = _interrupt(code, after, wait)
+    assert re.fullmatch(says, said)
     assert seconds < 3.0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
-def test_ctrl_c_is_heard_while_highs_computes() -> None:
-    said, seconds = _interrupt(RUN, "running", 2.0)
-    assert said == "stopped"
-    assert seconds < 3.0
+def test_a_right_schedule_gets_the_simulators_figures_and_each_op_once_is_optimal_by_itself() -> None:
+    solution = certify(CHAIN, 10, ONCE, method="test", message="as is")
+    assert solution.cost == simulator.cost(solution.plan, CHAIN) == 5.0
+    assert solution.peak == simulator.simulate(solution.plan, CHAIN).peak == CHAIN.keep_all_peak
+    assert (solution.method, solution.message, solution.budget) == ("test", "as is", 10)
+    assert solution.status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"), [(0.0, 5.0), (5.5, 5.5), (6.0001, 6.0), (6.1, 5.0), (float("inf"), 5.0), (float("nan"), 5.0)]
+)
+def test_a_bound_is_from_each_op_once_to_the_cost_and_proves_nothing_where_it_is_above(
+    bound: float, expected: float
+) -> None:
+    solution = certify(CHAIN, 10, AGAIN, method="test", bound=bound)
+    assert (solution.cost, solution.bound) == (6.0, expected)
+    assert solution.gap == pytest.approx(1 - expected / 6)
+    assert solution.status is (Status.OPTIMAL if expected == 6.0 else Status.FEASIBLE)
+
+
+@pytest.mark.parametrize(
+    ("problem", "budget", "R", "says"),
+    [
+        (CHAIN, CHAIN.keep_all_peak - 1, ONCE, r"test is wrong: the peak of .* exceeds the budget"),
+        (CHAIN, 10, np.diag([True, True, False, True, True]), "more"),
+        (pinned(CHAIN, 0), 10, AGAIN, "draws random numbers"),
+    ],
+    ids=["over the budget", "an op is left out", "a pinned op runs twice"],
+)
+def test_a_wrong_schedule_is_refused(problem: Problem, budget: int, R: np.ndarray, says: str) -> None:
+    with pytest.raises(SolverError, match=says):
+        certify(problem, budget, R, method="test")

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 from pickle import PicklingError
+from typing import Any
 
 import pytest
 
@@ -27,25 +28,17 @@ def test_calls_run_elsewhere_and_answer() -> None:
         assert len({os.getpid(), *(pid.result() for pid in pids)}) == 4
 
 
-def test_a_call_that_raises_says_what_and_the_others_answer() -> None:
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [((divmod, 1, 0), "code 1: ZeroDivisionError"), ((os._exit, 9), "code 9: it said nothing")],
+    ids=["raises", "dies"],
+)
+def test_a_call_that_fails_says_why_and_the_others_answer(call: tuple[Any, ...], says: str) -> None:
     with Processes(1) as processes:
-        wrong, right = processes.submit(divmod, 1, 0), processes.submit(divmod, 7, 3)
-        with pytest.raises(SolverError, match=r"code 1: ZeroDivisionError"):
+        wrong, right = processes.submit(*call), processes.submit(divmod, 7, 3)
+        with pytest.raises(SolverError, match=says):
             wrong.result()
         assert right.result() == (2, 1)
-
-
-def test_a_process_that_dies_takes_no_other_with_it() -> None:
-    with Processes(1) as processes:
-        dead, right = processes.submit(os._exit, 9), processes.submit(divmod, 7, 3)
-        with pytest.raises(SolverError, match="code 9: it said nothing"):
-            dead.result()
-        assert right.result() == (2, 1)
-
-
-def test_what_a_call_prints_does_not_spoil_its_answer() -> None:
-    with Processes(1) as processes:
-        assert processes.submit(print, "noise").result() is None
 
 
 def _sleep_for_ever(begun: Path) -> None:
@@ -67,9 +60,14 @@ def test_nothing_runs_on_after_the_end(tmp_path: Path) -> None:
         waiting.result()
 
 
-def test_what_cannot_be_sent_is_an_error_of_its_call() -> None:
-    with Processes(1) as processes, pytest.raises((AttributeError, TypeError, PicklingError), match=r"pickle|local"):
-        processes.submit(lambda: 1).result()
+def test_what_travels_and_what_cannot_be_sent() -> None:
+    """What a call prints does not spoil its answer."""
+    problem = Problem.from_dag([[], [0]], seconds=[1, 2], sizes=[4, 8])
+    with Processes(1) as processes:
+        assert processes.submit(repr, problem).result() == repr(problem)
+        assert processes.submit(print, "noise").result() is None
+        with pytest.raises((AttributeError, TypeError, PicklingError), match=r"pickle|local"):
+            processes.submit(lambda: 1).result()
 
 
 def test_a_script_needs_no_guard(tmp_path: Path) -> None:
@@ -80,15 +78,6 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, str(script), str(ROOT)], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["once", "(2, 1)"]
-
-
-def test_a_problem_travels() -> None:
-    problem = Problem.from_dag([[], [0]], seconds=[1, 2], sizes=[4, 8])
-    with Processes(1) as processes:
-        assert processes.submit(repr, problem).result() == repr(problem)
-
-
-# Beside the training.
 
 
 def _priority(tell: object) -> None:
@@ -120,20 +109,14 @@ def test_a_call_that_fails_has_no_result(caplog: pytest.LogCaptureFixture) -> No
     assert "math domain error" in caplog.text
 
 
-def test_a_process_tells_and_is_gone_at_the_end() -> None:
+def test_a_process_tells_and_is_gone_at_the_end_and_one_that_ends_says_why() -> None:
     with Process(_priority) as process:
         pid, niceness = next(process.answers())
         assert pid == process.pid
         assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
     assert not _is_there(pid)
-
-
-def test_a_process_that_ends_says_why() -> None:
-    with (
-        Process(os._exit, 7) as process,
-        pytest.raises(SolverError, match="code 1: TypeError"),
-    ):  # one argument too many
-        next(process.answers())
+    with Process(os._exit, 7) as process, pytest.raises(SolverError, match="code 1: TypeError"):
+        next(process.answers())  # one argument too many
 
 
 @pytest.mark.wall_clock

@@ -12,18 +12,17 @@ from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
 
-def test_keeping_everything_runs_nothing_again() -> None:
+def test_a_segment_runs_again_at_once_and_stays() -> None:
+    """Two segments of a chain: each is made anew as a whole, when the backward comes to its end.
+
+    Where everything is kept nothing runs again.
+    """
+    R = kept_by_the_forward(dags.unit_chain(6), [0, 3, 6])
+    again = {t: np.flatnonzero(row[:t]).tolist() for t, row in enumerate(R) if row[:t].any()}
+    assert again == {7: [4, 5], 10: [1, 2]}
     problem = dags.unet(2)
     R = kept_by_the_forward(problem, range(len(problem.graph.values)))
     assert (R == np.eye(len(R), dtype=bool)).all()
-
-
-def test_a_segment_runs_again_at_once_and_stays() -> None:
-    """Two segments of a chain: each is made anew as a whole, when the backward comes to its end."""
-    chain = dags.unit_chain(6)
-    R = kept_by_the_forward(chain, [0, 3, 6])
-    again = {t: np.flatnonzero(row[:t]).tolist() for t, row in enumerate(R) if row[:t].any()}
-    assert again == {7: [4, 5], 10: [1, 2]}
 
 
 def test_pinned_values_are_kept_whatever_is_asked() -> None:

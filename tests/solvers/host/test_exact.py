@@ -19,19 +19,17 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.host.exact import milp
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_ruled_problem
+from tests.support.oracle import optima, random_problem, random_ruled_problem
 from tests.support.sampling import long, slow
 
 ONCE = 1 + 1e-6  # solvers round
 CHAIN = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[4, 1, 1, 1, 1], sizes=[2] * 5, forward=3)
+CARRIES = Host(2, send=4.0, fetch=4.0)
 
 
 def random_ruled_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:
     rates = np.random.default_rng((seed, 5)).choice([1.0, 4.0, 8.0], 2).tolist()
     return random_ruled_problem(seed, most_ops=most_ops).with_host(Host(20, *rates))
-
-
-MAKES = (random_problem_with_host, random_chain_with_host, random_ruled_problem_with_host)
 
 
 def budgets(problem: Problem) -> set[int]:
@@ -43,10 +41,9 @@ def budgets(problem: Problem) -> set[int]:
 def test_all_plans_are_as_good_as_all_schedules_where_nothing_is_sent() -> None:
     for seed in range(12):
         problem = random_problem(seed, most_ops=4)
-        known = outcomes(problem)
-        for budget in interesting_budgets(known):
+        for budget, best in optima(problem):
             cheapest, plan = cheapest_plan(problem, budget)
-            assert cheapest == pytest.approx(optimum(known, budget))
+            assert cheapest == pytest.approx(best)
             assert plan is None or simulator.check_plan(plan, problem, budget) == []
 
 
@@ -66,14 +63,12 @@ def test_the_cheapest_plan_is_one_that_the_simulator_knows() -> None:
 
 def test_the_cheapest_plan_of_a_chain_counted_by_hand() -> None:
     """Value 0 is gone while ops 2 and 3 run, and nothing but op 1 runs while it goes: half a second is waited for."""
-    problem = CHAIN.with_host(Host(2, send=4.0, fetch=4.0))
-    assert cheapest_plan(problem, 6)[0] == 8.5
-    assert cheapest_plan(problem, 8)[0] == 8.0
+    problem = CHAIN.with_host(CARRIES)
+    assert [cheapest_plan(problem, budget)[0] for budget in (6, 8, 5)] == [8.5, 8.0, math.inf]
     assert cheapest_plan(problem.with_host(Host(1, send=4.0, fetch=4.0)), 6)[0] == 12.0
-    assert cheapest_plan(problem, 5)[0] == math.inf
 
 
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", [random_problem_with_host, random_chain_with_host, random_ruled_problem_with_host])
 @pytest.mark.parametrize(("first", "seeds"), [(0, 5), slow(5, 5), long(10, 50), long(60, 90)])
 def test_no_plan_is_below_the_bound_and_the_one_found_rarely_above_the_cheapest(
     make: Callable[..., Problem], first: int, seeds: int
@@ -95,26 +90,20 @@ def test_no_plan_is_below_the_bound_and_the_one_found_rarely_above_the_cheapest(
 
 
 def test_milp_proves_its_plan_with_a_second_memory_the_best() -> None:
-    problem = CHAIN.with_host(Host(2, send=4.0, fetch=4.0))
+    """Without one it is the plain one; links that carry nothing in time leave recomputation."""
+    problem = CHAIN.with_host(CARRIES)
     solution = solve(problem, 6, method="milp")
-    assert solution.status is Status.OPTIMAL
-    assert solution.cost == solution.bound == 8.5
-    assert solution.plan.sent == {0}
-    assert solution.details["bound"] == pytest.approx(8.5)
+    assert (solution.status, solution.cost, solution.bound) == (Status.OPTIMAL, 8.5, 8.5)
+    assert (solution.plan.sent, solution.details["bound"]) == ({0}, pytest.approx(8.5))
     assert solve(problem, 5, method="milp").status is Status.INFEASIBLE
-
-
-def test_milp_is_the_plain_one_without_a_second_memory() -> None:
-    assert solve(CHAIN, 6, method="milp").cost == 12.0
+    for host in (None, Host(100, send=1e-3, fetch=1e-3), Host(0, 4.0, 4.0)):
+        assert solve(CHAIN.with_host(host), 6, method="milp").cost == 12.0
     assert solve(CHAIN, 6, method="milp", formulation="paper").method == "milp (paper)"
+    for method in ("offload-all", "capuchin", "poet"):
+        with pytest.raises(ValueError, match=r"is for a step with a second memory"):
+            solve(CHAIN, 8, method=method)
     with pytest.raises(ValueError, match="With a second memory there is formulation='strengthened'"):
-        solve(CHAIN.with_host(Host(2, 4.0, 4.0)), 6, method="milp", formulation="paper")
-
-
-def test_links_that_carry_nothing_in_time_leave_recomputation() -> None:
-    slow = CHAIN.with_host(Host(100, send=1e-3, fetch=1e-3))
-    assert solve(slow, 6, method="milp").cost == solve(CHAIN, 6, method="milp").cost
-    assert solve(CHAIN.with_host(Host(0, 4.0, 4.0)), 6, method="milp").cost == 12.0
+        solve(problem, 6, method="milp", formulation="paper")
 
 
 @pytest.mark.parametrize("method", ["auto", "milp", "poet"])
@@ -138,9 +127,3 @@ def test_a_copy_is_no_way_around_a_rule() -> None:
     solution = solve(problem, 8, method="milp")
     assert solution.cost == solution.bound == 12.0
     assert not solution.plan.sent
-
-
-def test_a_method_for_a_second_memory_needs_one() -> None:
-    for method in ("offload-all", "capuchin", "poet"):
-        with pytest.raises(ValueError, match=r"is for a step with a second memory"):
-            solve(CHAIN, 8, method=method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from checkmate.solvers.search.min_budget import _known as known_ends
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.offers import plan
 from tests.support.oracle import (
+    pinned,
     random_problem,
     random_problem_with_overwrites,
     random_problem_with_ways,
@@ -43,45 +43,30 @@ def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
     return Problem.from_dag(deps, [seconds] * (2 * n), [size] * (2 * n), forward=n)
 
 
+FAST = Host(10**6, send=16.0, fetch=16.0)
+
+
 def random_host(rng: np.random.Generator) -> Host:
-    return Host(
-        int(rng.integers(0, 40)),
-        send=float(rng.uniform(0.5, 20)),
-        fetch=float(rng.uniform(0.5, 20)),
-        one_link=bool(rng.random() < 0.5),
-        latency=float(rng.choice([0, 0.2])),
-    )
+    room, send, fetch = int(rng.integers(0, 40)), float(rng.uniform(0.5, 20)), float(rng.uniform(0.5, 20))
+    return Host(room, send, fetch, one_link=bool(rng.random() < 0.5), latency=float(rng.choice([0, 0.2])))
 
 
 @pytest.mark.long
-def test_a_fast_link_makes_recomputation_needless() -> None:
-    problem = layers(12)
-    budget = 8 * 6
-    alone = solve(problem, budget)
-    solution = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), budget)
-    assert alone.overhead > 0.1
-    assert solution.plan is not None
-    assert solution.status is Status.OPTIMAL
-    assert solution.overhead == pytest.approx(0)
-    assert solution.plan.sent
-
-
-@pytest.mark.long
-def test_a_slow_link_changes_nothing() -> None:
+def test_a_fast_link_makes_recomputation_needless_and_a_slow_one_changes_nothing() -> None:
     problem, budget = layers(12), 8 * 6
+    alone, solution = solve(problem, budget), solve(problem.with_host(FAST), budget)
+    assert alone.overhead > 0.1
+    assert (solution.status, solution.overhead) == (Status.OPTIMAL, pytest.approx(0))
+    assert solution.plan.sent
     solution = solve(problem.with_host(Host(10**6, send=1e-3, fetch=1e-3)), budget)
-    assert solution.cost == solve(problem, budget).cost
-    assert solution.plan is not None
-    assert not solution.plan.sent
+    assert (solution.cost, solution.plan.sent) == (alone.cost, set())
 
 
 @pytest.mark.slow
 def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
     problem, budget = layers(16), 8 * 5
-    alone = solve(problem, budget)
     solution = solve(problem.with_host(Host(10**6, send=2.0, fetch=2.0)), budget, time_limit=2)
-    assert solution.plan is not None
-    assert problem.keep_all_cost < solution.cost < alone.cost
+    assert problem.keep_all_cost < solution.cost < solve(problem, budget).cost
     assert len(solution.plan.runs) > len(problem.graph.ops)
     assert solution.bound <= solution.cost
 
@@ -89,10 +74,9 @@ def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
 def test_the_host_budget_holds() -> None:
     problem = layers(12).with_host(Host(17, send=16.0, fetch=16.0))
     solution = solve(problem, 8 * 6)
-    assert solution.plan is not None
     assert len(solution.plan.sent) <= 12
     assert check_plan(solution.plan, problem, 8 * 6) == []
-    roomier = solve(layers(12).with_host(Host(10**6, send=16.0, fetch=16.0)), 8 * 6)
+    roomier = solve(problem.with_host(FAST), 8 * 6)
     assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
 
 
@@ -100,8 +84,7 @@ def test_the_host_budget_holds() -> None:
 def test_at_the_smallest_budget_of_recomputation_a_link_saves_most_of_it() -> None:
     problem = layers(20)
     smallest = min_budget(problem).peak
-    fits = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), smallest, time_limit=3)
-    assert fits.plan is not None
+    fits = solve(problem.with_host(FAST), smallest, time_limit=3)
     assert fits.overhead < 0.7 * solve(problem, smallest, time_limit=3).overhead
 
 
@@ -109,24 +92,17 @@ def test_what_is_fetched_is_not_made_again() -> None:
     problem = layers(8).with_host(Host(10**6, send=8.0, fetch=8.0))
     fetching = with_fetches(problem, [2])
     solution = solve(fetching.problem, 8 * 5)
-    assert solution.plan is not None
     happens, boundary = plain_events(fetching, solution.plan)
     assert [event.value for event in happens if isinstance(event, MustBeBack)] == [2]
     assert [event for event in happens if isinstance(event, Run)].count(Run(2)) == 1
     plan = place_transfers(problem, 8 * 6, happens, boundary)
-    assert plan is not None
     assert check_plan(plan, problem, 8 * 6) == []
     fetch, need = plan.steps.index(Fetch(2)), timing(plan, problem)
     assert need.waited == 0.0  # it begins early enough
     assert fetch > plan.steps.index(Run(7))
 
 
-KINDS: list[Callable[..., Problem]] = [
-    random_problem,
-    random_problem_with_ways,
-    random_ruled_problem,
-    random_problem_with_overwrites,
-]
+KINDS = [random_problem, random_problem_with_ways, random_ruled_problem, random_problem_with_overwrites]
 
 
 @in_turn(seed=range(24))
@@ -138,11 +114,8 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
     task = Task(problem, budget, Clock(20.0))
     incumbent = Incumbent(task)
     sets = SentSets(task, incumbent, auto)
-    may = [
-        v
-        for v in range(len(plain.sizes))
-        if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.recomputed}
-    ]
+    stay = {*plain.graph.outputs, *plain.limits.recomputed}
+    may = [v for v, size in enumerate(plain.sizes) if size and v not in stay]
     for _ in range(3 if may else 0):
         sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong
     alone = solve(plain, budget, time_limit=5)
@@ -152,18 +125,14 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
 
 def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
     problem = Problem.from_dag([[], [0], [1], [2], [3, 2], [4, 1], [5, 0]], seconds=[1] * 7, sizes=[8] * 7, forward=4)
-    pinned = replace(
-        problem, graph=replace(problem.graph, ops=tuple(replace(op, pinned="is random") for op in problem.graph.ops))
-    )
-    host = pinned.with_host(Host(100, send=1.0, fetch=1.0))
-    alone, ends = min_budget(pinned), min_budget(host)
-    assert (alone.peak, alone.proven) == (pinned.keep_all_peak, True)
+    once = pinned(problem, *range(7))
+    host = once.with_host(Host(100, send=1.0, fetch=1.0))
+    alone, ends = min_budget(once), min_budget(host)
+    assert (alone.peak, alone.proven) == (once.keep_all_peak, True)
     assert (ends.peak, ends.bound) == (24, 24)
-    solution = solve(host, ends.peak)
-    assert solution.plan is not None
-    assert solution.peak == 24
+    assert solve(host, ends.peak).peak == 24
     assert solve(host, 23).status is Status.INFEASIBLE
-    few = min_budget(pinned.with_host(Host(8, send=1.0, fetch=1.0)))
+    few = min_budget(once.with_host(Host(8, send=1.0, fetch=1.0)))
     assert ends.peak < few.peak < alone.peak
 
 
@@ -180,35 +149,24 @@ def test_a_budget_that_is_named_has_a_plan_on_a_slow_machine_too(seconds: float)
         assert solve(there, budget, time_limit=seconds).plan is not None
 
 
-def test_a_plan_that_sends_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_sends_is_remembered_and_where_a_solve_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
-    first = plan(problem, 8 * 6, time_limit=5)
-    again = plan(problem, 8 * 6, time_limit=5)
-    assert first.plan is not None
+    problem = layers(12).with_host(FAST)
+    first, again = (plan(problem, 8 * 6, time_limit=5) for _ in range(2))
     assert first.plan.sent
     assert (again.plan, again.cost, again.origin) == (first.plan, first.cost, "plan cache")
-    slower = layers(12).with_host(Host(10**6, send=1.0, fetch=1.0))
-    assert plan(slower, 8 * 6, time_limit=5).origin != "plan cache"
+    assert solve(problem, 8 * 6, start=first).details["found"] == {"start": first.cost}
+    slower = problem.with_host(Host(10**6, send=1.0, fetch=1.0))
+    assert plan(slower, 8 * 6, time_limit=1).origin != "plan cache"
 
 
-def test_a_known_plan_is_where_a_solve_begins() -> None:
-    problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
-    known = solve(problem, 8 * 6)
-    assert solve(problem, 8 * 6, start=known).details["found"] == {"start": known.cost}
-
-
-def test_a_method_without_transfers_proves_nothing_about_them() -> None:
-    problem, budget = layers(6), 8 * 4
-    assert solve(problem, budget, method="milp").status is Status.OPTIMAL
-    solution = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), budget, method="next-use")
-    assert solution.status is Status.FEASIBLE
-    assert solution.bound == problem.keep_all_cost
-
-
-def test_a_frontier_has_plans_that_send() -> None:
-    problem = layers(8).with_host(Host(10**6, send=16.0, fetch=16.0))
-    rows = frontier(problem, budgets=[8 * 5, 8 * 7], methods=["auto", "next-use"], time_limit=3, jobs=1).rows
-    best = [row.cost for row in rows if row.method == "auto"]
-    assert best[0] < min(row.cost for row in rows if row.method == "next-use" and row.budget == 8 * 5)
+def test_a_frontier_has_plans_that_send_and_a_method_without_transfers_proves_nothing_about_them() -> None:
+    problem, methods = layers(8).with_host(FAST), ["auto", "next-use"]
+    rows = frontier(problem, budgets=[8 * 5, 8 * 7], methods=methods, time_limit=3, jobs=1).rows
+    best = {(row.method, row.budget): row.cost for row in rows}
+    assert best["auto", 8 * 5] < best["next-use", 8 * 5]
     assert all(row.bound <= row.cost for row in rows)
+    solution = solve(problem, 8 * 5, method="next-use")
+    assert (solution.status, solution.bound) == (Status.FEASIBLE, problem.keep_all_cost)

@@ -44,40 +44,33 @@ def by_hand(model: Model) -> float:
     return float((points[fits] @ model.cost).min())
 
 
-@in_turn(seed=range(5))
-def test_integers_are_solved_exactly(seed: int) -> None:
-    model = knapsack(seed)
-    result = highs.run(model)
-    assert result.outcome is SolveStatus.OPTIMAL
-    assert result.objective == pytest.approx(by_hand(model))
-    assert result.bound == pytest.approx(result.objective)
-    assert result.x is not None
-    assert model.broken(result.x) == []
+def chain(budget: int = 4) -> Model:
+    """The model of a chain whose optimum takes 26 s within four bytes."""
+    return build(dags.unit_chain(8), budget)[0]
 
 
 @in_turn(seed=range(5))
-def test_the_relaxation_bounds_from_below(seed: int) -> None:
-    model = knapsack(seed)
-    result = highs.run(model, relax=True)
-    assert result.outcome is SolveStatus.OPTIMAL
-    assert result.bound <= by_hand(model) + 1e-9
+def test_integers_are_solved_exactly_and_the_relaxation_bounds_from_below(seed: int) -> None:
+    """HiGHS keeps one scheduler a process, and a run with another number of threads would end without a result."""
+    model, relaxed = knapsack(seed), highs.run(knapsack(seed), relax=True)
+    for threads in (1, 2, 1):
+        result = highs.run(model, threads=threads)
+        assert result.outcome is relaxed.outcome is SolveStatus.OPTIMAL
+        assert result.objective == pytest.approx(by_hand(model)) == pytest.approx(result.bound)
+        assert model.broken(result.x) == []
+    assert relaxed.bound <= by_hand(model) + 1e-9
 
 
 @pytest.mark.parametrize("relax", [True, False])
 def test_the_impossible_is_proven(relax: bool) -> None:
     model = knapsack()
     model.constrain("none", [(np.arange(12)[None, :], 1.0)], upper=1.0)
-    result = highs.run(model, relax=relax)
-    assert (result.outcome, result.x, result.objective, result.bound) == (SolveStatus.INFEASIBLE, None, np.inf, np.inf)
+    assert highs.run(model, relax=relax) == Result(SolveStatus.INFEASIBLE, None, np.inf, np.inf)
 
 
 def test_without_time_the_bound_is_still_true() -> None:
     model = knapsack()
-    result = highs.run(model, time_limit=0.0)
-    assert result.bound <= by_hand(model)
-
-
-def test_without_time_the_relaxation_still_bounds() -> None:
+    assert highs.run(model, time_limit=0.0).bound <= by_hand(model)
     problem = dags.vgg()
     model, _ = build(problem, int(0.7 * problem.keep_all_peak))
     result = highs.run(model, relax=True, time_limit=0.0)
@@ -89,7 +82,6 @@ def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatc
     """A limit on nodes, which ends it at the same place on every machine."""
     model, x = build(dags.unit_chain(8), 4, formulation="paper")
     known = milp(dags.unit_chain(8), 4).schedule
-    assert known is not None
     set_option = highs._set
 
     def limited(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
@@ -100,7 +92,6 @@ def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatc
     there = x.R != NONE
     result = highs.run(model, start=(x.R[there], known.R[there].astype(float)))
     assert (result.outcome, round(result.objective)) == (SolveStatus.STOPPED, 26)
-    assert result.x is not None
     assert model.broken(result.x) == []
     assert 17 <= result.bound + 1e-6 < 26
 
@@ -109,7 +100,7 @@ def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatc
 @pytest.mark.parametrize("relax", [True, False])
 def test_what_highs_has_no_time_for_it_does_not_prove(budget: int, relax: bool) -> None:
     """Even that nothing fits, which it sees at once with a moment more; 1.16 needs none where a row cannot hold."""
-    model, _ = build(dags.unit_chain(8), budget)
+    model = chain(budget)
     for gain in (1.0, -1.0):
         model._cost = [gain * abs(cost) for cost in model._cost]
         result = highs.run(model, relax=relax, time_limit=0.0)
@@ -120,23 +111,30 @@ def test_what_highs_has_no_time_for_it_does_not_prove(budget: int, relax: bool) 
 
 
 def test_unbounded_or_infeasible_is_a_proof_only_where_nothing_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    says = highspy.HighsModelStatus.kUnboundedOrInfeasible
-    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: says)
-    for upper, cost, proven in ((np.inf, 1.0, True), (3.0, -1.0, True), (np.inf, -1.0, False)):
+    def one(upper: float, cost: float) -> Model:
         model = Model()
         model.variables((1,), lower=0.0, upper=upper, cost=cost)
-        if proven:
-            assert highs.run(model).outcome is SolveStatus.INFEASIBLE
-        else:
-            with pytest.raises(SolverError, match="solves nothing"):
-                highs.run(model)
+        return model
+
+    with pytest.raises(SolverError, match="solves nothing"):
+        highs.run(one(np.inf, -1.0))
+    says = highspy.HighsModelStatus.kUnboundedOrInfeasible
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: says)
+    for model in (one(np.inf, 1.0), one(3.0, -1.0)):
+        assert highs.run(model).outcome is SolveStatus.INFEASIBLE
+    with pytest.raises(SolverError, match="solves nothing"):
+        highs.run(one(np.inf, -1.0))
 
 
-def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> None:
+def test_a_start_on_some_columns_is_completed_and_left_out_where_it_cannot_be() -> None:
     model, x = build(dags.unit_chain(8), 20)
     there = x.R != -1
     result = highs.run(model, start=(x.R[there], np.eye(17)[there]), time_limit=10)
     assert result.objective == pytest.approx(17)
+    model = knapsack()
+    columns = np.arange(model.columns - 1)
+    result = highs.run(model, start=(columns, np.full(len(columns), 7.0)))  # beyond what any of them may be
+    assert result.objective == pytest.approx(by_hand(model))
 
 
 @in_turn(seed=range(5))
@@ -173,90 +171,58 @@ def test_highs_is_given_whole_starts_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.objective == pytest.approx(by_hand(model))
 
 
-def test_a_start_that_cannot_be_completed_is_left_out() -> None:
-    model = knapsack()
-    columns = np.arange(model.columns - 1)
-    result = highs.run(model, start=(columns, np.full(len(columns), 7.0)))  # beyond what any of them may be
-    assert result.objective == pytest.approx(by_hand(model))
-
-
 def test_a_point_that_is_not_what_is_claimed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start is given in place of what was found: the model is solved again without."""
     model, plain, seen = knapsack(), highs._result, []
 
     def once_wrong(*args: Any) -> Result:
-        result = plain(*args)
-        seen.append(result)
-        return (
-            replace(result, x=np.ones(model.columns), objective=float(model.cost.sum())) if len(seen) == 1 else result
-        )
+        seen.append(plain(*args))
+        wrong = {} if seen[1:] else {"x": np.ones(model.columns), "objective": float(model.cost.sum())}
+        return replace(seen[-1], **wrong)
 
     monkeypatch.setattr(highs, "_result", once_wrong)
     assert highs.run(model, start=(np.arange(12), np.ones(12))).objective == pytest.approx(by_hand(model))
     assert len(seen) == 2
 
 
-def test_a_target_stops_the_search() -> None:
-    model, _ = build(dags.unit_chain(8), 4)
-    result = highs.run(model, target=1e9)
-    assert result.outcome in (SolveStatus.STOPPED, SolveStatus.OPTIMAL)
-    assert result.x is not None
-    assert result.bound <= 26 + 1e-6
-
-
-def test_incumbents_are_reported_in_falling_order() -> None:
-    model, _ = build(dags.unit_chain(8), 4)
-    seen: list[float] = []
-    result = highs.run(model, on_incumbent=lambda x: seen.append(float(model.cost @ x)))
-    assert seen == sorted(seen, reverse=True)
-    assert seen[-1] == pytest.approx(result.objective)
-
-
-def test_bounds_are_reported_in_rising_order_and_end_at_the_result() -> None:
-    model, _ = build(dags.unit_chain(8), 4)
-    seen: list[float] = []
-    result = highs.run(model, on_bound=seen.append)
-    assert seen == sorted(seen)
-    assert len(seen) > 1
-    assert seen[-1] <= result.bound * (1 + 1e-9)
+def test_incumbents_are_reported_in_falling_order_bounds_in_rising_and_end_at_the_result() -> None:
+    model, costs, bounds = chain(), list[float](), list[float]()
+    result = highs.run(model, on_incumbent=lambda x: costs.append(float(model.cost @ x)), on_bound=bounds.append)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == pytest.approx(result.objective)
+    assert bounds == sorted(bounds)
+    assert len(bounds) > 1
+    assert bounds[-1] <= result.bound * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
-def test_what_a_callback_raises_is_raised_to_the_caller(callback: str) -> None:
-    def fail(value: object) -> None:
-        raise LookupError("a callback's own trouble")
-
-    model, _ = build(dags.unit_chain(8), 4)
-    with pytest.raises(LookupError, match="own trouble"):
-        highs.run(model, **{callback: fail})
-
-
-@pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
-def test_ctrl_c_within_a_callback_is_not_lost(callback: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no Exception, and in a thread of its own it would end as a traceback on standard error."""
+@pytest.mark.parametrize(
+    "error", [LookupError("a callback's own trouble"), KeyboardInterrupt()], ids=["error", "ctrl-c"]
+)
+def test_what_a_callback_raises_is_raised_to_the_caller(
+    callback: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is no Exception, and in a thread of its own it would end as a traceback on standard error."""
     unheard: list[object] = []
     monkeypatch.setattr(threading, "excepthook", unheard.append)
 
-    def interrupted(value: object) -> None:
-        raise KeyboardInterrupt
+    def fail(value: object) -> None:
+        raise error
 
-    model, _ = build(dags.unit_chain(8), 4)
-    with pytest.raises(KeyboardInterrupt):
-        highs.run(model, **{callback: interrupted})
+    with pytest.raises(type(error)) as raised:
+        highs.run(chain(), **{callback: fail})
+    assert raised.value is error
     assert unheard == []
 
 
 def test_what_a_callback_raises_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """HiGHS may be busy for seconds before it asks again whether to stop."""
-    busy = threading.Event()
+    busy, going, start = threading.Event(), list[highs._Run](), highs._Run.__init__
 
     def run(solver: highspy.Highs) -> highspy.HighsStatus:
         going[0]._improve(SimpleNamespace(data_out=SimpleNamespace(mip_solution=[1.0])))
         busy.wait()
         return highspy.HighsStatus.kOk
-
-    going: list[highs._Run] = []
-    start = highs._Run.__init__
 
     def keep(self: highs._Run, *args: Any) -> None:
         going.append(self)
@@ -278,16 +244,14 @@ def test_what_a_callback_raises_does_not_wait_for_the_end(monkeypatch: pytest.Mo
 @pytest.mark.wall_clock
 def test_a_run_that_does_not_end_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """HiGHS looks at the clock only now and then: its presolve of a large model takes seconds beyond the limit."""
-    at_last = threading.Event()
+    at_last, model = threading.Event(), knapsack()
     monkeypatch.setattr(highspy.Highs, "run", lambda solver: at_last.wait())
-    model = knapsack()
     try:
         result = highs.run(model, time_limit=0.1)
         assert not at_last.is_set()
     finally:
         at_last.set()
-    assert (result.outcome, result.x, result.objective) == (SolveStatus.STOPPED, None, np.inf)
-    assert result.bound == highs.least_objective(model)
+    assert result == Result(SolveStatus.STOPPED, None, np.inf, highs.least_objective(model))
 
 
 def test_a_crash_of_highs_is_a_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,42 +263,26 @@ def test_a_crash_of_highs_is_a_solver_error(monkeypatch: pytest.MonkeyPatch) -> 
         highs.run(knapsack())
 
 
-def test_the_number_of_threads_may_change_between_runs() -> None:
-    """HiGHS keeps one scheduler a process, and a run with another number would end at once without a result."""
-    model = knapsack()
-    best = by_hand(model)
-    for threads in (1, 2, 1):
-        assert highs.run(model, threads=threads).objective == pytest.approx(best)
-
-
-def test_the_gap_is_a_gap_between_cost_and_bound() -> None:
-    model, _ = build(dags.unit_chain(8), 4)
+def test_the_gap_is_a_gap_between_cost_and_bound_and_a_target_stops_the_search() -> None:
+    """There is no gap where there are no integers."""
+    model = chain()
     result = highs.run(model, gap=0.2)
     assert (result.objective - result.bound) / result.objective <= 0.2 + 1e-9
-    assert result.x is not None
     assert model.broken(result.x) == []
-
-
-def test_a_model_without_integers_has_its_objective_as_bound() -> None:
+    result = highs.run(model, target=1e9)
+    assert result.outcome in (SolveStatus.STOPPED, SolveStatus.OPTIMAL)
+    assert model.broken(result.x) == []
+    assert result.bound <= 26 + 1e-6
     model = Model()
     x = model.variables((2,), cost=[1.0, 2.0])
     model.constrain("cover", [(x[None, :], 1.0)], lower=1.5)
     result = highs.run(model)
-    assert result.objective == pytest.approx(2.0)
-    assert result.bound == pytest.approx(2.0)
-
-
-def test_a_model_that_makes_no_sense_is_an_error() -> None:
-    model = Model()
-    model.variables((1,), lower=0.0, upper=np.inf, cost=-1.0)
-    with pytest.raises(SolverError, match="solves nothing"):
-        highs.run(model)
+    assert (result.objective, result.bound) == (pytest.approx(2.0), pytest.approx(2.0))
 
 
 @pytest.mark.parametrize("suffix", [".lp", ".mps"])
 def test_a_written_model_read_again_has_the_same_optimum(tmp_path: Path, suffix: str) -> None:
-    model = knapsack()
-    path = tmp_path / f"knapsack{suffix}"
+    model, path = knapsack(), tmp_path / f"knapsack{suffix}"
     highs.export(model, path)
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
@@ -345,10 +293,9 @@ def test_a_written_model_read_again_has_the_same_optimum(tmp_path: Path, suffix:
 
 
 def test_a_file_is_lp_or_mps(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.lp or \.mps"):
-        highs.export(knapsack(), tmp_path / "model.txt")
-    with pytest.raises(OSError, match="No such file"):
-        highs.export(knapsack(), tmp_path / "nowhere" / "model.lp")
+    for path, error, says in (("a.txt", ValueError, r"\.lp or \.mps"), ("nowhere/a.lp", OSError, "No such file")):
+        with pytest.raises(error, match=says):
+            highs.export(knapsack(), tmp_path / path)
 
 
 SCRIPT = f"""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,20 +29,14 @@ from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
 from checkmate.solvers.solve import solve
-from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn, long, slow
 
 milp = METHODS["milp"].solve
 
 GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}  # budget -> cost of the chain of 8 layers, unit costs and sizes
-GOLDEN_IN_PLACE = {
-    3: 27,
-    4: 22,
-    5: 21,
-    6: 20,
-    8: 18,
-}  # the same where each op of the backward may write over the gradient that it reads
+# where each op of the backward may write over the gradient that it reads
+GOLDEN_IN_PLACE = {3: 27, 4: 22, 5: 21, 6: 20, 8: 18}
 GOLDEN_16 = {8: 43, 10: 41, 12: 39}
 
 
@@ -64,12 +59,10 @@ def check_against_brute_force(
         best = optimum(every, budget)
         solution = milp(problem, budget, formulation=formulation)
         if np.isinf(best):
-            assert solution.status is Status.INFEASIBLE
-            assert solution.plan is None
+            assert (solution.status, solution.plan) == (Status.INFEASIBLE, None)
             continue
         assert solution.status is Status.OPTIMAL
         assert solution.cost == pytest.approx(best, rel=1e-9)
-        assert solution.peak is not None
         assert solution.peak <= budget
         assert solution.bound <= best * (1 + 1e-9)
 
@@ -110,53 +103,44 @@ def test_relaxations_bound_the_optimum_and_the_strengthened_one_is_tighter(
         assert strengthened <= best * (1 + 1e-7)
 
 
-@pytest.mark.parametrize(("budget", "cost"), GOLDEN.items())
-def test_golden_chain_of_8_strengthened(budget: int, cost: float) -> None:
-    solution = milp(dags.unit_chain(8), budget)
-    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+def chain_in_place() -> Problem:
+    chain = dags.unit_chain(8)
+    ways = tuple(InPlace(k, k, k - 1, 0) for k in range(9, 17))
+    return replace(chain, profile=replace(chain.profile, ways=ways))
+
+
+CHAINS = {"8": dags.unit_chain(8), "16": dags.unit_chain(16), "8 in place": chain_in_place()}
 
 
 @pytest.mark.parametrize(
-    ("budget", "cost"),
-    [long(*item) if item[0] < 5 else item for item in GOLDEN.items()],
+    ("chain", "formulation", "budget", "cost"),
+    [
+        marked.get(budget, pytest.param)(chain, formulation, budget, cost)
+        for chain, formulation, costs, marked in (
+            ("8", "strengthened", GOLDEN, {}),
+            ("8", "paper", GOLDEN, {3: long, 4: long, 5: long}),
+            ("16", "strengthened", GOLDEN_16, {8: long, 10: slow, 12: long}),
+            ("8 in place", "strengthened", GOLDEN_IN_PLACE, {3: long}),
+        )
+        for budget, cost in costs.items()
+    ],
 )
-def test_golden_chain_of_8_paper(budget: int, cost: float) -> None:
-    solution = milp(dags.unit_chain(8), budget, formulation="paper", time_limit=300)
+def test_golden_chains(chain: str, formulation: str, budget: int, cost: float) -> None:
+    solution = milp(CHAINS[chain], budget, formulation=formulation, time_limit=300)
     assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("budget", "cost"), [slow(*item) if item[0] < 10 else item for item in GOLDEN_16.items()])
-def test_golden_chain_of_16(budget: int, cost: float) -> None:
-    solution = milp(dags.unit_chain(16), budget)
-    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
-
-
-@pytest.mark.parametrize(("budget", "cost"), GOLDEN_IN_PLACE.items())
-def test_golden_chain_of_8_whose_backward_writes_over_gradients(budget: int, cost: float) -> None:
-    chain = dags.unit_chain(8)
-    ways = tuple(InPlace(k, k, k - 1, 0) for k in range(9, 17))
-    solution = milp(replace(chain, profile=replace(chain.profile, ways=ways)), budget)
-    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
-
-
-@in_turn(seed=range(4))
-def test_without_ways_the_model_has_no_trace_of_them(seed: int) -> None:
-    problem = random_problem(seed)
-    model, x = build(problem, problem.keep_all_peak)
-    assert (x.OVER == NONE).all()
-    assert not {"write over what goes", "write over one", "keep one copy"} & set(model.families)
+def test_without_ways_the_model_has_no_trace_of_them() -> None:
+    for seed in range(4):
+        problem = random_problem(seed)
+        model, x = build(problem, problem.keep_all_peak)
+        assert (x.OVER == NONE).all()
+        assert not {"write over what goes", "write over one", "keep one copy"} & set(model.families)
 
 
 @pytest.mark.parametrize(("budget", "cost"), GOLDEN_16.items())
 def test_the_strengthened_relaxation_alone_proves_the_chain_of_16(budget: int, cost: float) -> None:
-    assert relax(dags.unit_chain(16), budget).bound == pytest.approx(cost, rel=1e-6)
-
-
-def test_below_the_smallest_budget_of_the_chain_nothing_fits() -> None:
-    solution = milp(dags.unit_chain(8), 2)
-    assert solution.status is Status.INFEASIBLE
-    assert "at least 3 B are at hand while op9 runs" in solution.message
+    assert relax(CHAINS["16"], budget).bound == pytest.approx(cost, rel=1e-6)
 
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)
@@ -165,9 +149,6 @@ def test_a_budget_below_what_is_resident_makes_a_model_without_solutions(formula
     model, _ = build(problem, 50, formulation=formulation)
     assert highs.run(model).outcome is SolveStatus.INFEASIBLE
     assert relax(problem, 50, formulation=formulation).outcome is SolveStatus.INFEASIBLE
-
-
-# The three statements of memory.
 
 
 def random_runs(problem: Problem, seed: int) -> np.ndarray:
@@ -208,9 +189,6 @@ def test_the_model_admits_a_schedule_exactly_from_its_simulated_peak_on(seed: in
         assert highs.run(model).outcome is outcome
 
 
-# Traps.
-
-
 @in_turn(seed=range(12))
 def test_trap_nothing_is_freed_after_an_op_that_did_not_run(seed: int) -> None:
     """FREE <= R left out undercounts memory: in the paper's form no FREE goes without its R."""
@@ -230,7 +208,6 @@ def test_trap_nothing_is_freed_twice_or_without_being_at_hand(seed: int) -> None
     problem = random_problem(seed)
     model, x = build(problem, problem.keep_all_peak)
     result = highs.run(model)
-    assert result.x is not None
     R, S, FREE = (model.value(result.x, family) for family in (x.R, x.S, x.FREE))
     of = x.touches
     for v in np.unique(of.value):
@@ -252,8 +229,7 @@ def test_trap_leaving_free_bounds_out_undercounts() -> None:
     assert highs.run(model).objective < GOLDEN[5] - 0.5
 
 
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_trap_no_second_copy_goes_so_that_the_first_is_written_over(formulation: str) -> None:
+def two_copies() -> Problem:
     """Within 15 bytes v, made again beside itself, would let op 3 save its 24 bytes and still leave v to op 4."""
     made = [(0,), (1,), (2,), (3, 4, 5), (6,)]
     reads: list[tuple[int, ...]] = [(), (0,), (), (1, 2), (1, 3, 4)]
@@ -265,30 +241,42 @@ def test_trap_no_second_copy_goes_so_that_the_first_is_written_over(formulation:
         outputs=(6,),
     )
     ways = (InPlace(op=3, makes=3, over=1, workspace=0), InPlace(op=3, makes=5, over=2, workspace=20))
-    problem = Problem(graph, Profile(np.ones(5), np.array([0, 0, 0, 20, 0]), ways=ways))
-    assert interesting_budgets(outcomes(problem)) == [33, 16, 15]
-    assert milp(problem, 16, formulation=formulation).cost == 6
-    assert milp(problem, 15, formulation=formulation, time_limit=5).status is Status.INFEASIBLE
+    return Problem(graph, Profile(np.ones(5), np.array([0, 0, 0, 20, 0]), ways=ways))
 
 
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_trap_what_fits_only_in_place_may_still_run_again(formulation: str) -> None:
-    problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], [1] * 5, [4, 4, 4, 1, 1], over={1: [0], 2: [1]})
-    assert optimum(outcomes(problem), 6) == 7
-    assert milp(problem, 6, formulation=formulation).cost == 7
-
-
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_trap_the_budget_is_rounded_down_to_what_ways_leave_too(formulation: str) -> None:
+def way_of_less_workspace() -> Problem:
     plain = Problem.from_dag([[], [0]], [1, 1], [4, 4], workspace=[0, 4])
-    problem = replace(plain, profile=replace(plain.profile, ways=(InPlace(op=1, makes=1, over=0, workspace=1),)))
-    assert milp(problem, 5, formulation=formulation).cost == 2
+    return replace(plain, profile=replace(plain.profile, ways=(InPlace(op=1, makes=1, over=0, workspace=1),)))
+
+
+IN_PLACE = Problem.from_dag([[], [0], [1], [2], [1, 3]], [1] * 5, [4, 4, 4, 1, 1], over={1: [0], 2: [1]})
+TRAPS: dict[str, tuple[Problem, dict[int, float]]] = {
+    "no second copy goes so that the first is written over": (two_copies(), {33: 5, 16: 6, 15: np.inf}),
+    "what fits only in place may still run again": (IN_PLACE, {6: 7}),
+    "the budget is rounded down to what ways leave too": (way_of_less_workspace(), {5: 2}),
+    "the new output counts while its op runs": (Problem.from_dag([[], [0]], [1, 1], [5, 7]), {12: 2, 11: np.inf}),
+    "all values are results": (
+        Problem.from_dag([[], [0], [1]], [1] * 3, [1, 2, 3], outputs=[0, 1, 2]),
+        {6: 3, 5: np.inf},
+    ),
+}
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+@pytest.mark.parametrize("trap", TRAPS)
+def test_trap(trap: str, formulation: str) -> None:
+    problem, costs = TRAPS[trap]
+    every = outcomes(problem)
+    for budget, cost in costs.items():
+        assert optimum(every, budget) == cost
+        solution = milp(problem, budget, formulation=formulation, time_limit=20)
+        status = Status.INFEASIBLE if np.isinf(cost) else Status.OPTIMAL
+        assert (solution.status, solution.cost) == (status, cost)
 
 
 def test_trap_binaries_are_rounded_not_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
     def almost(model: Model, **options: object) -> Result:
         result = run(model, **options)
-        assert result.x is not None
         return replace(result, x=np.where(model.integer, result.x * (1 - 1e-7), result.x))
 
     run = highs.run
@@ -301,78 +289,66 @@ def test_trap_the_gap_ends_the_search_and_loosens_no_constraint(gap: float) -> N
     solution = milp(dags.unit_chain(8), 4, gap=gap)
     assert solution.gap <= gap + 1e-9
     assert solution.bound <= GOLDEN[4] <= solution.cost
-    assert solution.peak is not None
     assert solution.peak <= 4
 
 
-def test_trap_the_new_output_counts_while_its_op_runs() -> None:
-    """A peak taken before the new buffer is added is one allocation short."""
-    problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[5, 7])
-    assert milp(problem, 12).peak == 12
-    assert milp(problem, 11).status is Status.INFEASIBLE
-
-
 def test_an_answer_over_budget_within_the_tolerance_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = dags.unit_chain(4)
-    tries = []
+    tries, run = [], highs.run
 
     def careless(model: Model, **options: object) -> Result:
         tries.append(model)
         result = run(model, **options)
         if len(tries) > 1 or result.x is None:
             return result
-        x = np.zeros(model.columns)
-        x[model.lower == 1] = 1  # runs each op once, whatever the budget
-        return replace(result, x=x)
+        return replace(result, x=(model.lower == 1).astype(float))  # runs each op once, whatever the budget
 
-    run = highs.run
     monkeypatch.setattr(highs, "run", careless)
-    solution = milp(problem, 5)
-    assert solution.peak is not None
-    assert len(tries) == 2
-    assert solution.peak <= 5
-    assert solution.bound == 10  # from the model of the whole budget
+    solution = milp(dags.unit_chain(4), 5)
+    assert (len(tries), solution.peak <= 5, solution.bound) == (2, True, 10)  # that of the model of the whole budget
 
 
-# Options.
+def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a proof that a known schedule contradicts."""
+
+    def lie(model: Model, **options: object) -> Result:
+        x = model.lower.copy()
+        x[0] = 0  # the first op does not run
+        return Result(SolveStatus.OPTIMAL, x, 0.0, 0.0)
+
+    start = milp(CHAINS["8"], 5).schedule
+    monkeypatch.setattr(highs, "run", lie)
+    with pytest.raises(SolverError, match="milp"):
+        milp(dags.unit_chain(3), 7)
+    false = Result(SolveStatus.INFEASIBLE, None, float("inf"), float("inf"))
+    monkeypatch.setattr(highs, "run", lambda model, **options: false)
+    solution = milp(CHAINS["8"], 5, start=start)
+    assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)
 
 
 def test_a_start_is_never_made_worse_and_is_the_answer_when_there_is_no_time() -> None:
+    """One that does not fit is ignored, and without any there is but a bound. A target ends the search."""
     problem = dags.unit_chain(8)
-    start = milp(problem, 4).schedule
-    assert start is not None
-    solution = milp(problem, 5, start=start, time_limit=0.0)
-    assert (solution.status, solution.cost) == (Status.FEASIBLE, 26)
-    assert milp(problem, 5, start=start).cost == 22
+    start, keep_all = milp(problem, 4).schedule, Schedule.from_runs(problem.graph, np.eye(17, dtype=bool))
+    for options, expected in (
+        ({"start": start, "time_limit": 0.0}, (Status.FEASIBLE, 26)),
+        ({"start": start}, (Status.OPTIMAL, 22)),
+        ({"start": keep_all}, (Status.OPTIMAL, 22)),
+        ({"start": keep_all, "time_limit": 0.0}, (Status.NOT_FOUND, np.inf)),
+        ({"time_limit": 0.0}, (Status.NOT_FOUND, np.inf)),
+    ):
+        solution = milp(problem, 5, **options)
+        assert (solution.status, solution.cost) == expected, options
+        assert 17 <= solution.bound <= 22
+    assert milp(problem, 4, start=start, target=26.0).cost == 26
 
 
-def test_a_start_that_does_not_fit_is_ignored() -> None:
-    problem = dags.unit_chain(8)
-    keep_all = Schedule.from_runs(problem.graph, np.eye(17, dtype=bool))
-    assert milp(problem, 5, start=keep_all).cost == 22
-    assert milp(problem, 5, start=keep_all, time_limit=0.0).status is Status.NOT_FOUND
-
-
-def test_no_time_and_no_start_finds_nothing_but_a_bound() -> None:
-    problem = dags.unit_chain(8)
-    solution = milp(problem, 5, time_limit=0.0)
-    assert solution.status is Status.NOT_FOUND
-    assert 17 <= solution.bound <= 22
-
-
-def test_a_target_ends_the_search() -> None:
-    problem = dags.unit_chain(8)
-    start = milp(problem, 4).schedule
-    solution = milp(problem, 4, start=start, target=26.0)
-    assert solution.cost == 26
-
-
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_and_what_fits_nowhere_are_refused() -> None:
     problem = dags.unit_chain(2)
     with pytest.raises(ValueError, match="one of strengthened, paper"):
         milp(problem, 5, formulation="weak")
     with pytest.raises(ValueError, match="'pulp:'"):
         milp(problem, 5, engine="cbc")
+    assert "at least 3 B are at hand while op9 runs" in milp(dags.unit_chain(8), 2).message
 
 
 @pytest.mark.long
@@ -380,13 +356,8 @@ def test_huge_bytes_and_tiny_seconds_change_nothing() -> None:
     for seed in range(20):
         problem, every, budgets = known(seed)
         factor = 2**28 + 1
-        scaled = Problem(
-            replace(
-                problem.graph,
-                values=tuple(replace(v, size_bytes=v.size_bytes * factor) for v in problem.graph.values),
-            ),
-            Profile(problem.seconds * 1e-7, problem.workspace * factor, problem.resident * factor),
-        )
+        scaled = in_larger_bytes(problem, factor)
+        scaled = replace(scaled, profile=replace(scaled.profile, seconds=problem.seconds * 1e-7))
         for budget in budgets:
             best = optimum(every, budget)
             assert milp(scaled, budget * factor).cost == pytest.approx(best * 1e-7, rel=1e-9)
@@ -411,17 +382,10 @@ def test_a_training_step_of_80_ops_is_solved_to_proven_optimality() -> None:
 
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_exported_files_have_the_letters_of_the_paper(tmp_path, formulation: str) -> None:  # type: ignore[no-untyped-def]
-    path = tmp_path / "model.lp"
-    export(dags.unit_chain(3), 4, path, formulation=formulation)
-    text = path.read_text()
-    assert all(name in text for name in ("R_3_1", "S_3_1", "FREE_3_", "U_3_1", "begin_stage_0", "run_and_free_0"))
-
-
-def test_a_graph_whose_values_are_all_results_has_nothing_to_decide() -> None:
-    problem = Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 2, 3], outputs=[0, 1, 2])
-    assert milp(problem, 6).cost == 3
-    assert milp(problem, 5).status is Status.INFEASIBLE
+def test_exported_files_have_the_letters_of_the_paper(tmp_path: Path, formulation: str) -> None:
+    export(dags.unit_chain(3), 4, tmp_path / "model.lp", formulation=formulation)
+    names = ("R_3_1", "S_3_1", "FREE_3_", "U_3_1", "begin_stage_0", "run_and_free_0")
+    assert all(name in (tmp_path / "model.lp").read_text() for name in names)
 
 
 def test_zero_costs_and_zero_sizes_are_solved() -> None:
@@ -459,40 +423,13 @@ def test_without_what_is_spare_the_same_schedules_fit(seed: int) -> None:
         assert solve(problem, budget, method="milp").cost == pytest.approx(optimum(found, budget))
 
 
-def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lie(model: Model, **options: object) -> Result:
-        x = model.lower.copy()
-        x[0] = 0  # the first op does not run
-        return Result(SolveStatus.OPTIMAL, x, 0.0, 0.0)
-
-    monkeypatch.setattr(highs, "run", lie)
-    with pytest.raises(SolverError, match="milp"):
-        milp(dags.unit_chain(3), 7)
-
-
-def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = dags.unit_chain(8)
-    start = milp(chain, 5).schedule
-    false = Result(SolveStatus.INFEASIBLE, None, float("inf"), float("inf"))
-    monkeypatch.setattr(highs, "run", lambda model, **options: false)
-    solution = milp(chain, 5, start=start)
-    assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)
-
-
-def test_brute_force_knows_the_chain() -> None:
-    every = oracle.outcomes(dags.unit_chain(2))
-    assert optimum(every, 3) == milp(dags.unit_chain(2), 3).cost
-
-
 def in_larger_bytes(problem: Problem, times: int) -> Problem:
     """The problem whose sizes and workspaces are all multiples of a number of bytes."""
     values = tuple(replace(value, size_bytes=times * value.size_bytes) for value in problem.graph.values)
-    profile = problem.profile
-    ways = tuple(replace(way, workspace=times * way.workspace) for way in profile.ways)
-    larger = replace(
-        profile, workspace_bytes=times * profile.workspace_bytes, resident_bytes=times * problem.resident, ways=ways
-    )
-    return replace(problem, graph=replace(problem.graph, values=values), profile=larger)
+    ways = tuple(replace(way, workspace=times * way.workspace) for way in problem.profile.ways)
+    workspace, resident = times * problem.workspace, times * problem.resident
+    profile = replace(problem.profile, workspace_bytes=workspace, resident_bytes=resident, ways=ways)
+    return replace(problem, graph=replace(problem.graph, values=values), profile=profile)
 
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)

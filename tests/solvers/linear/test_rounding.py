@@ -17,14 +17,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
-from tests.support.oracle import (
-    all_schedules,
-    interesting_budgets,
-    optimum,
-    outcomes,
-    random_problem,
-    random_problem_with_overwrites,
-)
+from tests.support.oracle import all_schedules, optima, random_problem, random_problem_with_overwrites
 from tests.support.sampling import every, in_turn
 
 milp = METHODS["milp"].solve
@@ -34,9 +27,7 @@ lp_rounding = METHODS["lp-rounding"].solve
 @in_turn(randomized=[False, True], seed=every(5, range(10)))
 def test_between_the_bound_and_the_optimum(seed: int, randomized: bool) -> None:
     problem = random_problem(seed)
-    every = outcomes(problem)
-    for budget in interesting_budgets(every)[:3]:
-        best = optimum(every, budget)
+    for budget, best in optima(problem)[:3]:
         solution = lp_rounding(problem, budget, randomized=randomized)
         if np.isinf(best):
             assert solution.status in (Status.INFEASIBLE, Status.NOT_FOUND)
@@ -46,10 +37,10 @@ def test_between_the_bound_and_the_optimum(seed: int, randomized: bool) -> None:
         assert solution.plan is None or (solution.peak is not None and solution.peak <= budget)
 
 
-@pytest.mark.parametrize(("budget", "most"), [(6, 1.06), (8, 1.06), (10, 1.06)])
-def test_close_to_the_optimum_on_a_chain(budget: int, most: float) -> None:
+@pytest.mark.parametrize("budget", [6, 8, 10])
+def test_close_to_the_optimum_on_a_chain(budget: int) -> None:
     problem = dags.unit_chain(8)
-    assert lp_rounding(problem, budget).cost <= most * milp(problem, budget).cost
+    assert lp_rounding(problem, budget).cost <= 1.06 * milp(problem, budget).cost
 
 
 @pytest.mark.slow
@@ -63,36 +54,27 @@ def test_a_training_step_of_80_ops_is_within_the_papers_factor() -> None:
     assert solution.bound <= 1.0239128 * problem.keep_all_cost
 
 
-def test_where_all_fits_nothing_runs_twice() -> None:
-    problem = dags.unit_chain(8)
-    solution = lp_rounding(problem, problem.keep_all_peak)
-    assert (solution.status, solution.cost) == (Status.OPTIMAL, 17)
-
-
-def test_the_impossible_is_proven() -> None:
-    assert lp_rounding(dags.unit_chain(8), 2).status is Status.INFEASIBLE
-
-
-def test_without_time_nothing_is_found_and_nothing_proven_but_that_each_op_runs() -> None:
-    solution = lp_rounding(dags.unit_chain(8), 5, time_limit=0.0)
-    assert (solution.status, solution.bound) == (Status.NOT_FOUND, 17.0)
-
-
-@pytest.mark.long
-def test_the_same_seed_gives_the_same_plan() -> None:
-    problem = dags.unit_chain(8)
-    first, second = (lp_rounding(problem, 5, randomized=True, seed=3) for _ in range(2))
-    assert first.plan == second.plan
+@pytest.mark.parametrize(
+    ("budget", "options", "status", "cost", "bound"),
+    [
+        (10, {}, Status.OPTIMAL, 17.0, 17.0),
+        (2, {}, Status.INFEASIBLE, np.inf, np.inf),
+        (5, {"time_limit": 0.0}, Status.NOT_FOUND, np.inf, 17.0),
+    ],
+    ids=["all fits", "nothing fits", "no time"],
+)
+def test_what_is_said_of_a_chain(budget: int, options: dict, status: Status, cost: float, bound: float) -> None:
+    solution = lp_rounding(dags.unit_chain(8), budget, **options)
+    assert (solution.status, solution.cost, solution.bound) == (status, cost, bound)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), make=st.sampled_from([random_problem, random_problem_with_overwrites]))
 def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Callable[..., Problem]) -> None:
     problem = make(seed, most_ops=8)
-    T, V = len(problem.graph.ops), len(problem.graph.values)
-    kept = np.random.default_rng(seed).random((T, V)) < 0.5
-    made_by = np.array([T if v.producer is None else v.producer for v in problem.graph.values])
-    kept &= np.arange(T)[:, None] > made_by
+    stages = np.arange(len(problem.graph.ops))[:, None]
+    made_by = np.array([len(stages) if v.producer is None else v.producer for v in problem.graph.values])
+    kept = (np.random.default_rng(seed).random((len(stages), len(made_by))) < 0.5) & (stages > made_by)
     for R in (least_runs(problem, kept), rounded(problem, kept)):
         assert Schedule.from_runs(problem.graph, R).violations(problem) == []
 
@@ -122,8 +104,5 @@ def test_useless_runs_are_dropped_and_no_others(seed: int) -> None:
 
 def test_thresholds_give_from_much_to_little_recomputation() -> None:
     problem = dags.unit_chain(8)
-    relaxed = relax(problem, 5)
-    assert relaxed.S is not None
-    costs = [R.sum() for R in roundings(problem, relaxed.S, None)]
-    assert len(costs) == len({*costs}) or len(costs) > 1
-    assert min(costs) >= 17
+    costs = [R.sum() for R in roundings(problem, relax(problem, 5).S, None)]
+    assert max(costs) > min(costs) >= 17

@@ -18,21 +18,10 @@ from checkmate.solvers.search.drop_runs import drop_runs_of
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.test_every_plan import random_chain
 from tests.support.all_plans import cheapest_plan, random_dag
-from tests.support.oracle import (
-    all_schedules,
-    random_problem,
-    random_problem_with_overwrites,
-    random_problem_with_ways,
-)
+from tests.support.oracle import all_schedules, random_problem, random_problem_with_overwrites, random_problem_with_ways
 from tests.support.sampling import in_turn, long, slow
 
-KINDS: list[Callable[[int], Problem]] = [
-    random_dag,
-    random_problem,
-    random_problem_with_ways,
-    random_problem_with_overwrites,
-    random_chain,
-]
+KINDS = [random_dag, random_problem, random_problem_with_ways, random_problem_with_overwrites, random_chain]
 
 
 @in_turn(make=KINDS, first=[0, *map(long, range(20, 300, 20))])
@@ -87,11 +76,8 @@ def test_on_training_steps_it_fits_where_a_schedule_does_and_proves_as_much(make
 def test_what_runs_twice_in_a_stage_is_said_by_the_stages_alone() -> None:
     five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
     runs = AnyOrder(ValueSets(five), 8, Clock()).runs()
-    assert runs is not None
-    plan = lower_runs(five, runs)
-    assert check_plan(plan, five, 8) == []
-    assert not plan.is_a_schedule
-    schedule = Schedule.from_runs(five.graph, as_matrix(runs))
+    plan, schedule = lower_runs(five, runs), Schedule.from_runs(five.graph, as_matrix(runs))
+    assert (check_plan(plan, five, 8), plan.is_a_schedule) == ([], False)
     assert simulate(lower(five, schedule), five).peak > 8
 
 

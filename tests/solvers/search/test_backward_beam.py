@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
-from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.common.task import Clock
-from checkmate.solvers.search.backward_beam import Beam, prices
+from checkmate.solvers.common.incumbent import Incumbent, certify
+from checkmate.solvers.common.schedules import as_matrix
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search import backward_beam as module
+from checkmate.solvers.search.backward_beam import Beam, backward_bound, prices
 from checkmate.solvers.search.value_sets import ValueSets
-from tests.support.all_plans import least_seconds
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
+from tests.support.all_plans import fastest
+from tests.support.oracle import optima, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn
 
 Make = Callable[..., Problem]
@@ -25,13 +27,7 @@ MANY = 10**6  # states: more than there are
 
 
 def beam(
-    problem: Problem,
-    budget: int,
-    width: int,
-    *,
-    worth: float = 0.1,
-    seconds: float = math.inf,
-    any_order: bool = False,
+    problem: Problem, budget: int, width: int, *, worth: float = 0.1, seconds: float = math.inf, any_order: bool = False
 ) -> Beam:
     sets = ValueSets(problem)
     price = prices(sets, budget, np.full(sets.T, worth))
@@ -42,19 +38,15 @@ def beam(
 def test_with_every_state_it_is_the_optimum(make: Make, block: int, any_order: bool) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)
-        known = outcomes(problem)
-        for budget in interesting_budgets(known):
-            best = least_seconds(problem, known, budget) if any_order else optimum(known, budget)
+        for budget, best in fastest(problem) if any_order else optima(problem):
             search = beam(problem, budget, MANY, any_order=any_order)
             seconds, found = search.bound()
             assert search.complete
-            if best == math.inf:
-                assert seconds == math.inf
-                assert found is None
-                continue
-            assert found is not None
             assert problem.keep_all_cost + seconds == pytest.approx(best)
-            assert certify(problem, budget, lower_runs(problem, found), method="beam").cost == pytest.approx(best)
+            if best == math.inf:
+                assert found is None
+            else:
+                assert certify(problem, budget, lower_runs(problem, found), method="beam").cost == pytest.approx(best)
 
 
 @in_turn(
@@ -63,9 +55,7 @@ def test_with_every_state_it_is_the_optimum(make: Make, block: int, any_order: b
 def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int, any_order: bool) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)
-        known = outcomes(problem)
-        for budget in interesting_budgets(known):
-            best = least_seconds(problem, known, budget) if any_order else optimum(known, budget)
+        for budget, best in fastest(problem) if any_order else optima(problem):
             for worth in (0.0, 0.3):
                 seconds, found = beam(problem, budget, width, worth=worth, any_order=any_order).bound()
                 assert problem.keep_all_cost + seconds <= best + 1e-9
@@ -75,55 +65,38 @@ def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width
 
 
 def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
-    """The bound of few states is below that of all, and rises with them."""
+    """The bound of few states is below that of all. A search for less than the optimum proves what it looked for."""
     chain = dags.unit_chain(8)
     found = [beam(chain, 4, width) for width in (1, 4, 16, MANY)]
     bounds = [search.bound()[0] for search in found]
     assert [search.complete for search in found] == [False, False, False, True]
     assert bounds[0] < bounds[-1] == 26 - chain.keep_all_cost
     assert all(bound <= bounds[-1] for bound in bounds)
+    search = beam(chain, 5, MANY)
+    search.most = 22 - chain.keep_all_cost
+    assert search.bound() == (search.most, None)
+    assert beam(chain, 4, 8, seconds=0.0).search() is None
+    assert beam(chain, 4, 8, seconds=0.0).bound() == (0.0, None)
 
 
 @pytest.mark.parametrize(("layers", "budget", "best"), [(8, 3, 45), (8, 5, 22), (16, 4, 67), (16, 5, 53), (16, 6, 47)])
 def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> None:
     chain = dags.unit_chain(layers)
     seconds, found = beam(chain, budget, MANY).bound()
-    assert found is not None
     assert sum(map(len, found)) == best == chain.keep_all_cost + seconds
-
-
-def test_nothing_below_what_is_asked_for_is_found_nor_proven_impossible_above() -> None:
-    """A search for less than the optimum proves just what it looked for."""
-    chain = dags.unit_chain(8)
-    search = beam(chain, 5, MANY)
-    search.most = 22 - chain.keep_all_cost
-    assert search.bound() == (search.most, None)
 
 
 @pytest.mark.parametrize("block", every(8, range(8)))
 def test_plans_fit_and_are_no_dearer_than_the_known_one(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = random_problem(seed, most_ops=4)
-        known = outcomes(problem)
-        for budget in interesting_budgets(known)[:-1]:
-            best = optimum(known, budget)
-            found = beam(problem, budget, MANY).bound()[1]
-            assert best == math.inf or found is not None
-            start = None if found is None else as_matrix(found)
+        for budget, best in optima(problem)[:-1]:
+            start = as_matrix(beam(problem, budget, MANY).bound()[1])
             for width in (1, 3):
                 alone = beam(problem, budget, width).search()
                 assert alone is None or certify(problem, budget, alone, method="beam").cost >= best - 1e-9
-                if start is not None:
-                    beside = beam(problem, budget, width).search(start)
-                    assert beside is not None
-                    assert cost_of(problem, beside) == pytest.approx(best)
-                    assert certify(problem, budget, beside, method="beam").plan is not None
-
-
-def test_no_time_is_no_plan_and_proves_nothing() -> None:
-    search = beam(dags.unit_chain(4), 4, 8, seconds=0.0)
-    assert search.search() is None
-    assert beam(dags.unit_chain(4), 4, 8, seconds=0.0).bound() == (0.0, None)
+                beside = beam(problem, budget, width).search(start)
+                assert certify(problem, budget, beside, method="beam").cost == pytest.approx(best)
 
 
 def test_a_price_is_what_keeping_takes_or_making_again() -> None:
@@ -134,3 +107,57 @@ def test_a_price_is_what_keeping_takes_or_making_again() -> None:
     assert price[0, 1] == 0.0
     assert price[0, 5] == pytest.approx(0.4)
     assert price[0, -1] == pytest.approx(1.0)
+
+
+def run(
+    problem: Problem, budget: int, *, start: np.ndarray | None = None, seconds: float = math.inf, **options: Any
+) -> Incumbent:
+    task = Task(problem, budget, Clock(seconds))
+    incumbent = Incumbent(task)
+    assert start is None or incumbent.offer(start, "start")
+    backward_bound(task, incumbent, **options)
+    return incumbent
+
+
+@in_turn(block=every(8, range(8)), grain=[module.GRAIN, 0.3])
+def test_never_above_the_optimum(block: int, grain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a coarse grain much is left out: the bound is lower then, and what breaks the budget is not taken."""
+    monkeypatch.setattr(module, "GRAIN", grain)
+    for seed in range(10 * block, 10 * block + 10):
+        problem = random_problem(seed, most_ops=4)
+        for budget, best in fastest(problem):
+            found = run(problem, budget, widths=(1, 3, 1000))
+            assert found.bound <= best + 1e-9
+            assert found.cost >= best - 1e-9
+            if grain < 0.01 and best < math.inf:
+                assert found.cost == pytest.approx(best)
+
+
+def test_proofs_of_chains() -> None:
+    """Also that a known plan is the best, and that nothing fits; without time nothing is proven."""
+    chain, large = dags.unit_chain(8), run(dags.unit_chain(16), 5)  # for which the exact model takes minutes
+    assert large.cost == large.bound == 53
+    again = run(chain, 4, start=run(chain, 4).R)
+    assert again.cost == again.bound == 26
+    assert run(chain, 2).is_infeasible
+    assert run(chain, 4, seconds=0.0).bound == chain.keep_all_cost
+
+
+def test_ends_where_another_bound_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a chain of 33 ops, which takes 53 seconds, 16 states prove 35."""
+    chain = dags.unit_chain(16)
+    asked: list[int] = []
+    bound_of = module.Beam.bound
+
+    def bound(beam: module.Beam) -> tuple[float, list[list[int]] | None]:
+        asked.append(beam.width)
+        return bound_of(beam)
+
+    monkeypatch.setattr(module.Beam, "bound", bound)
+    for proven, tried in ((33.0, [16, 32]), (40.0, [16, 32]), (43.0, [16])):
+        task = Task(chain, 5)
+        incumbent = Incumbent(task)
+        incumbent.prove(proven)
+        asked.clear()
+        backward_bound(task, incumbent, widths=(16, 32))
+        assert asked == tried

@@ -12,7 +12,7 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.schedules import as_matrix, peak_of
+from checkmate.solvers.common.schedules import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.greedy import DeadEnd, Weights, run_pass
@@ -60,55 +60,42 @@ def test_offers_at_a_place_are_those_of_a_line_that_was_never_asked() -> None:
         assert not set(places) <= set(offers)
 
 
-@pytest.mark.parametrize("name", ["vgg", "unet", "gpt"])
-def test_never_worse_and_within_the_budget(name: str) -> None:
-    problem = {"vgg": dags.vgg(10), "unet": dags.unet(3), "gpt": dags.gpt(2)}[name]
+@pytest.mark.parametrize("problem", [dags.vgg(10), dags.unet(3), dags.gpt(2)], ids=["vgg", "unet", "gpt"])
+def test_never_worse_and_within_the_budget(problem: Problem) -> None:
     budget = (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2
     stages = run_pass(Tables.of(problem), budget, Weights(0.5, 0.5, 2.0))
     assert not isinstance(stages, DeadEnd)
-    start = as_matrix(stages)
-    found = exchange(Task(problem, budget, Clock(5.0)), start)
-    assert found.sum(axis=0) @ problem.seconds <= start.sum(axis=0) @ problem.seconds
-    assert peak_of(problem, found) <= budget
+    found = exchange(Task(problem, budget, Clock(5.0)), as_matrix(stages))
+    assert cost_of(problem, found) <= cost_of(problem, as_matrix(stages))
     assert not Schedule.from_runs(problem.graph, found).violations(problem, budget)
 
 
-def test_drops_what_need_not_run_again() -> None:
-    problem = dags.unit_chain(6)
-    again = np.eye(13, dtype=bool)
-    again[9:, 2] = again[8:, 1] = True
-    found = exchange(Task(problem, problem.keep_all_peak, Clock(5.0)), again)
-    assert np.array_equal(found, np.eye(13, dtype=bool))
+# op 0 is dear, and each other one may run again; in the second case op 2 writes over what op 1 made
+BESIDE = Problem.from_dag([[], [], [], [0, 1, 2]], [9, 1, 1, 1], [2, 2, 2, 0], workspace=[0, 0, 2, 0])
+OVER = Problem.from_dag([[], [], [1], [0, 1, 2]], [9, 1, 1, 1], [4, 4, 4, 0], workspace=[0, 0, 4, 0], over={2: [1]})
+NEEDLESS = [*((t, 2) for t in range(9, 13)), *((t, 1) for t in range(8, 13))]
 
 
-def test_runs_a_cheap_op_again_to_save_a_dear_one() -> None:
-    problem = Problem.from_dag(
-        [[], [], [], [0, 1, 2]], seconds=[9, 1, 1, 1], sizes=[2, 2, 2, 0], workspace=[0, 0, 2, 0]
-    )
-    dear = np.eye(4, dtype=bool)
-    dear[3, 0] = True
-    found = exchange(Task(problem, 6, Clock(5.0)), dear)
-    assert found.sum(axis=0).tolist() == [1, 2, 1, 1]
+@pytest.mark.parametrize(
+    ("problem", "budget", "again", "runs"),
+    [
+        (dags.unit_chain(6), 8, NEEDLESS, [1] * 13),
+        (BESIDE, 6, [(3, 0)], [1, 2, 1, 1]),
+        (OVER, 12, [(3, 0)], [1, 2, 1, 1]),
+    ],
+    ids=["drops what need not run again", "runs a cheap op again to save a dear one", "whose value was written over"],
+)
+def test_exchanges(problem: Problem, budget: int, again: list[tuple[int, int]], runs: list[int]) -> None:
+    start = np.eye(len(runs), dtype=bool)
+    start[tuple(zip(*again, strict=True))] = True
+    assert exchange(Task(problem, budget, Clock(5.0)), start).sum(axis=0).tolist() == runs
 
 
-def test_a_value_goes_with_the_run_that_writes_over_it() -> None:
-    problem = Problem.from_dag(
-        [[], [], [1], [0, 1, 2]], [9, 1, 1, 1], [4, 4, 4, 0], workspace=[0, 0, 4, 0], over={2: [1]}
-    )
-    dear = np.eye(4, dtype=bool)
-    dear[3, 0] = True
-    found = exchange(Task(problem, 12, Clock(5.0)), dear)
-    assert found.sum(axis=0).tolist() == [1, 2, 1, 1]
-
-
-def test_places_are_of_use_and_in_order() -> None:
+def test_places_are_of_use_and_in_order_and_pinned_ops_have_one() -> None:
     problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], seconds=[1] * 5, sizes=[1] * 5)
     places = places_of(problem, np.eye(5, dtype=bool)).tolist()
     assert places == sorted(places)
     assert [k for t, k in places if t == 4] == [0, 1, 2, 3, 4]
-
-
-def test_pinned_ops_have_one_place() -> None:
     for seed in range(60):
         problem = random_problem(seed)
         for t, k in places_of(problem, np.eye(len(problem.graph.ops), dtype=bool)).tolist():
@@ -121,7 +108,6 @@ def test_what_runs_out_of_order_fits_and_is_no_dearer(seed: int) -> None:
     problem = random_dag(seed)
     budget = smallest_peak(problem)
     runs = AnyOrder(ValueSets(problem), budget, Clock()).runs()
-    assert runs is not None
     assert any(ops != sorted(set(ops)) for ops in runs)
     line = Line(problem, budget, as_matrix(runs), runs)
     plan = simulator.lower_runs(problem, runs)

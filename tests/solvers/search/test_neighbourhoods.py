@@ -18,14 +18,7 @@ from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods, build, places_around
 from tests.support.layered import layered
-from tests.support.oracle import (
-    interesting_budgets,
-    optimum,
-    outcomes,
-    random_problem,
-    random_problem_with_ways,
-    random_ruled_problem,
-)
+from tests.support.oracle import optima, random_problem, random_problem_with_ways, random_ruled_problem
 from tests.support.sampling import in_turn, long
 
 Make = Callable[..., Problem]
@@ -47,11 +40,10 @@ def everywhere(problem: Problem) -> np.ndarray:
 )
 def test_with_all_places_free_the_best_is_that_of_brute_force(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
-    known, start = outcomes(problem), np.eye(len(problem.graph.ops), dtype=bool)
-    for budget in interesting_budgets(known):
+    start = np.eye(len(problem.graph.ops), dtype=bool)
+    for budget, best in optima(problem):
         near = build(problem, budget, start, everywhere(problem))
         answer = highs.run(near.model)
-        best = optimum(known, budget)
         assert (answer.x is None) == (best == float("inf"))
         if answer.x is not None:
             assert answer.objective * cost_unit(problem) == pytest.approx(best)
@@ -77,18 +69,13 @@ def test_a_schedule_is_in_the_model_exactly_from_its_peak_on(make: Make, seed: i
         assert (highs.run(near.model).x is not None) == expected
 
 
-def test_places_around_are_not_where_an_op_must_not_run() -> None:
-    problem = Problem.from_dag([[], [0], [], [1, 2]], [1] * 4, [1] * 4, overwrites={2: [0]})
-    R = np.eye(4, dtype=bool)
-    assert np.argwhere(places_around(problem, R, 3) & ~R).tolist() == [[1, 0], [3, 1]]
-
-
 def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
+    """Without time the plan stays."""
     chain = dags.unit_chain(8)
     search, start = Neighbourhoods(Task(chain, 4)), least_runs(chain)[1]
+    assert np.array_equal(search.search(start, Clock(0.0)), start)
     found = search.search(start, Clock(60.0))
-    assert search.is_over(found)
-    assert not search.is_over(start)
+    assert (search.is_over(found), search.is_over(start)) == (True, False)
     assert (peak_of(chain, found) <= 4, found.sum()) == (True, 26)  # the optimum
 
 
@@ -99,27 +86,22 @@ def test_a_graph_without_structure_is_planned_far_better_than_by_passes() -> Non
     incumbent = Incumbent(task)
     next_use(task, incumbent)
     start = incumbent.R
-    assert start is not None
     found = Neighbourhoods(task).search(start, Clock(2.0))
     assert peak_of(problem, found) <= task.budget
     recomputed = [cost_of(problem, R) / problem.keep_all_cost - 1 for R in (found, start)]
     assert recomputed[0] < 0.9 * recomputed[1]
 
 
-def test_without_time_the_plan_stays() -> None:
-    chain = dags.unit_chain(4)
-    start = least_runs(chain)[1]
-    assert np.array_equal(Neighbourhoods(Task(chain, 4)).search(start, Clock(0.0)), start)
-
-
 def test_a_first_plan_is_near_keeping_everything_where_that_can_be() -> None:
     problem = layered(250)
     search = Neighbourhoods(Task(problem, int(0.9 * problem.keep_all_peak)))
     found = search.first(Clock(20.0))
-    assert found is not None
     assert fits(problem, search.task.budget, found)
     assert 1 < cost_of(problem, found) / problem.keep_all_cost < 1.1
     chain = dags.unit_chain(4)
     assert Neighbourhoods(Task(chain, 1)).first(Clock(5.0)) is None
     kept = Neighbourhoods(Task(chain, chain.keep_all_peak)).first(Clock(5.0))
     assert np.array_equal(kept, np.eye(9, dtype=bool))
+    problem = Problem.from_dag([[], [0], [], [1, 2]], [1] * 4, [1] * 4, overwrites={2: [0]})
+    R = np.eye(4, dtype=bool)  # no place is where an op must not run
+    assert np.argwhere(places_around(problem, R, 3) & ~R).tolist() == [[1, 0], [3, 1]]
