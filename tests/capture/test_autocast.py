@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,152 +17,112 @@ from tests.support.sampling import slow
 
 BF16 = torch.bfloat16
 QUICK = {"one region", "written between"}
-STEPS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {}
 
 
-def autocast(dtype: torch.dtype = BF16, **options: bool) -> torch.autocast:
-    """On the CPU."""
-    return torch.autocast("cpu", dtype=dtype, **options)
+autocast = partial(torch.autocast, "cpu", dtype=BF16)
 
 
-@pytest.fixture
-def layer() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(8, 8)
+class _Steps:
+    """By what is special about their regions."""
 
+    def one_region(layer: nn.Linear, x: Tensor, **options: Any) -> Tensor:
+        with autocast(**options):
+            return layer(layer(layer(x)).relu()).sum()
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(3, 8)
+    in_float16 = partial(one_region, dtype=torch.float16)
+    copies_not_kept = partial(one_region, cache_enabled=False)
 
+    def two_regions(layer: nn.Linear, x: Tensor) -> Tensor:
+        """Each converts anew."""
+        with autocast():
+            x = layer(layer(x))
+        with autocast():
+            return layer(layer(x.float())).sum()
 
-def _step(step: Callable[[nn.Linear, Tensor], Tensor]) -> Callable[[nn.Linear, Tensor], Tensor]:
-    STEPS[step.__name__.strip("_").replace("_", " ")] = step
-    return step
+    def regions_within(layer: nn.Linear, x: Tensor) -> Tensor:
+        """The copies stay until the outermost one is left."""
+        with autocast():
+            x = layer(x)
+            with autocast(enabled=False):
+                x = layer(x.float())
+                with autocast():
+                    x = layer(x)
+            return layer(x).sum()
 
-
-@_step
-def _one_region(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast():
-        return layer(layer(layer(x)).relu()).sum()
-
-
-@_step
-def _in_float16(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast(torch.float16):
-        return layer(layer(layer(x)).relu()).sum()
-
-
-@_step
-def _two_regions(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Each converts anew."""
-    with autocast():
-        x = layer(layer(x))
-    with autocast():
-        return layer(layer(x.float())).sum()
-
-
-@_step
-def _regions_within(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The copies stay until the outermost one is left."""
-    with autocast():
-        x = layer(x)
+    def off_around(layer: nn.Linear, x: Tensor) -> Tensor:
+        """A region that is not enabled keeps the copies of those within it."""
         with autocast(enabled=False):
-            x = layer(x.float())
             with autocast():
                 x = layer(x)
-        return layer(x).sum()
+            with autocast():
+                return layer(x.float()).sum()
 
+    def first_without_gradients(layer: nn.Linear, x: Tensor) -> Tensor:
+        with autocast():
+            with torch.no_grad():
+                x = layer(x)
+            return layer(layer(x)).sum()
 
-@_step
-def _off_around(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A region that is not enabled keeps the copies of those within it."""
-    with autocast(enabled=False):
+    def written_between(layer: nn.Linear, x: Tensor) -> Tensor:
+        """The second use computes with the copy of what was there."""
         with autocast():
             x = layer(x)
+            with torch.no_grad():
+                layer.weight.clamp_(-0.1, 0.1)
+            return layer(x).sum() + layer.weight.float().sum()
+
+    def by_hand_as_well(layer: nn.Linear, x: Tensor) -> Tensor:
         with autocast():
-            return layer(x.float()).sum()
+            return (layer(layer(x)) @ layer.weight.to(BF16) @ layer.weight.bfloat16()).sum()
 
+    def not_a_leaf(layer: nn.Linear, x: Tensor) -> Tensor:
+        """Of what is computed within the step no copy is kept."""
+        with autocast():
+            weight = layer.weight * 2
+            return F.linear(F.linear(x, weight), weight).sum()
 
-@_step
-def _first_without_gradients(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast():
-        with torch.no_grad():
+    def checkpointed(layer: nn.Linear, x: Tensor) -> Tensor:
+        with autocast():
             x = layer(x)
-        return layer(layer(x)).sum()
+            x = checkpoint(lambda x: layer(layer(x)).relu(), x, use_reentrant=False)
+            return layer(x).sum()
+
+    def written_through_data(layer: nn.Linear, x: Tensor) -> Tensor:
+        """Of a weight that is converted once."""
+        with autocast():
+            layer.weight.data.clamp_(-0.1, 0.1)
+            return F.linear(x, layer.weight).sum() + layer.weight.sum()
+
+    def a_leaf_that_is_an_input(layer: nn.Linear, x: Tensor) -> Tensor:
+        with autocast():
+            return (layer(x) * F.linear(x, layer.bias.view(1, 8))).sum()
 
 
-@_step
-def _written_between(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The second use computes with the copy of what was there."""
-    with autocast():
-        x = layer(x)
-        with torch.no_grad():
-            layer.weight.clamp_(-0.1, 0.1)
-        return layer(x).sum() + layer.weight.float().sum()
-
-
-@_step
-def _copies_not_kept(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast(cache_enabled=False):
-        return layer(layer(layer(x)).relu()).sum()
-
-
-@_step
-def _by_hand_as_well(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast():
-        return (layer(layer(x)) @ layer.weight.to(BF16) @ layer.weight.bfloat16()).sum()
-
-
-@_step
-def _not_a_leaf(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Of what is computed within the step no copy is kept."""
-    with autocast():
-        weight = layer.weight * 2
-        return F.linear(F.linear(x, weight), weight).sum()
-
-
-@_step
-def _checkpointed(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast():
-        x = layer(x)
-        x = checkpoint(lambda x: layer(layer(x)).relu(), x, use_reentrant=False)
-        return layer(x).sum()
-
-
-@_step
-def _written_through_data(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Of a weight that is converted once."""
-    with autocast():
-        layer.weight.data.clamp_(-0.1, 0.1)
-        return F.linear(x, layer.weight).sum() + layer.weight.sum()
-
-
-@_step
-def _a_leaf_that_is_an_input(layer: nn.Linear, x: Tensor) -> Tensor:
-    with autocast():
-        return (layer(x) * F.linear(x, layer.bias.view(1, 8))).sum()
+STEPS = {name.replace("_", " "): step for name, step in vars(_Steps).items() if name[0] != "_"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in STEPS])
-def test_the_bits_of_plain_pytorch(name: str, layer: nn.Linear, x: Tensor) -> None:
-    def step(x: Tensor) -> Tensor:
-        return STEPS[name](layer, x)
-
-    checkmate.verify(step, x.requires_grad_(), budget="1 GB", time_limit=1)
+def test_the_bits_of_plain_pytorch(name: str) -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True)
+    checkmate.verify(lambda x: STEPS[name](layer, x), x, budget="1 GB", time_limit=1)
 
 
 @pytest.mark.slow
-def test_a_region_around_the_step(layer: nn.Linear, x: Tensor) -> None:
-    def step(x: Tensor) -> Tensor:
-        return layer(layer(layer(x)).relu()).sum()
-
+def test_a_region_around_the_step() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
     for options in ({}, {"cache_enabled": False}, {"enabled": False}):
         with autocast(**options):
-            assert checkmate.verify(step, x, budget="1 GB", time_limit=1).gradients == 2
+            assert (
+                checkmate.verify(
+                    lambda x: layer(layer(layer(x)).relu()).sum(), x, budget="1 GB", time_limit=1
+                ).gradients
+                == 2
+            )
 
 
-def test_a_weight_that_tracing_makes_another_one_of_is_converted_once_at_most(layer: nn.Linear, x: Tensor) -> None:
+def test_a_weight_that_tracing_makes_another_one_of_is_converted_once_at_most() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+
     def step(x: Tensor) -> Tensor:
         with autocast():
             x = layer(x)
@@ -172,9 +134,9 @@ def test_a_weight_that_tracing_makes_another_one_of_is_converted_once_at_most(la
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_ops_that_multiply_matrices_within_are_refused(x: Tensor, checkpointed: bool) -> None:
+def test_ops_that_multiply_matrices_within_are_refused(checkpointed: bool) -> None:
     """Plain PyTorch's autocast changes what their kernels call. Where it is off they are captured."""
-    theta, form = torch.randn(1, 2, 3, requires_grad=True), nn.Bilinear(8, 8, 2)
+    theta, form, x = torch.randn(1, 2, 3, requires_grad=True), nn.Bilinear(8, 8, 2), torch.randn(3, 8)
 
     def step(enabled: bool, op: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,11 +39,8 @@ def test_fake_tensors_as_with_data(inside: bool) -> None:
     real = checkmate.trace(step, *batch, profile="roofline:h100")
     with FakeTensorMode() as mode:
         _, step, batch = CASES["mlp"].make(0)
-        if inside:
-            fake = checkmate.trace(step, *batch, profile="roofline:h100")
-    if not inside:
+    with mode if inside else nullcontext():
         fake = checkmate.trace(step, *batch, profile="roofline:h100")
-    assert mode is not None
     assert fake.graph == real.graph
 
 
@@ -81,11 +80,9 @@ def test_a_model_larger_than_the_machine_is_planned_without_allocating_it() -> N
 def test_tensors_without_data_are_told_from_others() -> None:
     with FakeTensorMode():
         fake = torch.ones(3)
-    assert is_fake(fake)
-    assert is_fake(torch.ones(3, device="meta"))
-    assert is_fake(nn.Parameter(torch.ones(3, device="meta")))
-    assert not is_fake(torch.ones(3))
-    assert not is_fake(3)
+    meta = torch.ones(3, device="meta")
+    assert all(map(is_fake, (fake, meta, nn.Parameter(meta))))
+    assert not any(map(is_fake, (torch.ones(3), 3)))
 
 
 def test_pytorch_is_as_before_after_a_trace_that_fails() -> None:

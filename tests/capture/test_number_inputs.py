@@ -29,56 +29,54 @@ def _selected_beside(x: Tensor, y: Tensor) -> Tensor:
     return (W * x).sum() + y[_activations(y) > 0].exp().sum()
 
 
+def _selected_by_draws(x: Tensor, y: Tensor) -> Tensor:
+    return (W * x)[torch.rand(8) < 0.5].exp().sum()
+
+
 def _written(x: Tensor, y: Tensor) -> Tensor:
     table, places = torch.full((3, 8), -1), torch.nonzero(_activations(y) > 0).flatten()
     table[0, : places.numel()] = places
     return (W * x).sum() + (table > 0).sum()
 
 
-@pytest.mark.parametrize("step", [_selected, _selected_beside, _written])
-def test_they_are_refused_before_the_joint_graph_is_traced(
-    step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["before the joint graph is traced", "of the joint graph"])
+@pytest.mark.parametrize("step", [_selected, _selected_beside, _selected_by_draws, _written])
+def test_they_are_refused(step: Callable[..., Tensor], before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as Dynamo has captured the step, and what it let pass where the joint graph holds them."""
+
     def trace(**options: Any) -> Any:
         raise AssertionError("AOTAutograd traces what is refused")
 
-    monkeypatch.setattr(compilation, "aot_autograd", trace)
+    if before:
+        monkeypatch.setattr(compilation, "aot_autograd", trace)
+    else:
+        monkeypatch.setattr(compilation, "refuse_sizes_of_data", lambda module: None)
     with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
 
 
-@pytest.mark.parametrize("step", [_selected, _selected_beside, _written])
-def test_what_the_joint_graph_holds_of_them_is_refused(
-    step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compilation, "refuse_sizes_of_data", lambda module: None)
-    with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
-        checkmate.trace(step, X, Y)
+def _asked(x: Tensor, y: Tensor) -> Tensor:
+    """No result is computed with them."""
+    torch.nonzero(y > 0)  # read by nobody
+    if y[y > 0].shape[0] < 3:  # a question
+        x = x + 1
+    return (W * x).type_as(x[y > 0].double()).sum()
 
 
-def test_what_is_selected_may_be_added_up_at_once() -> None:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return (W * x).sum() + y[y > 0].sum()
-
-    assert checkmate.verify(step, X, Y, budget="1 MB", time_limit=1).repeats
+def _added_up_at_once(x: Tensor, y: Tensor) -> Tensor:
+    return (W * x).sum() + y[y > 0].sum()
 
 
-def test_what_no_result_is_computed_with_is_fine() -> None:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        torch.nonzero(y > 0)  # read by nobody
-        if y[y > 0].shape[0] < 3:  # a question
-            x = x + 1
-        return (W * x).type_as(x[y > 0].double()).sum()
-
+@pytest.mark.parametrize("step", [_asked, _added_up_at_once])
+def test_what_is_fine(step: Callable[..., Tensor]) -> None:
     assert checkmate.verify(step, X, Y, budget="1 MB", time_limit=1).repeats
 
 
 def test_a_step_without_gradients_may_have_them() -> None:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return x[y > 0] + 1
-
     with torch.no_grad():
-        found = torch.compile(step, fullgraph=True, backend="checkmate", options={"budget": "1 MB"})(X, Y)
+        found = torch.compile(
+            lambda x, y: x[y > 0] + 1, fullgraph=True, backend="checkmate", options={"budget": "1 MB"}
+        )(X, Y)
     assert found.tolist() == [2.0, 4.0, 6.0, 8.0]
 
 

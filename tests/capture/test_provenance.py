@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,18 +11,11 @@ from checkmate.capture.provenance import is_users, module_path, source_name
 
 def test_a_users_folder_may_have_any_name() -> None:
     """A checkout in a folder named checkmate once hid every line of the user's code."""
-    for file in (
-        "/home/ann/checkmate/train.py",
-        "/home/ann/torch/train.py",
-        "train.py",
-        f"{checkmate.__path__[0]}_x/a.py",
-    ):
+    own = checkmate.__path__[0]
+    for file in ("/home/ann/checkmate/train.py", "/home/ann/torch/train.py", "train.py", f"{own}_x/a.py"):
         assert is_users(file)
-
-
-def test_pytorch_and_this_library_are_not_the_users() -> None:
-    assert not is_users(torch.nn.functional.__file__)
-    assert not is_users(str(Path(checkmate.__file__).parent / "compiler.py"))
+    for file in (torch.nn.functional.__file__, f"{own}/compiler.py"):
+        assert not is_users(file)
 
 
 def test_a_cell_of_a_notebook_is_called_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,14 +31,20 @@ def test_a_cell_of_a_notebook_is_called_by_its_number(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("traced", "read"),
     [
         ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0]", "layer1.0"),
-        ("L['self']._modules['head']", "head"),
+        ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0].conv", "layer1.0.conv"),
+        ("L['args'][0]._modules['2']", "2"),
+        ("L['fn']", ""),
         ("L['self']", ""),
+        ("L['self']._modules['head']", "head"),
+        ("L['self'].encoder._orig_mod.layer[3]", "encoder.layer.3"),
+        ("G['__import_train_dot_main'].model.head", "model.head"),
+        ("G['net']._modules['1']._buffers['running_mean']", "net.1.running_mean"),
         ("G['___unnamed_scope_139872976024000_c5']._modules['3']", "3"),
         ("", ""),
     ],
 )
-def test_module_paths(path: str, name: str) -> None:
-    assert module_path(path).strip(".") == name
+def test_module_paths_as_people_write_them(traced: str, read: str) -> None:
+    assert module_path(traced).strip(".") == read

@@ -18,7 +18,10 @@ from checkmate.capture.random_draws import draw_mask
 from checkmate.capture.rewrite import scale_mask
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, compiled, train_as_plain
 from tests.support.sampling import in_turn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @in_turn(
@@ -43,30 +46,36 @@ def test_mask_and_noise_are_those_of_eager_dropout(p: float, dtype: torch.dtype,
 def test_dropout_keeps_a_mask_of_one_byte() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     graph = checkmate.trace(lambda x: F.dropout(x.sin(), 0.5).sum(), x).graph
-    mask = next(op for op in graph.ops if "draw_mask" in op.target)
-    noise = next(op for op in graph.ops if "scale_mask" in op.target)
+    mask, noise = (next(op for op in graph.ops if name in op.target) for name in ("draw_mask", "scale_mask"))
     assert [graph.values[v].size_bytes for v in mask.outputs] == [64 * 64]
     assert mask.pinned
     assert not noise.pinned
     assert not any("native_dropout" in op.target for op in graph.ops)
 
 
-def test_random_numbers_that_nobody_reads_are_drawn_all_the_same() -> None:
-    weight = torch.ones(3, requires_grad=True)
+def _unread(x: Tensor) -> Tensor:
+    """Draws numbers that nobody reads; they are drawn all the same."""
+    F.dropout(x, 0.5)
+    torch.rand_like(x)
+    return x.sum()
 
-    def step(x: Tensor) -> Tensor:
-        F.dropout(x, 0.5)
-        torch.rand_like(x)
-        return (weight * x).sum()
 
-    x = torch.randn(3)
-    compiled = checkmate.compile(step, budget="1 MB")
-    torch.manual_seed(0)
-    compiled(x)
-    found = torch.rand(1)
-    torch.manual_seed(0)
-    step(x)
-    assert_same_bits(found, torch.rand(1))
+def _turned(x: Tensor) -> Tensor:
+    """Tracing draws in logical order: each entry of a transposed tensor got the draw of another."""
+    return (x * 2).t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _unread,
+        lambda x: F.dropout(_turned(x), 0.3, inplace=True).square().sum(),
+        lambda x: F.alpha_dropout(_turned(x), 0.3).square().sum(),
+    ],
+    ids=["unread", "in place", "alpha"],
+)
+def test_draws_are_those_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
+    assert_as_plain(step, torch.randn(6, 8, requires_grad=True))
 
 
 def test_idle_views_are_read_through() -> None:
@@ -91,7 +100,6 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),
     [
@@ -105,23 +113,20 @@ CONVOLUTIONS = {
 )
 def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: torch.dtype) -> None:
     convolve, shape, of_weight, options = CONVOLUTIONS[kind]
-    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(of_weight).to(dtype), torch.randn(6).to(dtype)
+    x, *others = (torch.randn(one).to(dtype) for one in (shape, of_weight, *([6] if 6 in of_weight[:2] else [])))
     if layout == "channels-last" and len(shape) == 4:
         x = x.to(memory_format=torch.channels_last)
     if layout == "transposed":
         x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    if 6 in (of_weight[0], of_weight[1]):
-        leaves.append(bias.requires_grad_())
+    leaves = [leaf.requires_grad_() for leaf in (x, *others)]
 
     def step(*leaves: Tensor) -> Tensor:
         return convolve(*leaves, **options).square().sum()
 
-    problem = checkmate.trace(step, *leaves)
+    problem = checkmate.trace(step, *leaves, profile="roofline:h100")
     assert sum("convolution_backward" in op.target for op in problem.graph.ops) == 2
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak)
-    expected = torch.autograd.grad(step(*leaves), leaves)
-    found = torch.autograd.grad(compiled(*leaves), leaves)
+    run = compiled(step, budget=checkmate.min_budget(problem, time_limit=1).peak)
+    expected, found = (torch.autograd.grad(one(*leaves), leaves) for one in (step, run))
     assert_same_bits(found, expected)
     assert [grad.stride() for grad in found] == [grad.stride() for grad in expected]
 
@@ -130,12 +135,13 @@ def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: to
 def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def step(x: Tensor, weight: Tensor) -> Tensor:
-        return F.conv2d(x, weight, padding=1).square().sum()
-
     def traced(images: int, channels: int) -> checkmate.Problem:
         x = torch.randn(images, channels, 24, 24, requires_grad=True)
-        return checkmate.trace(step, x, torch.randn(channels, channels, 3, 3, requires_grad=True))
+        return checkmate.trace(
+            lambda x, weight: F.conv2d(x, weight, padding=1).square().sum(),
+            x,
+            torch.randn(channels, channels, 3, 3, requires_grad=True),
+        )
 
     def order(problem: checkmate.Problem) -> list[str]:
         return [op.name.rsplit("_", 1)[1] for op in problem.graph.ops if "convolution_backward" in op.target]
@@ -156,28 +162,6 @@ def test_statistics_of_batch_norm_are_not_saved() -> None:
     statistics = {f"{op.name}[{i}]" for op in problem.graph.ops if "batch_norm_legit" in op.target for i in (3, 4)}
     assert statistics
     assert not names & statistics
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}])
-def test_what_batch_norm_saves_under_autocast_is_counted_as_it_is(options: dict) -> None:
-    """In float32, not in bfloat16: the backward runs on its own, and the measured peak is the predicted one."""
-    torch.manual_seed(0)
-    layers = [(torch.nn.Conv2d(64, 64, 1), torch.nn.BatchNorm2d(64, **options), torch.nn.ReLU()) for _ in "123"]
-    net, x = torch.nn.Sequential(*(layer for group in layers for layer in group)), torch.randn(2, 64, 3, 3)
-
-    def step(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return net(x).float().square().sum()
-
-    problem = checkmate.trace(step, x)
-    assert "guess" not in problem.profile.source
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak, time_limit=1)
-    compiled(x).backward()
-    net.zero_grad(set_to_none=True)
-    use = measure_peak(lambda: compiled(x).backward())
-    assert problem.resident + use.peak == compiled.plans[0].peak
 
 
 def test_buffers_are_written_in_one_call() -> None:
@@ -219,17 +203,10 @@ def test_on_cuda_dropout_is_one_kernel_and_stays() -> None:
     assert not graph.find_nodes(op="call_function", target=aten.native_dropout.default)
 
 
-@pytest.mark.parametrize(
-    ("op", "p_at"),
-    [
-        (aten._scaled_dot_product_flash_attention.default, 3),
-        (aten._scaled_dot_product_efficient_attention.default, 5),
-        (aten._scaled_dot_product_cudnn_attention.default, 5),
-    ],
-    ids=["flash", "efficient", "cudnn"],
-)
-def test_attention_on_cuda_is_random_only_with_dropout(op: torch._ops.OpOverload, p_at: int) -> None:
+@pytest.mark.parametrize(("kind", "p_at"), [("flash", 3), ("efficient", 5), ("cudnn", 5)])
+def test_attention_on_cuda_is_random_only_with_dropout(kind: str, p_at: int) -> None:
     """With dropout it runs once, and the seed and offset that it returns go to its backward as values."""
+    op = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
     graph = torch.fx.Graph()
     for p, random in ((0.0, False), (0.1, True)):
         args = [graph.placeholder(f"q{p}")] * p_at + [p]
@@ -250,41 +227,13 @@ def test_on_cuda_batch_norm_keeps_its_statistics() -> None:
     assert backward.args == args
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "forget_running_statistics", lambda graph: None)
-
-    def make() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*(layer for _ in "123" for layer in (torch.nn.BatchNorm1d(9), torch.nn.Tanh())))
-
-    net, plain, x = make(), make(), torch.randn(64, 9)
+    net = torch.nn.Sequential(*(layer for _ in "123" for layer in (torch.nn.BatchNorm1d(9), torch.nn.Tanh())))
     again = {"aten._native_batch_norm_legit_functional": "recompute"}
-    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget="1 MB", rules=again)
-    for _ in range(2):
-        compiled(x).backward()
-        plain(x).square().sum().backward()
-    assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
-    assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in plain.parameters()))
-    assert_same_bits(net.buffers(), plain.buffers())
-
-
-@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 0.3, inplace=True), lambda x: F.alpha_dropout(x, 0.3)])
-def test_draws_in_place_follow_the_memory_order(draw: Callable[[Tensor], Tensor]) -> None:
-    """Tracing draws in logical order: each entry of a transposed tensor got the draw of another."""
-    x = torch.randn(6, 8, requires_grad=True)
-
-    def step(x: Tensor) -> Tensor:
-        return draw((x * 2).t().contiguous().t()).square().sum()
-
-    compiled = checkmate.compile(step, budget="1 MB")
-    found = []
-    for run in (compiled, step):
-        torch.manual_seed(3)
-        loss = run(x)
-        (grad,) = torch.autograd.grad(loss, x)
-        found.append((loss.item(), grad.numpy().tobytes(), torch.get_rng_state().numpy().tobytes()))
-    assert found[0] == found[1]
+    options = {"budget": "1 MB", "rules": again}
+    plan, _ = train_as_plain(net, lambda net, x: net(x).square().sum(), torch.randn(64, 9), **options)
+    assert any("batch_norm" in name for name in plan.modules.again)
 
 
 def test_draws_that_tracing_would_change_are_refused() -> None:
@@ -298,26 +247,23 @@ def test_draws_that_tracing_would_change_are_refused() -> None:
     ids=["rows", "columns", "elements"],
 )
 def test_the_gradient_of_what_is_put_where_a_mask_is(
-    shape: tuple[int, ...], token: tuple[int, ...], before: int, one_thread: None
+    shape: tuple[int, ...], token: tuple[int, ...], before: int
 ) -> None:
     """Its size depends on data in plain PyTorch; the bytes are those of a mask that selects all."""
-    torch.manual_seed(0)
-    weight, value = torch.randn(2, 3, 4).requires_grad_(), torch.randn(token).requires_grad_()
+    weight, value = leaves = torch.randn(2, 3, 4).requires_grad_(), torch.randn(token).requires_grad_()
 
     def step(x: Tensor, mask: Tensor) -> Tensor:
         y = x * weight
         y[(slice(None),) * before + (mask,)] = value
         return y.exp().sum()
 
-    def gradients(step: Callable[..., Tensor], *batch: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(step(*batch), (weight, value))
-
-    compiled = checkmate.compile(step, budget="1 MB", time_limit=1)
+    run = checkmate.compile(step, budget="1 MB", time_limit=1)
     for share in (0.5, -1.0, 1.0):
         batch = torch.randn(2, 3, 4), torch.rand(shape) <= share
-        assert_same_bits(gradients(compiled, *batch), gradients(step, *batch))
-        (plan,) = compiled.plans
-        assert measure_peak(lambda batch=batch: gradients(compiled, *batch)).peak == plan.peak - plan.problem.resident
+        assert_as_plain(step, *batch, run=run, leaves=leaves)
+        (plan,) = run.plans
+        use = measure_peak(lambda batch=batch: torch.autograd.grad(run(*batch), leaves))
+        assert use.peak == plan.peak - plan.problem.resident
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -6,7 +6,7 @@ They do so where there are more of them than are drawn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -24,9 +24,17 @@ GEOMETRY = [1, 1], [1, 1], [1, 1], False, [0, 0]
 MASK = [False, True, True]
 
 
+def _made_up(shapes: Iterable[Any], dtype: torch.dtype, draw: torch.Generator, device: str = "cpu") -> tuple[Any, ...]:
+    """Tensors of the shapes among these arguments, and the others as they are."""
+    return tuple(
+        made_up(torch.empty(one, dtype=dtype, device=device), draw, 0) if isinstance(one, tuple) else one
+        for one in shapes
+    )
+
+
 def _operands(terms: int, dtype: torch.dtype, seed: int, rows: int = 64) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    a, b = (made_up(torch.empty(shape, dtype=dtype), draw, 0) for shape in ((rows, terms), (terms, 48)))
+    a, b = _made_up(((rows, terms), (terms, 48)), dtype, draw)
     cancel(aten.mm.default, (a, b), draw)
     return a, b
 
@@ -37,8 +45,7 @@ def test_numbers_are_the_same_on_a_device() -> None:
     found = []
     for device in ("cpu", "cuda"):
         draw = torch.Generator().manual_seed(0)
-        like = [torch.empty(*shape, device=device) for shape in ((6, 6), (6, 5), (2, 6, 3, 3), (4, 6, 1, 1))]
-        a, b, x, w = (made_up(t, draw, 0) for t in like)
+        a, b, x, w = _made_up(((6, 6), (6, 5), (2, 6, 3, 3), (4, 6, 1, 1)), torch.float32, draw, device)
         cancel(aten.mm.default, (a, b), draw)
         cancel(aten.convolution.default, (x, w, None, *GEOMETRY, 1), draw)
         complex_numbers = made_up(torch.empty(3, dtype=torch.cfloat, device=device), draw, 0)
@@ -60,7 +67,7 @@ def _agree(a: Tensor, b: Tensor) -> Tensor:
 def test_another_order_of_the_terms_shows_in_most_elements(dtype: torch.dtype, terms: int, most: float) -> None:
     assert _agree(*_operands(terms, dtype, seed=0)).mean() < most
     draw = torch.Generator().manual_seed(0)
-    usual = (made_up(torch.empty(shape, dtype=dtype), draw, 0) for shape in ((64, terms), (terms, 48)))
+    usual = _made_up(((64, terms), (terms, 48)), dtype, draw)
     assert dtype.itemsize > 2 or _agree(*usual).mean() > 0.98
 
 
@@ -107,15 +114,13 @@ class _Made(TorchDispatchMode):
         return made
 
 
+PICTURES = (512, 64, 224, 224)
 LARGE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # logits of a language model, pictures; no byte of these is there
     "addmm": (aten.addmm.default, ((50257,), (8192, 768), (768, 50257))),
     "of a weight": (aten.mm.default, ((768, 2**23), (2**23, 768))),
-    "convolution": (aten.convolution.default, ((512, 64, 224, 224), (64, 64, 3, 3), (64,), *GEOMETRY, 1)),
-    "by channel": (aten.convolution.default, ((512, 64, 224, 224), (64, 1, 3, 3), None, *GEOMETRY, 64)),
-    "weight": (
-        aten.convolution_backward.default,
-        ((512, 64, 224, 224), (512, 64, 224, 224), (64, 64, 3, 3), [64], *GEOMETRY, 1, MASK),
-    ),
+    "convolution": (aten.convolution.default, (PICTURES, (64, 64, 3, 3), (64,), *GEOMETRY, 1)),
+    "by channel": (aten.convolution.default, (PICTURES, (64, 1, 3, 3), None, *GEOMETRY, 64)),
+    "weight": (aten.convolution_backward.default, (PICTURES, PICTURES, (64, 64, 3, 3), [64], *GEOMETRY, 1, MASK)),
     "sum": (aten.sum.default, ((2**24,),)),
     "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, ((64, 16, 2048, 64),) * 3),
 }
@@ -127,64 +132,54 @@ def test_few_numbers_are_made_on_the_host_and_none_in_double_precision_elsewhere
     op, shapes = LARGE[case]
     draw, made = torch.Generator().manual_seed(0), _Made()
     with made:
-        args = [
-            made_up(torch.empty(one, dtype=dtype, device="meta"), draw, 0) if isinstance(one, tuple) else one
-            for one in shapes
-        ]
-        cancel(op, tuple(args), draw)
+        args = _made_up(shapes, dtype, draw, "meta")
+        cancel(op, args, draw)
     assert max(made.sizes["cpu"]) <= 8 * 2**20  # places are int64
     assert made.types["meta"] == {dtype, torch.int64, torch.bool}  # places, and those of the first half
     assert max(made.sizes["meta"]) == max(t.nbytes for t in args if isinstance(t, Tensor))
 
 
-SUMS: dict[str, tuple[Any, tuple[Any, ...], int]] = {  # op, arguments, and which of its results is a sum
-    "addmm": (aten.addmm.default, ((8,), (6, 9), (9, 8)), 0),
-    "bmm": (aten.bmm.default, ((3, 6, 8), (3, 8, 5)), 0),
-    "convolution": (aten.convolution.default, ((2, 8, 6, 6), (4, 8, 3, 3), (4,), *GEOMETRY, 1), 0),
-    "in groups": (aten.convolution.default, ((2, 8, 6, 6), (4, 4, 3, 3), None, *GEOMETRY, 2), 0),
-    "input": (convolution_backward_input, ((2, 4, 6, 6), (4, 8, 3, 3), [2, 8, 6, 6], [288, 36, 6, 1], *GEOMETRY, 1), 0),
+WHOLE = slice(None)
+INNER = (..., slice(1, -1), slice(1, -1))
+SUMS: dict[str, tuple[Any, tuple[Any, ...], int, Any]] = {  # op, arguments, which of its results is a sum, and where
+    "addmm": (aten.addmm.default, ((8,), (6, 9), (9, 8)), 0, WHOLE),
+    "bmm": (aten.bmm.default, ((3, 6, 8), (3, 8, 5)), 0, WHOLE),
+    "convolution": (aten.convolution.default, ((2, 8, 6, 6), (4, 8, 3, 3), (4,), *GEOMETRY, 1), 0, WHOLE),
+    "in groups": (aten.convolution.default, ((2, 8, 6, 6), (4, 4, 3, 3), None, *GEOMETRY, 2), 0, WHOLE),
+    "by channel, where nothing is padded": (
+        aten.convolution.default, ((2, 4, 6, 6), (4, 1, 3, 3), None, *GEOMETRY, 4), 0, INNER,
+    ),
+    "input": (
+        convolution_backward_input, ((2, 4, 6, 6), (4, 8, 3, 3), [2, 8, 6, 6], [288, 36, 6, 1], *GEOMETRY, 1), 0, WHOLE,
+    ),
     "weight": (
         aten.convolution_backward.default,
-        ((2, 4, 6, 6), (2, 8, 6, 6), (4, 8, 3, 3), [4], *GEOMETRY, 1, MASK),
-        1,
+        ((2, 4, 6, 6), (2, 8, 6, 6), (4, 8, 3, 3), [4], *GEOMETRY, 1, MASK), 1, WHOLE,
     ),
-    "sum": (aten.sum.dim_IntList, ((6, 8), [1]), 0),
+    "sum": (aten.sum.dim_IntList, ((6, 8), [1]), 0, WHOLE),
     "batch norm": (
         aten.native_batch_norm_backward.default,
-        ((4, 3, 5, 5), (4, 3, 5, 5), (3,), None, None, (3,), (3,), True, 1e-5, [True, True, True]),
-        2,
+        ((4, 3, 5, 5), (4, 3, 5, 5), (3,), None, None, (3,), (3,), True, 1e-5, [True, True, True]), 2, WHOLE,
     ),
     "attention": (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ((2, 2, 4, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
-        0,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, ((2, 2, 4, 8), (2, 2, 6, 8), (2, 2, 6, 8)), 0, WHOLE,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SUMS)
 def test_terms_cancel_of_each_op_that_sums(case: str) -> None:
-    op, shapes, which = SUMS[case]
+    op, shapes, which, where = SUMS[case]
     draw = torch.Generator().manual_seed(0)
-    args = tuple(
-        made_up(torch.empty(one, dtype=torch.float64), draw, 0) if isinstance(one, tuple) else one for one in shapes
-    )
-    before = _size(op, args, which)
+    args = _made_up(shapes, torch.float64, draw)
+
+    def size() -> float:
+        made = op(*args)
+        return float((made[which] if isinstance(made, tuple) else made)[where].abs().max())
+
+    before = size()
     cancel(op, args, draw)
-    assert _size(op, args, which) < 1e-10 < 1e-3 < before
-
-
-def _size(op: Callable[..., Any], args: tuple[Any, ...], which: int) -> float:
-    made = op(*args)
-    return float((made[which] if isinstance(made, tuple) else made).abs().max())
-
-
-def test_terms_of_one_place_for_each_channel_cancel_where_nothing_is_padded() -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 4, 6, 6), (4, 1, 3, 3)))
-    args = x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4
-    cancel(aten.convolution.default, args, draw)
-    assert float(aten.convolution.default(*args)[..., 1:-1, 1:-1].abs().max()) < 1e-10
+    assert size() < 1e-10 < 1e-3 < before
 
 
 def test_what_has_no_pairs_stays_as_it_is() -> None:

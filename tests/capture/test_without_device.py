@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,6 +29,10 @@ H100, A100, L4, T4 = (9, 0), (8, 0), (8, 9), (7, 5)
 FLOAT, DOUBLE = 6, 7  # c10::ScalarType
 
 
+def _dims(width: int) -> dict[str, int]:
+    return dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
+
+
 @pytest.mark.parametrize(
     ("changed", "capability", "kernel"),
     [
@@ -42,13 +48,13 @@ FLOAT, DOUBLE = 6, 7  # c10::ScalarType
         ({"masked": 1}, H100, CUDNN),
         ({"masked": 1}, A100, EFFICIENT),
         ({"causal": 1, "keys": 600}, A100, EFFICIENT),
-        ({"head_dim": 256, "key_dim": 256, "value_dim": 256}, H100, CUDNN),
-        ({"head_dim": 256, "key_dim": 256, "value_dim": 256}, (10, 0), FLASH),
+        (_dims(256), H100, CUDNN),
+        (_dims(256), (10, 0), FLASH),
         ({"head_dim": 192, "key_dim": 192, "value_dim": 128}, (10, 0), CUDNN),
-        ({"head_dim": 216, "key_dim": 216, "value_dim": 216}, L4, EFFICIENT),
-        ({"head_dim": 216, "key_dim": 216, "value_dim": 216, "trains": 0}, L4, FLASH),
-        ({"head_dim": 60, "key_dim": 60, "value_dim": 60}, A100, FLASH),
-        ({"head_dim": 60, "key_dim": 60, "value_dim": 60, "masked": 1}, A100, MATH),  # rows of 120 bytes
+        (_dims(216), L4, EFFICIENT),
+        ({**_dims(216), "trains": 0}, L4, FLASH),
+        (_dims(60), A100, FLASH),
+        ({**_dims(60), "masked": 1}, A100, MATH),  # rows of 120 bytes
         ({"value_dim": 32}, A100, EFFICIENT),
         ({"key_heads": 4, "value_heads": 4}, A100, MATH),  # as heads that are not grouped they do not match
         ({"key_heads": 4, "value_heads": 4, "grouped": 1}, A100, FLASH),
@@ -97,25 +103,29 @@ def _step(**settings: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def _ops(problem: checkmate.Problem) -> Counter[str]:
-    return Counter(
-        op.target.removeprefix("aten.").removeprefix("checkmate.").partition(".")[0] for op in problem.graph.ops
-    )
+    names = (op.target.removeprefix("aten.").removeprefix("checkmate.") for op in problem.graph.ops)
+    return Counter(name.partition(".")[0] for name in names)
 
 
-@pytest.mark.parametrize(
-    ("device", "half", "single"),
-    [("h100", "cudnn", "efficient"), ("a100", "flash", "efficient")],
-)
-def test_the_ops_are_those_of_a_gpu(device: str, half: str, single: str) -> None:
-    for kind, settings in ((half, {"dtype": torch.bfloat16}), (single, {"enabled": False})):
+@contextmanager
+def _deterministic(wanted: bool = True) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("device", "half"), [("h100", "cudnn"), ("a100", "flash")])
+def test_the_ops_are_those_of_a_gpu(device: str, half: str) -> None:
+    for kind, settings in ((half, {"dtype": torch.bfloat16}), ("efficient", {"enabled": False})):
         step, batch = _step(**settings)
         ops = _ops(checkmate.trace(step, *batch, profile=f"roofline:{device}"))
-        assert (
-            ops[f"_scaled_dot_product_{kind}_attention"] == ops[f"_scaled_dot_product_{kind}_attention_backward"] == 1
-        )
+        attention = f"_scaled_dot_product_{kind}_attention"
+        assert ops[attention] == ops[f"{attention}_backward"] == 1
         assert ops["native_dropout"] == ops["native_dropout_backward"] == 1
         assert ops["save_device_state"] == 2  # of dropout, and of the attention's
-        of_cudnn = kind == single  # which PyTorch does not give batch norms in bfloat16
+        of_cudnn = kind == "efficient"  # which PyTorch does not give batch norms in bfloat16
         assert ops["batch_norm"] == ops["batch_norm_backward"] == of_cudnn
         assert not any(name.startswith(("bernoulli", "bmm")) for name in ops)
 
@@ -125,20 +135,10 @@ def test_the_backward_of_attention_with_dropout_draws_nothing() -> None:
     for device, half in (("a100", True), ("h100", False)):
         step, batch = _step(enabled=half, dtype=torch.bfloat16)
         for strict, pinned in ((False, "adds in no fixed order on a GPU"), (True, None)):
-            torch.use_deterministic_algorithms(strict)
-            try:
+            with _deterministic(strict):
                 graph = checkmate.trace(step, *batch, profile=f"roofline:{device}").graph
-            finally:
-                torch.use_deterministic_algorithms(False)
             (backward,) = (op for op in graph.ops if "attention_backward" in op.target)
             assert backward.pinned == pinned, (device, backward.target)
-
-
-def test_a_cpu_has_its_own_ops() -> None:
-    step, batch = _step(enabled=False)
-    on_cpu = _ops(checkmate.trace(step, *batch, profile="roofline:laptop"))
-    assert on_cpu["_native_batch_norm_legit_functional"] == 1
-    assert not on_cpu["native_dropout"]
 
 
 def test_what_adds_in_no_order_runs_once() -> None:
@@ -157,42 +157,35 @@ def test_what_adds_in_no_order_runs_once() -> None:
 
     assert pinned("h100") == {"cumsum", "index_add"}
     assert pinned("laptop") == set()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with _deterministic():
         assert pinned("h100") == set()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
-def test_sizes_are_blocks_and_a_whole_step_is_planned() -> None:
-    step, batch = _step(dtype=torch.bfloat16)
-    problem = checkmate.trace(step, *batch, profile="roofline:h100")
-    assert all(value.size_bytes % 512 == 0 for value in problem.graph.values)
-    solution = checkmate.solve(problem, int(0.9 * problem.keep_all_peak), method="next-use")
-    assert solution.plan is not None
-
-
-def test_what_the_model_asks_of_its_device_is_answered() -> None:
+def test_ops_are_those_of_where_the_step_is_planned_to_run() -> None:
+    """A model with data goes where its batch is planned to be; a number may stay on the CPU."""
+    net, half, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.tensor(0.5), torch.ones(2, 4)
     with torch.device("meta"):
-        layer, x = nn.Linear(10, 10), torch.ones(4, 10)
+        layer, on_meta = nn.Linear(4, 4), torch.ones(2, 4)
 
-    def step(x: Tensor) -> Tensor:
-        y = layer(x) + torch.arange(10, device=x.device)
+    def asking(x: Tensor) -> Tensor:
+        y = layer(x) + torch.arange(4, device=x.device)
         if (torch.arange(3, device="cuda") > 1).any():  # of constants, which have values
             y = y.sin()
         return (y.exp() if x.is_cuda and y.device == torch.device("cuda", 0) else y).sum()
 
-    targets = _ops(checkmate.trace(step, x, profile="roofline:a100"))
-    assert targets["exp"] == targets["sin"] == 1
+    def scaled(x: Tensor, by: Any = 1) -> Tensor:
+        return net(x * by).sum()
 
-
-def test_a_model_with_data_goes_where_its_batch_is_planned_to_be() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    half = torch.tensor(0.5)  # a number, which may stay on the CPU
-    x = torch.ones(2, 4, device="meta")
-    for factor in (half, half.to("meta")):
-        problem = checkmate.trace(lambda x, by: net(x * by).sum(), x, factor, profile="roofline:l4")
-        assert _ops(problem)["native_dropout"] == 1
+    of_block, batch = _step(enabled=False)
+    for step, given, device, ops in (
+        (of_block, batch, "laptop", {"_native_batch_norm_legit_functional": 1, "native_dropout": 0}),
+        (asking, (on_meta,), "a100", {"exp": 1, "sin": 1}),
+        (scaled, (on_meta, half), "l4", {"native_dropout": 1}),
+        (scaled, (on_meta, half.to("meta")), "l4", {"native_dropout": 1}),
+        (scaled, (x,), "h100", {"native_dropout": 0}),
+    ):
+        found = _ops(checkmate.trace(step, *given, profile=f"roofline:{device}"))
+        assert {name: found[name] for name in ops} == ops, (step, device)
     assert {p.device.type for p in net.parameters()} == {"cpu"}
 
 
@@ -212,17 +205,23 @@ def test_a_cache_begins_with_no_elements_wherever_they_are() -> None:
 def test_a_question_of_random_numbers_is_refused() -> None:
     with torch.device("meta"):
         layer, x = nn.Linear(10, 10), torch.ones(4, 10)
-
-    def step(x: Tensor) -> Tensor:
-        return layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum()
-
     with pytest.raises(checkmate.Unsupported, match="depends on random numbers that the step draws"):
-        checkmate.trace(step, x, profile="roofline:a100")
+        checkmate.trace(
+            lambda x: layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum(), x, profile="roofline:a100"
+        )
 
 
-def test_nothing_of_it_is_left() -> None:
-    step, batch = _step(dtype=torch.bfloat16)
-    checkmate.trace(step, *batch, profile="roofline:h100")
+def test_two_threads_plan_for_two_devices_and_nothing_of_it_is_left() -> None:
+    def traced(device: str) -> checkmate.Problem:
+        step, batch = _step(dtype=torch.bfloat16)
+        return checkmate.trace(step, *batch, profile=f"roofline:{device}")
+
+    with ThreadPoolExecutor(2) as pool:
+        h100, a100 = pool.map(traced, ("h100", "a100"))
+    assert _ops(h100)["_scaled_dot_product_cudnn_attention"] == 1
+    assert _ops(a100)["_scaled_dot_product_flash_attention"] == 1
+    assert all(value.size_bytes % 512 == 0 for value in h100.graph.values)  # blocks
+    assert checkmate.solve(h100, int(0.9 * h100.keep_all_peak), method="next-use").plan is not None
     with pytest.raises(ZeroDivisionError), cuda.as_on_cuda(H100):
         _ = 1 / torch.cuda.is_bf16_supported() - 1 / 0
     assert not torch.cuda.is_available()
@@ -234,16 +233,6 @@ def test_nothing_of_it_is_left() -> None:
     x = torch.ones(3, requires_grad=True)
     x.square().sum().backward()
     assert x.grad is not None
-
-
-def test_two_threads_trace_for_two_devices() -> None:
-    def traced(device: str) -> Counter[str]:
-        step, batch = _step(dtype=torch.bfloat16)
-        return _ops(checkmate.trace(step, *batch, profile=f"roofline:{device}"))
-
-    with ThreadPoolExecutor(2) as pool:
-        h100, a100 = pool.map(traced, ("h100", "a100"))
-    assert h100["_scaled_dot_product_cudnn_attention"] == a100["_scaled_dot_product_flash_attention"] == 1
 
 
 def test_without_a_compiler_a_line_of_the_log_says_so(
@@ -259,10 +248,3 @@ def test_without_a_compiler_a_line_of_the_log_says_so(
     assert ops["_native_batch_norm_legit_functional"] == 1
     assert "planned with the ops that run on the CPU" in caplog.text
     assert "no C++ compiler was found" in caplog.text
-
-
-def test_tensors_on_the_cpu_stay_there() -> None:
-    problem = checkmate.trace(
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4), profile="roofline:h100"
-    )
-    assert not _ops(problem)["native_dropout"]

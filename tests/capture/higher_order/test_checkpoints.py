@@ -93,8 +93,7 @@ def test_it_is_said_where_plain_pytorch_trains_nothing_in_a_checkpoint(
     x, net, head = torch.randn(4, 8, requires_grad=needs_gradient), nn.Linear(8, 8), nn.Linear(8, 1)
 
     def step(x: Tensor) -> Tensor:
-        y: Tensor = head(checkpoint(net, x, use_reentrant=reentrant))
-        return y.sum()
+        return head(checkpoint(net, x, use_reentrant=reentrant)).sum()
 
     step(x).backward()
     assert (net.weight.grad is not None) == trains

@@ -15,9 +15,10 @@ from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from checkmate.torch_internals.inductor import inductor_config
+from tests.support.plainly import train_as_plain
 from tests.support.simulated_cuda.install import is_installed
-from tests.support.stepping import Trained, assert_same, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, LENGTH, EACH = 2, 512, 16
 SCORES = HEADS * LENGTH * LENGTH * 4  # bytes of all scores
 
@@ -56,34 +57,21 @@ def _model(attention: Any, device: str = "cpu") -> tuple[Block, Tensor]:
     return model.to(device), x
 
 
-def _trained(
-    attention: Any, budget: int | None = None, device: str = "cpu"
-) -> tuple[Trained, list[checkmate.Solution]]:
-    model, x = _model(attention, device)
-    if budget is None:
-        return train(model, model, (x,)), []
-    step = checkmate.compile(model, budget=budget, time_limit=1, wait="best")
-    return train(model, step, (x,)), step.plans
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_compiled_attention_is_the_kernel_of_plain_pytorch_and_holds_no_scores() -> None:
     dense = checkmate.trace(*_model(flex_attention))
-    fused = checkmate.trace(*_model(compiled))
+    model, x = _model(compiled)
+    fused = checkmate.trace(model, x)
     assert fused.keep_all_peak < dense.keep_all_peak - SCORES
     budget = checkmate.min_budget(fused, time_limit=1).peak
     assert budget < checkmate.min_budget(dense, time_limit=1).bound
 
-    found, (plan,) = _trained(compiled, budget)
-
-    assert_same(found, _trained(compiled)[0])
-    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+    plan, peaks = train_as_plain(model, lambda model, x: model(x), x, budget=budget)
+    assert peaks == [plan.peak] * len(peaks)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_attention_that_is_called_plainly_stays_dense_as_in_plain_pytorch() -> None:
-    found, (plan,) = _trained(flex_attention, checkmate.trace(*_model(flex_attention)).keep_all_peak)
-    assert_same(found, _trained(flex_attention)[0])
+    model, x = _model(flex_attention)
+    plan, _ = train_as_plain(model, lambda model, x: model(x), x, budget=checkmate.trace(model, x).keep_all_peak)
     assert max(plan.problem.profile.workspace_bytes) >= SCORES
 
 
@@ -124,11 +112,11 @@ if not is_installed():  # the simulated device runs no kernels of Triton's
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     def test_on_a_gpu_its_backward_is_the_kernel_of_plain_pytorch_too() -> None:
-        problem = checkmate.trace(*_model(compiled, "cuda"))
+        model, x = _model(compiled, "cuda")
+        problem = checkmate.trace(model, x)
         assert {op.target for op in problem.graph.ops} >= {"flex_attention", "flex_attention_backward"}
         assert max(problem.profile.workspace_bytes) < SCORES
 
-        found, (plan,) = _trained(compiled, checkmate.min_budget(problem, time_limit=1).peak, "cuda")
-
-        assert_same(found, _trained(compiled, device="cuda")[0])
-        assert max(found.peaks) + plan.problem.resident <= plan.peak
+        smallest = checkmate.min_budget(problem, time_limit=1).peak
+        plan, peaks = train_as_plain(model, lambda model, x: model(x), x, budget=smallest)
+        assert max(peaks) <= plan.peak

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,13 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.capture.higher_order.table import AGAIN, runs_once
-from checkmate.core.problem import Problem
 from checkmate.profiling.one_op import key_of
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
-from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, pinned, run_again, train_as_plain
 from tests.support.sampling import long, slow
-from tests.support.stepping import Trained, assert_same, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, ROWS = 16, 64
 Step = Callable[[nn.Module, Tensor], Tensor]
 
@@ -98,13 +97,10 @@ class _Taken:
         return _Gate.apply(layer(x).tanh() * x)
 
 
-def _step(of_layer: Step, layers: nn.ModuleList) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
-        for layer in layers:
-            x = of_layer(layer, x)
-        return x.sum()
-
-    return step
+def _loss(layers: nn.ModuleList, x: Tensor, of_layer: Step) -> Tensor:
+    for layer in layers:
+        x = of_layer(layer, x)
+    return x.sum()
 
 
 def _model() -> tuple[nn.ModuleList, Tensor]:
@@ -112,58 +108,37 @@ def _model() -> tuple[nn.ModuleList, Tensor]:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), torch.randn(ROWS, WIDTH)
 
 
-def _pinned(problem: Problem, name: str) -> Problem:
-    ops = tuple(replace(op, pinned="as before") if op.target == name else op for op in problem.graph.ops)
-    return replace(problem, graph=replace(problem.graph, ops=ops), next_split=None)
+RUN_AGAIN = ["map_impl", "auto_functionalized_v2", slow("cond"), *map(long, ("scan", "while_loop", "flex_attention"))]
 
 
-def _targets_again(plan: checkmate.Solution) -> set[str]:
-    return {op.target for op, times in zip(plan.problem.graph.ops, plan.schedule.recomputed, strict=True) if times}
-
-
-def _trained(of_layer: Step, budget: int | None = None) -> tuple[Trained, list[checkmate.Solution]]:
-    layers, x = _model()
-    step = _step(of_layer, layers)
-    if budget is None:
-        return train(layers, step, (x,)), []
-    compiled = checkmate.compile(step, budget=budget, time_limit=1, wait="best")
-    return train(layers, compiled, (x,)), compiled.plans
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "name", ["map_impl", "auto_functionalized_v2", slow("cond"), *map(long, ("scan", "while_loop", "flex_attention"))]
-)
+@pytest.mark.parametrize("name", RUN_AGAIN)
 def test_an_op_that_runs_graphs_runs_again(name: str) -> None:
     layers, x = _model()
-    problem = checkmate.trace(_step(getattr(_Steps, name), layers), x)
+    problem = checkmate.trace(lambda x: _loss(layers, x, getattr(_Steps, name)), x)
     smallest = checkmate.min_budget(problem, time_limit=1).peak
-    assert smallest < checkmate.min_budget(_pinned(problem, name), time_limit=1).bound
+    assert smallest < checkmate.min_budget(pinned(problem, name), time_limit=1).bound
 
-    found, (plan,) = _trained(getattr(_Steps, name), smallest)
+    plan, peaks = train_as_plain(layers, partial(_loss, of_layer=getattr(_Steps, name)), x, budget=smallest)
 
-    assert_same(found, _trained(getattr(_Steps, name))[0])
-    assert name in _targets_again(plan)
-    peaks = [plan.problem.resident + peak for peak in found.peaks]
+    assert name in run_again(plan)
     assert max(peaks) <= plan.peak
     # either graph of a cond may run: the larger is planned; loops are not measured
     assert name in ("cond", "while_loop") or peaks == [plan.peak] * len(peaks)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "name", ["invoke_subgraph", *map(slow, ("tag_activation_checkpoint", "autograd_function_apply"))]
 )
 def test_what_only_holds_ops_together_is_taken_apart(name: str) -> None:
     layers, x = _model()
-    problem = checkmate.trace(_step(getattr(_Taken, name), layers), x)
+    problem = checkmate.trace(lambda x: _loss(layers, x, getattr(_Taken, name)), x)
     assert not [op.target for op in problem.graph.ops if not op.target.startswith(("aten.", "autograd", "checkmate."))]
 
-    found, (plan,) = _trained(getattr(_Taken, name), checkmate.min_budget(problem, time_limit=1).peak)
+    smallest = checkmate.min_budget(problem, time_limit=1).peak
+    plan, peaks = train_as_plain(layers, partial(_loss, of_layer=getattr(_Taken, name)), x, budget=smallest)
 
-    assert_same(found, _trained(getattr(_Taken, name))[0])
-    assert {"aten.tanh.default", "aten.mul.Tensor"} & _targets_again(plan)
-    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+    assert {"aten.tanh.default", "aten.mul.Tensor"} & run_again(plan)
+    assert peaks == [plan.peak] * len(peaks)
 
 
 def test_regions_within_regions_that_hold_constants_are_put_in_place() -> None:
@@ -175,13 +150,8 @@ def test_regions_within_regions_that_hold_constants_are_put_in_place() -> None:
     def outer(x: Tensor) -> Tensor:
         return inner(inner(x).sin()) + torch.arange(4)
 
-    x = torch.randn(3, 4, requires_grad=True)
-    step = checkmate.compile(lambda x: outer(outer(outer(x))).sum(), budget="1 MB")
-    step(x).backward()
-    found, x.grad = x.grad, None
-    outer(outer(outer(x))).sum().backward()
-    assert_same_bits(found, x.grad)
-    assert {op.target.partition(".")[0] for op in step.plans[0].problem.graph.ops} == {"aten", "autograd"}
+    run = assert_as_plain(lambda x: outer(outer(outer(x))).sum(), torch.randn(3, 4, requires_grad=True))
+    assert {op.target.partition(".")[0] for op in run.plans[0].problem.graph.ops} == {"aten", "autograd"}
 
 
 @pytest.mark.long
@@ -192,8 +162,11 @@ def test_measured_are_both_graphs_of_a_cond_within_a_graph() -> None:
         return (row[:, None, None] * row[None, :, None] * row).sum((0, 1))
 
     layers, x = _model()
-    step = _step(lambda layer, x: map_rows(lambda r: torch.cond(r.sum() > 0, torch.sin, large, (r,)), layer(x)), layers)
-    problem = checkmate.trace(step, x)
+
+    def mapped(layer: nn.Module, x: Tensor) -> Tensor:
+        return map_rows(lambda r: torch.cond(r.sum() > 0, torch.sin, large, (r,)), layer(x))
+
+    problem = checkmate.trace(lambda x: _loss(layers, x, mapped), x)
     of_maps = [k for k, op in enumerate(problem.graph.ops) if op.target == "map_impl" and op.phase == "forward"]
     assert min(int(problem.workspace[k]) for k in of_maps) >= 4 * WIDTH**3
     assert not {*of_maps} & {*problem.profile.estimated}
@@ -214,23 +187,15 @@ def _cond(body: Callable[[Tensor], Tensor]) -> fx.Node:
     return _only_op(*fx.GraphModule(root, graph).graph.nodes)
 
 
-def test_what_a_graph_does_may_keep_it_from_running_again() -> None:
+def test_what_a_graph_does_or_one_within_it_may_keep_it_from_running_again() -> None:
+    drawing, writing, nested = _cond(torch.bernoulli), _cond(lambda x: x.mul_(2)), _cond(lambda x: x)
     assert runs_once(_cond(lambda x: x * 2)) is None
-    assert runs_once(_cond(torch.bernoulli)) == "runs a graph that draws random numbers, by aten.bernoulli.default"
-    assert runs_once(_cond(lambda x: x.mul_(2))) == "runs a graph that writes over a tensor, by aten.mul_.Tensor"
+    assert runs_once(drawing) == "runs a graph that draws random numbers, by aten.bernoulli.default"
+    assert runs_once(writing) == "runs a graph that writes over a tensor, by aten.mul_.Tensor"
     assert runs_once(_cond(lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))) is None
-
-
-def test_what_a_graph_within_a_graph_does_counts() -> None:
-    nested = _cond(lambda x: x)
-    inner = _cond(torch.bernoulli)
-    nested.graph.owning_module.one = inner.graph.owning_module
+    nested.graph.owning_module.one = drawing.graph.owning_module
     assert runs_once(nested) == "runs a graph that runs a graph that draws random numbers, by aten.bernoulli.default"
-
-
-def test_an_op_that_is_not_named_runs_once() -> None:
-    graph = fx.Graph()
-    printed = graph.call_function(torch.ops.higher_order.print, ("here",))
+    printed = fx.Graph().call_function(torch.ops.higher_order.print, ("here",))
     assert "print" not in AGAIN
     assert runs_once(printed) == "runs print, which may leave other bits another time"
 
@@ -260,10 +225,11 @@ def test_gradients_of_what_scores_read_are_summed_in_no_fixed_order_on_a_gpu() -
         q, bias = torch.randn(1, 2, 128, 16, requires_grad=True), torch.randn(2, requires_grad=True)
 
     def reasons(learnt: Tensor) -> dict[str, str | None]:
-        def step(q: Tensor) -> Tensor:
-            return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + learnt[h]).sum()
-
-        ops = checkmate.trace(step, q, profile="roofline:h100").graph.ops
+        ops = checkmate.trace(
+            lambda q: flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + learnt[h]).sum(),
+            q,
+            profile="roofline:h100",
+        ).graph.ops
         return {op.target: op.pinned for op in ops if op.target.startswith("flex")}
 
     unordered = "runs a graph that adds in no fixed order on a GPU, by flex_lib.zeros_and_scatter.default"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from checkmate.core import files
 from checkmate.core.graph import Op
 from checkmate.profiling import cost_cache, measure, trial
 from checkmate.profiling.one_op import key_of
-from tests.support.bits import assert_same_bits
-from tests.support.stepping import Trained, assert_same, train
+from tests.support.plainly import assert_as_plain, pinned, run_again, train_as_plain
 
 pytest.importorskip("triton")
 
@@ -61,24 +59,13 @@ def half(x, y, by, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(y + at, tl.load(x + at) * 0.5)
 
 
-def _net(device: str = "cpu") -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
-    torch.manual_seed(0)
+def _net(device: str = "cpu") -> tuple[nn.Module, Tensor]:
     layers = [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), TritonRMSNorm(WIDTH), nn.Tanh())]
-    net, x = nn.Sequential(*layers).to(device), torch.randn(ROWS, WIDTH).to(device)
-    return net, lambda x: net(x).square().mean(), x
+    return nn.Sequential(*layers).to(device), torch.randn(ROWS, WIDTH).to(device)
 
 
-def _pinned(problem: checkmate.Problem) -> checkmate.Problem:
-    ops = tuple(replace(op, pinned="as before") if "triton" in op.target else op for op in problem.graph.ops)
-    return replace(problem, graph=replace(problem.graph, ops=ops), next_split=None)
-
-
-def _trained(device: str = "cpu", budget: int | None = None) -> tuple[Trained, list[checkmate.Solution]]:
-    net, step, x = _net(device)
-    if budget is None:
-        return train(net, step, (x,)), []
-    compiled = checkmate.compile(step, budget=budget, time_limit=1, wait="best")
-    return train(net, compiled, (x,)), compiled.plans
+def _loss(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean()
 
 
 @pytest.fixture
@@ -90,18 +77,16 @@ def ran() -> Iterator[list[str]]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_kernel_runs_again(ran: list[str]) -> None:
-    _, step, x = _net()
-    problem = checkmate.trace(step, x)
+    net, x = _net()
+    problem = checkmate.trace(lambda x: _loss(net, x), x)
     smallest = checkmate.min_budget(problem, time_limit=1).peak
-    assert smallest < checkmate.min_budget(_pinned(problem), time_limit=1).bound
+    assert smallest < checkmate.min_budget(pinned(problem, "triton"), time_limit=1).bound
 
-    found, (plan,) = _trained(budget=smallest)
+    plan, peaks = train_as_plain(net, _loss, x, budget=smallest)
 
-    assert_same(found, _trained()[0])
-    again = {op.target for op, times in zip(plan.problem.graph.ops, plan.schedule.recomputed, strict=True) if times}
-    assert "triton.norm" in again
+    assert "triton.norm" in run_again(plan)
     assert {"norm", "norm_backward"} == {*ran}
-    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+    assert peaks == [plan.peak] * len(peaks)
 
 
 def _ops(step: Callable[..., Tensor], *batch: Tensor, **options: Any) -> dict[str, Op]:
@@ -142,13 +127,11 @@ def test_a_kernel_that_leaves_other_bits_when_it_runs_again_runs_once(
         runs(kernel, x, y, *args, **options)
         y.view(-1)[5] += len(ran)
 
-    def step(x: Tensor) -> Tensor:
-        return ((x @ w) * _scaled(x)).sum()
-
-    assert _ops(step, x)["scale"].pinned is None
+    assert _ops(lambda x: ((x @ w) * _scaled(x)).sum(), x)["scale"].pinned is None
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(trial, "_known", {})
-    assert _ops(step, x)["scale"].pinned == "left other bits when it ran again here"
+    reason = _ops(lambda x: ((x @ w) * _scaled(x)).sum(), x)["scale"].pinned
+    assert reason == "left other bits when it ran again here"
 
 
 @pytest.mark.long
@@ -161,12 +144,7 @@ def test_what_a_kernel_writes_over_is_copied_also_where_it_is_a_view() -> None:
         half[(x.shape[0],)](y, rows[1], 1.0, SIZE=x.shape[1])
         return ((x @ w) * (y + rows.sum(0))).sum()
 
-    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
-    compiled = checkmate.compile(step, budget="1 MB")
-    compiled(x, w).backward()
-    found, w.grad = w.grad, None
-    step(x, w).backward()
-    assert_same_bits(found, w.grad)
+    assert_as_plain(step, torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), profile="measure")
 
 
 @pytest.mark.long
@@ -187,11 +165,11 @@ def test_keys_of_costs_tell_kernels_apart_and_hold_in_every_process() -> None:
 @pytest.mark.usefixtures("ran")
 def test_measured_costs_of_kernels_are_kept_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "folder", lambda: tmp_path)
-    _, step, x = _net()
-    problem = checkmate.trace(step, x)
+    net, x = _net()
+    problem = checkmate.trace(lambda x: _loss(net, x), x)
     measure.export(tmp_path / "ops.json")
     monkeypatch.setattr(cost_cache, "_known", {})
-    elsewhere = checkmate.trace(step, x, profile=str(tmp_path / "ops.json"))
+    elsewhere = checkmate.trace(lambda x: _loss(net, x), x, profile=str(tmp_path / "ops.json"))
     kernels = [k for k, op in enumerate(problem.graph.ops) if "triton" in op.target]
     assert [elsewhere.seconds[k] for k in kernels] == [problem.seconds[k] for k in kernels]
     assert not {*kernels} & {*problem.profile.estimated, *elsewhere.profile.estimated}
@@ -199,11 +177,14 @@ def test_measured_costs_of_kernels_are_kept_in_files(tmp_path: Path, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
 def test_kernels_are_planned_for_a_gpu_from_a_machine_without_one() -> None:
-    _, step, x = _net("meta")
-    problem = checkmate.trace(step, x, profile="roofline:h100")
+    net, x = _net("meta")
+    problem = checkmate.trace(lambda x: _loss(net, x), x, profile="roofline:h100")
     kernels = {op.target: op for op in problem.graph.ops if "triton" in op.target}
     assert {name: op.pinned for name, op in kernels.items()} == {"triton.norm": None, "triton.norm_backward": None}
-    assert checkmate.min_budget(problem, time_limit=1).peak < checkmate.min_budget(_pinned(problem), time_limit=1).bound
+    assert (
+        checkmate.min_budget(problem, time_limit=1).peak
+        < checkmate.min_budget(pinned(problem, "triton"), time_limit=1).bound
+    )
 
 
 if not is_installed():  # the simulated device runs no kernels of Triton's
@@ -211,8 +192,7 @@ if not is_installed():  # the simulated device runs no kernels of Triton's
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     def test_a_kernel_runs_again_on_a_gpu() -> None:
-        _, step, x = _net("cuda")
-        smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
-        found, (plan,) = _trained("cuda", smallest)
-        assert_same(found, _trained("cuda")[0])
+        net, x = _net("cuda")
+        smallest = checkmate.min_budget(checkmate.trace(lambda x: _loss(net, x), x), time_limit=1).peak
+        plan, _ = train_as_plain(net, _loss, x, budget=smallest)
         assert any("norm" in name for name in plan.modules.again)

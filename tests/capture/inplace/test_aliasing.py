@@ -25,6 +25,7 @@ from checkmate.capture.nodes import is_mutating
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.one_op import make_up
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain
 from tests.support.programs import Program, Spec, batch, programs
 from tests.support.sampling import long
 
@@ -47,12 +48,11 @@ def _reasons(step: Callable[..., Any], target: Any, *args: Tensor) -> list[tuple
     """Why each op of a kind must not write over each of its arguments that is like its result."""
     joint = _joint(step, *args)
     shown = handed_out(joint)
-    found = []
-    for k, node in enumerate(joint.nodes):
-        if node is not None and node.target is target:
-            over: list[Any] = [node.args[i] for i in positions_to_try(node)]
-            found.append(tuple(reason_against(joint, k, argument, shown) for argument in over))
-    return found
+    return [
+        tuple(reason_against(joint, k, node.args[i], shown) for i in positions_to_try(node))
+        for k, node in enumerate(joint.nodes)
+        if node is not None and node.target is target
+    ]
 
 
 X = torch.randn(6, 8, requires_grad=True)
@@ -107,13 +107,11 @@ def test_zeros_without_memory_are_not_written_over() -> None:
 
 def test_a_step_with_a_forward_derivative_runs() -> None:
     """Its products are of such zeros: ``dot`` with them is one more."""
-
-    def step(x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda u: (u @ x).square().sum(), (x,), (torch.ones_like(x),))[1]
-
-    x = torch.arange(1.0, 9.0, requires_grad=True)
-    found = [torch.autograd.grad(run(x), x) for run in (checkmate.compile(step, budget="1 MB"), step)]
-    assert_same_bits(*found)
+    assert_as_plain(
+        lambda x: torch.func.jvp(lambda u: (u @ x).square().sum(), (x,), (torch.ones_like(x),))[1],
+        torch.arange(1.0, 9.0, requires_grad=True),
+        profile="measure",
+    )
 
 
 def test_a_gradient_that_autograd_takes_is_made_over_another() -> None:
@@ -127,45 +125,38 @@ def test_a_loss_that_keeps_the_memory_of_its_terms_is_not_written_over() -> None
     """PyTorch makes the mean within the storage of all terms: a number behind which many bytes stand."""
     joint = _joint(lambda x: F.mse_loss(x, torch.zeros(6, 8)).exp(), X)
     (k,) = (k for k, op in enumerate(joint.graph.ops) if op.target == "aten.exp.default")
-    node: Any = joint.nodes[k]
-    assert reason_against(joint, k, node.args[0], set()) is Reason.OTHER_SIZE
+    assert reason_against(joint, k, joint.nodes[k].args[0], set()) is Reason.OTHER_SIZE
 
 
 def _run(joint: Joint, given: list[Any], over: dict[fx.Node, Candidate]) -> tuple[Any, int]:
     """The outputs of a joint graph, and what is then in its inputs; how often an op has written over an argument."""
     env: dict[fx.Node, Any] = {}
     inputs = [x.clone() if isinstance(x, Tensor) else x for x in given]
-    rest = iter(inputs)
-    count = 0
-    nodes = [*joint.module.graph.nodes]
+    rest, count, nodes = iter(inputs), 0, [*joint.module.graph.nodes]
     last = {v: i for i, n in enumerate(nodes) for a in n.all_input_nodes for v in joint.value_of.get(a, ())}
     torch.manual_seed(7)
     for i, node in enumerate(nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "placeholder":
             env[node] = next(rest)
-            continue
-        if node.op == "get_attr":
+        elif node.op == "get_attr":
             env[node] = operator.attrgetter(node.target)(joint.module).clone()
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        if node.op == "output":
+        elif node.op == "output":
             return (args, inputs), count
-        target = node.target
-        if node in over and last[over[node].over] == i:
-            target, args, kwargs = call_over(target, args, kwargs, over[node].position)
-            count += 1
-        env[node] = target(*args, **kwargs)
+        else:
+            target = node.target
+            if node in over and last[over[node].over] == i:
+                target, args, kwargs = call_over(target, args, kwargs, over[node].position)
+                count += 1
+            env[node] = target(*args, **kwargs)
     raise AssertionError("a graph ends in its output")
 
 
 def _over_and_plain(joint: Joint, position: int) -> int:
     """Compare a step with the same one in which ops write over what goes with them."""
-    over = {}
-    for c in sorted(candidates(joint), key=lambda c: c.position, reverse=bool(position)):
-        node = joint.nodes[c.op]
-        assert node is not None
-        assert not is_mutating(node)
-        over[node] = c
+    in_order = sorted(candidates(joint), key=lambda c: c.position, reverse=bool(position))
+    over = {joint.nodes[c.op]: c for c in in_order}
+    assert not any(map(is_mutating, over))
     vals = [n.meta["val"] for n in joint.module.graph.nodes if n.op == "placeholder"]
     torch.manual_seed(3)
     given = [make_up(val, 4) for val in vals]
@@ -181,16 +172,10 @@ def _over_and_plain(joint: Joint, position: int) -> int:
 @pytest.mark.parametrize("first_seed", [0, *map(long, range(1, 12))])
 def test_random_programs_that_write_over_all_they_may_have_the_bits_of_plain_ones(first_seed: int) -> None:
     counts: list[int] = []
+    generated = {"database": None, "phases": [Phase.generate], "suppress_health_check": [*HealthCheck]}
 
     @seed(first_seed)
-    @settings(
-        max_examples=PROGRAMS,
-        deadline=None,
-        database=None,
-        suppress_health_check=[*HealthCheck],
-        phases=[Phase.generate],
-        print_blob=False,
-    )
+    @settings(max_examples=PROGRAMS, deadline=None, print_blob=False, **generated)
     @given(programs())
     def compare(spec: Spec) -> None:
         try:

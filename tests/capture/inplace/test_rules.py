@@ -25,17 +25,14 @@ LAYOUTS = {
 SHAPE = (4, 6, 10, 26)  # 6,240 numbers
 SAME_SIZE = [1, 1], [1, 1], [1, 1], False, [0, 0], 1  # of a convolution by 3 x 3
 OTHERS: dict[Any, tuple[Any, ...]] = {  # arguments of an op after the tensors of one shape that it begins with
-    aten.add.Scalar: (0.3,),
-    aten.sub.Scalar: (0.3,),
+    **dict.fromkeys((aten.add.Scalar, aten.sub.Scalar, aten.lerp.Scalar), (0.3,)),
     aten.mul.Scalar: (-0.7,),
     aten.div.Scalar: (3.0,),
     aten.rsub.Scalar: (1.0,),
     aten.pow.Tensor_Scalar: (3.0,),
-    aten.clamp.default: (-0.5, 0.7),
+    **dict.fromkeys((aten.clamp.default, aten.hardtanh_backward.default), (-0.5, 0.7)),
     aten.clamp_max.default: (0.7,),
     aten.clamp_min.default: (-0.5,),
-    aten.lerp.Scalar: (0.3,),
-    aten.hardtanh_backward.default: (-0.5, 0.7),
     aten.leaky_relu_backward.default: (0.1, False),
     aten.softplus_backward.default: (1.0, 20.0),
     aten.threshold_backward.default: (0.1,),
@@ -71,12 +68,6 @@ def _arguments(op: Any, dtype: torch.dtype, layout: str) -> tuple[tuple[Any, ...
         aten.masked_fill.Scalar: (x, where, -0.5),
         aten.masked_fill.Tensor: (x, where, torch.tensor(-0.5, dtype=dtype)),
         aten.where.self: (where, x, y),
-        aten.addcdiv.default: (x, y, z),
-        aten.addcmul.default: (x, y, z),
-        aten.lerp.Tensor: (x, y, z),
-        aten.lerp.Scalar: (x, y, 0.3),
-        aten.log_sigmoid_backward.default: (x, y, z),
-        aten.div.Tensor_mode: (x, y),
         aten._native_batch_norm_legit_functional.default: (x, *weights, True, 0.1, 1e-5),
         aten.native_batch_norm_backward.default: (x, y, weights[0], None, None, *weights[1:3], True, 1e-5, [True] * 3),
         aten.convolution.default: (x, kernel, weights[0], *SAME_SIZE),
@@ -96,10 +87,9 @@ def _arguments(op: Any, dtype: torch.dtype, layout: str) -> tuple[tuple[Any, ...
         pooled, indices = aten.max_pool2d_with_indices(x, *size)
         return (pooled, x, *size, [1, 1], False, indices), {}
     if op in special:
-        return special[op], {"rounding_mode": "trunc"} if op is aten.div.Tensor_mode else {}
-    schema = [a for a in op._schema.arguments if not a.kwarg_only]
-    count = sum(str(a.type) == "Tensor" for a in schema)
-    return (*(x, y, z)[:count], *OTHERS.get(op, ())), {}
+        return special[op], {}
+    count = sum(str(a.type) == "Tensor" for a in op._schema.arguments if not a.kwarg_only)
+    return (*(x, y, z)[:count], *OTHERS.get(op, ())), {"rounding_mode": "trunc"} if op is aten.div.Tensor_mode else {}
 
 
 def _node(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -175,13 +165,9 @@ def test_an_argument_that_is_not_just_like_the_result_is_not_written_over(
     assert positions(_node(aten.add.Tensor, (x, y), {})) == expected
 
 
-def test_what_is_tried_does_not_depend_on_memory_behind_the_argument() -> None:
+def test_what_is_tried_does_not_depend_on_memory_behind_the_argument_and_is_pointwise_elsewhere() -> None:
     """An op is known by shapes, strides and types: the same one may read the whole of a memory elsewhere."""
-    node = _node(aten.add.Tensor, (torch.ones(8, 6)[4:], torch.ones(4, 6)), {})
-    assert positions_to_try(node) == (0, 1)
-
-
-def test_of_other_devices_only_pointwise_ops_are_known() -> None:
+    assert positions_to_try(_node(aten.add.Tensor, (torch.ones(8, 6)[4:], torch.ones(4, 6)), {})) == (0, 1)
     x = torch.ones(4, 6, device="meta")
     assert positions(_node(aten.exp.default, (x,), {})) == (0,)
     assert positions(_node(aten._softmax.default, (x, 1, False), {})) == ()

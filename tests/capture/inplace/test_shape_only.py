@@ -23,6 +23,7 @@ from checkmate.memory import measure_peak
 from checkmate.torch_internals.descriptions import suggest_memory_format
 from tests.support.sampling import every, in_turn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 
 
@@ -73,7 +74,6 @@ def test_what_stands_in_takes_no_memory_and_is_zero() -> None:
     assert stand_in((3, 0), (0, 1), torch.float64).shape == (3, 0)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_step_needs_no_input_for_its_gradient() -> None:
     body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     batch = torch.randn(4, 3, 16, 16)
@@ -116,12 +116,10 @@ class _OneChannel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.mixed(x)
-        places = self.norm(x.flatten(2).transpose(1, 2))
-        kept = places.transpose(1, 2).view(x.shape) * x
+        kept = self.norm(x.flatten(2).transpose(1, 2)).transpose(1, 2).view(x.shape) * x
         return self.conv(kept) + kept
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_map_of_one_channel_has_the_gradient_of_plain_pytorch() -> None:
     for seed in range(4):
         torch.manual_seed(seed)

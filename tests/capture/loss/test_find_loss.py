@@ -27,38 +27,32 @@ class _Net(nn.Module):
         self.head = nn.Linear(DEPTH, CLASSES, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.first(x).relu()).flatten(0, 1)
-        return logits
+        return self.head(self.first(x).relu()).flatten(0, 1)
 
 
 def _losses(step: Callable[..., Any]) -> list[Loss]:
-    problem = checkmate.trace(step, X, Y, profile="roofline:laptop")
-    return losses(joint_of(problem).module.graph)
+    return losses(joint_of(checkmate.trace(step, X, Y, profile="roofline:laptop")).module.graph)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_linear_layer_and_its_cross_entropy_are_found(bias: bool, reduction: str) -> None:
-    net = _Net(bias=bias)
-    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y, reduction=reduction, ignore_index=3).sum())
-    assert (loss.b is not None, loss.of_bias is not None) == (bias, bias)
+@pytest.mark.parametrize(
+    ("bias", "reduction", "dtype", "frozen"),
+    [
+        *((bias, reduction, torch.float32, False) for bias in (False, True) for reduction in ("mean", "sum", "none")),
+        *((True, "mean", torch.bfloat16, False), (True, "mean", torch.float32, True)),
+    ],
+)
+def test_a_linear_layer_and_its_cross_entropy_are_found(
+    bias: bool, reduction: str, dtype: torch.dtype, frozen: bool
+) -> None:
+    """Also of logits in half precision that are cast, and of a layer that is frozen."""
+    net, options = _Net(bias=bias).to(dtype), {"reduction": reduction, "ignore_index": 3}
+    net.head.requires_grad_(not frozen)
+    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x.to(dtype)).float(), y, **options).sum())
+    assert (loss.b is not None, loss.of_bias is not None) == (bias, bias and not frozen)
     assert loss.of_rows is not None
-    assert loss.of_weight is not None
+    assert (loss.of_weight is None) == frozen
     assert loss.ignore_index == 3
-
-
-def test_logits_in_half_precision_may_be_cast() -> None:
-    net = _Net().bfloat16()
-    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x.bfloat16()).float(), y))
-    assert loss.softmax.meta["val"].dtype == torch.float32
-    assert loss.product.meta["val"].dtype == torch.bfloat16
-
-
-def test_a_frozen_layer_has_no_gradient_of_its_weight() -> None:
-    net = _Net()
-    net.head.requires_grad_(False)
-    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y))
-    assert (loss.of_weight, loss.of_bias) == (None, None)
+    assert [node.meta["val"].dtype for node in (loss.softmax, loss.product)] == [torch.float32, dtype]
 
 
 def test_logits_that_the_step_shows_are_kept() -> None:

@@ -20,7 +20,7 @@ from checkmate.capture.loss.write import LOSS_SPLITS, LossSplit, loss_splits_of
 from tests.support.products import OneOrder
 from tests.support.sampling import few
 
-ROWS, LENGTH, DEPTH, CLASSES = 3, 37, 24, 301  # none a power of two
+ROWS, LENGTH, DEPTH, CLASSES = 3, 19, 24, 171  # none a power of two
 X, Y = torch.randn(ROWS, LENGTH, DEPTH), torch.randint(CLASSES, (ROWS, LENGTH))
 WEIGHTS = torch.rand(CLASSES) + 0.1
 
@@ -68,11 +68,9 @@ KINDS: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 def _loss(kind: str, dtype: torch.dtype, *, bias: bool) -> Loss:
     head, first = (nn.Linear(DEPTH, size, bias=bias).to(dtype) for size in (CLASSES, DEPTH))
-
-    def step(x: Tensor, y: Tensor) -> object:
-        return KINDS[kind](head(first(x.to(dtype)).relu()), y)
-
-    problem = checkmate.trace(step, X, Y, profile="roofline:laptop")
+    problem = checkmate.trace(
+        lambda x, y: KINDS[kind](head(first(x.to(dtype)).relu()), y), X, Y, profile="roofline:laptop"
+    )
     (loss,) = losses(joint_of(problem).module.graph)
     return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 import checkmate
 from checkmate.capture.patches.kernels import _folds
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, compiled
 from tests.support.sampling import every
 from tests.support.seen import Seen
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 X = (2, 3, 9, 7)
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
@@ -60,13 +63,11 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", every(2, STEPS))
 def test_same_bits_as_eager(name: str) -> None:
     _check(STEPS[name])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_dropout_of_complex_numbers_draws_as_the_kernel() -> None:
     try:
         F.dropout(torch.ones(2).cfloat())
@@ -80,6 +81,11 @@ def test_dropout_of_complex_numbers_draws_as_the_kernel() -> None:
     _check(dropout)
 
 
+def _at_smallest_budget(step: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    budget = checkmate.min_budget(checkmate.trace(step, x, profile="roofline:h100"), time_limit=1).peak
+    return compiled(step, budget=budget)
+
+
 def _check(function: Callable[[Tensor], Tensor]) -> None:
     """The bits of plain PyTorch at the smallest budget, and its random state."""
     x = torch.randn(X, requires_grad=True)
@@ -87,21 +93,11 @@ def _check(function: Callable[[Tensor], Tensor]) -> None:
     def step(x: Tensor) -> Tensor:
         return function(x.sin()).square().sum()
 
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(checkmate.trace(step, x)).peak, time_limit=1)
-    torch.manual_seed(0)
-    found = compiled(x)
-    (grad,) = torch.autograd.grad(found, x)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    expected = step(x)
-    assert_same_bits(found, expected)
-    assert_same_bits(state, torch.get_rng_state())
-    assert_same_bits(grad, torch.autograd.grad(expected, x)[0])
+    assert_as_plain(step, x, run=_at_smallest_budget(step, x))
 
 
 def test_dropout_of_everything_draws_nothing() -> None:
     layers = torch.nn.LSTM(8, 8, 2, dropout=1.0)
-    x = torch.randn(3, 5, 8, requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
         F.dropout(x, 1.0)  # nothing reads it
@@ -110,13 +106,12 @@ def test_dropout_of_everything_draws_nothing() -> None:
         attention = F.scaled_dot_product_attention(x, x, x, dropout_p=1.0)
         return x.square().sum() + sum(part.nan_to_num(2.0).sum() for part in (*read, attention, layers(x)[0]))
 
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(checkmate.trace(step, x)).peak, time_limit=1)
-    before, found = torch.get_rng_state(), []
-    for run in (step, compiled):
-        loss = run(x)
-        found.append((loss, torch.autograd.grad(loss, (x, *layers.parameters()))))
-        assert_same_bits(torch.get_rng_state(), before)
-    assert_same_bits(found[1], found[0])
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    run = _at_smallest_budget(step, x)
+    assert_as_plain(step, x, run=run, leaves=[*layers.parameters()])
+    before = torch.get_rng_state()
+    run(x)
+    assert_same_bits(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("op", [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.dropout.default])

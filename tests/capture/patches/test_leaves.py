@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends.tensor_state import same_bits
-from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain
 from tests.support.versions import needs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FOLLOWED = needs("2.12", "Dynamo refuses requires_grad_() of what a step computes")
 
 
@@ -32,90 +32,96 @@ class _Product(torch.autograd.Function):
         return grad * b.sin() * c * 1.37, grad * a * b.cos() * c * 3.1, grad * a * b.sin() * 0.77
 
 
-def _of_an_intermediate(x: Tensor) -> Tensor:
-    y = x.sin() * 1.7
-    return (_Product.apply(y, y, y) * y.exp()).sum() + (y.tanh() * _Product.apply(x, y, x)).sum()
+class _Steps:
+    """With leaves that a step makes, and with one tensor given twice."""
+
+    def of_an_intermediate(x: Tensor) -> Tensor:
+        y = x.sin() * 1.7
+        return (_Product.apply(y, y, y) * y.exp()).sum() + (y.tanh() * _Product.apply(x, y, x)).sum()
+
+    def of_an_input(x: Tensor) -> Tensor:
+        return (_Product.apply(x, x, x) * x.exp()).sum() + (x.tanh() * _Product.apply(x.cos(), x, x)).sum()
+
+    def after_frozen_layers(x: Tensor) -> Tensor:
+        """As a model does that is trained by adapters, with checkpoints."""
+        with torch.no_grad():
+            embedded = x.sin()
+        embedded.requires_grad_()
+        return (embedded * x.cos()).square().sum()
+
+    def handed_on(x: Tensor) -> Tensor:
+        """A leaf that one checkpointed part makes, and the next one takes."""
+
+        def part(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            if bias is None:
+                bias = torch.zeros(50)
+                bias.requires_grad = True
+            return y.sin() + bias, bias
+
+        y, bias = checkpoint(part, x, None, use_reentrant=False)
+        return checkpoint(part, y, bias, use_reentrant=False)[0].square().sum()
+
+    def assigned(x: Tensor) -> Tensor:
+        """As models do that are trained with checkpoints: a view of an input, and what the step makes."""
+        given = x.detach()[:, None]
+        given.requires_grad = True
+        bias = torch.zeros(50)
+        bias.requires_grad = True
+        return (x.sin()[:, None] * given + bias).square().sum()
+
+    def attention_with_values_of_another_width(x: Tensor) -> Tensor:
+        """As in multi-head latent attention, whose keys carry the positions too."""
+        q, k, v = x[:24, :48].reshape(2, 6, 3, 32).transpose(1, 2).split([12, 12, 8], -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    def of_a_view_made_before(x: Tensor) -> Tensor:
+        """A view of what is then multiplied by what needs a gradient."""
+        made = torch.ones(40, 50)
+        view = made.view(2000)
+        made.mul_(x)
+        return _Product.apply(view, x.view(2000), x.view(2000)).sum()
 
 
-def _of_an_input(x: Tensor) -> Tensor:
-    return (_Product.apply(x, x, x) * x.exp()).sum() + (x.tanh() * _Product.apply(x.cos(), x, x)).sum()
+MAKES_A_LEAF = ("after_frozen_layers", "handed_on", "assigned")
 
 
-def _after_frozen_layers(x: Tensor) -> Tensor:
-    """As a model does that is trained by adapters, with checkpoints."""
-    with torch.no_grad():
-        embedded = x.sin()
-    embedded.requires_grad_()
-    return (embedded * x.cos()).square().sum()
-
-
-def _handed_on(x: Tensor) -> Tensor:
-    """A leaf that one checkpointed part makes, and the next one takes."""
-
-    def part(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if bias is None:
-            bias = torch.zeros(50)
-            bias.requires_grad = True
-        return y.sin() + bias, bias
-
-    y, bias = checkpoint(part, x, None, use_reentrant=False)
-    return checkpoint(part, y, bias, use_reentrant=False)[0].square().sum()
-
-
-def _assigned(x: Tensor) -> Tensor:
-    """As models do that are trained with checkpoints: a view of an input, and what the step makes."""
-    given = x.detach()[:, None]
-    given.requires_grad = True
-    bias = torch.zeros(50)
-    bias.requires_grad = True
-    return (x.sin()[:, None] * given + bias).square().sum()
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "step",
-    [
-        _of_an_intermediate,
-        _of_an_input,
-        *(pytest.param(step, marks=FOLLOWED) for step in (_after_frozen_layers, _assigned, _handed_on)),
-    ],
+    "name",
+    [pytest.param(n, marks=FOLLOWED if n in MAKES_A_LEAF else ()) for n in vars(_Steps) if n[0] != "_"],
 )
-def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
-    x = torch.randn(40, 50, requires_grad=True)
-    (expected,) = torch.autograd.grad(step(x), x)
-    (found,) = torch.autograd.grad(checkmate.compile(step, budget="1 MB", time_limit=1)(x), x)
-    assert same_bits(found, expected)
+def test_the_bits_of_plain_pytorch(name: str) -> None:
+    assert_as_plain(getattr(_Steps, name), torch.randn(40, 50, requires_grad=True), profile="measure")
 
 
-def _hooked(model: nn.Module, x: Tensor) -> Tensor:
-    y = x.sin().requires_grad_()
-    y.register_hook(lambda grad: grad * 2)
-    return model(y).sum()
+class _Asked:
+    """Something asks for the gradient of a leaf."""
+
+    def hooked(model: nn.Module, x: Tensor) -> Tensor:
+        (y := x.sin().requires_grad_()).register_hook(lambda grad: grad * 2)
+        return model(y).sum()
+
+    def kept(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin().requires_grad_()
+        return model(y).sum(), y.view(-1)
+
+    def kept_of_a_part(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        return checkpoint(_Asked.kept, model, x, use_reentrant=False)
+
+    def alone(model: nn.Module, x: Tensor) -> Tensor:
+        return x.sin().requires_grad_().sum()
 
 
-def _kept(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = x.sin().requires_grad_()
-    return model(y).sum(), y.view(-1)
-
-
-def _kept_of_a_part(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(_kept, model, x, use_reentrant=False)
-
-
-def _alone(model: nn.Module, x: Tensor) -> Tensor:
-    return x.sin().requires_grad_().sum()
+HOOK_SEEN = needs("2.13", "it is planned: nobody sees what the hook gives")
 
 
 @FOLLOWED
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        pytest.param(
-            _hooked, "by a hook or outside", marks=needs("2.13", "it is planned: nobody sees what the hook gives")
-        ),
-        (_kept, "by a hook or outside"),
-        (_kept_of_a_part, "by a hook or outside"),
-        (_alone, "which trains nothing"),
+        pytest.param(_Asked.hooked, "by a hook or outside", marks=HOOK_SEEN),
+        (_Asked.kept, "by a hook or outside"),
+        (_Asked.kept_of_a_part, "by a hook or outside"),
+        (_Asked.alone, "which trains nothing"),
     ],
 )
 def test_a_leaf_whose_gradient_is_asked_for_is_refused(step: Callable[..., Any], words: str) -> None:
@@ -124,73 +130,41 @@ def test_a_leaf_whose_gradient_is_asked_for_is_refused(step: Callable[..., Any],
         checkmate.compile(lambda x: step(model, x), budget="1 MB", time_limit=1)(torch.randn(3, 5))
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_attention_with_values_of_another_width() -> None:
-    """As in multi-head latent attention, whose keys carry the positions too."""
-    x = torch.randn(2, 6, 3 * (12 + 12 + 8), requires_grad=True)
+class _Frozen:
+    """Parameters are frozen for a while: those of an adapter that is off, or of a critic that judges."""
 
-    def step(x: Tensor) -> Tensor:
-        q, k, v = x.view(2, 6, 3, -1).transpose(1, 2).split([12, 12, 8], -1)
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+    def frozen_for_a_while(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
+        policy = base(x) + adapter(x)
+        adapter.requires_grad_(False)
+        with torch.no_grad():
+            reference = base(x)
+        fixed = adapter(policy)  # its gradient reaches the policy, and not the adapter here
+        assert not adapter.weight.requires_grad
+        adapter.requires_grad_(True)
+        return (policy - reference).square().mean() + fixed.sin().mean() + adapter(policy).mean()
 
-    (expected,) = torch.autograd.grad(step(x), x)
-    (found,) = torch.autograd.grad(checkmate.compile(step, budget="1 MB", time_limit=1)(x), x)
-    assert same_bits(found, expected)
+    def by_attribute(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
+        adapter.weight.requires_grad = False
+        fixed = adapter(base(x))
+        adapter.weight.requires_grad = True
+        return fixed.square().mean() + adapter(x).sin().mean()
 
-
-class _Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return grad * b, grad * a
-
-
-def test_a_view_of_what_has_come_to_need_a_gradient() -> None:
-    """It was made before what it shows was multiplied by a parameter."""
-    weight = torch.arange(1.0, 5.0, requires_grad=True)
-
-    def step() -> Tensor:
-        made = torch.ones(4)
-        view = made.view(4)
-        made.mul_(weight)
-        return _Times.apply(view, weight).sum()
-
-    found = [torch.autograd.grad(run(), weight) for run in (checkmate.compile(step, budget="1 MB"), step)]
-    assert same_bits(*found[0], *found[1])
+    def frozen_by_one_of_two_names(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
+        hidden = base(x).sin()
+        adapter.requires_grad_(False)
+        fixed = adapter(hidden).square().mean() + base(x).cos().mean()
+        base.weight.requires_grad_(True)
+        adapter.bias.requires_grad_(True)
+        return fixed + adapter(hidden).sin().mean()
 
 
-def _frozen_for_a_while(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
-    policy = base(x) + adapter(x)
-    adapter.requires_grad_(False)
-    with torch.no_grad():
-        reference = base(x)
-    fixed = adapter(policy)  # its gradient reaches the policy, and not the adapter here
-    assert not adapter.weight.requires_grad
-    adapter.requires_grad_(True)
-    return (policy - reference).square().mean() + fixed.sin().mean() + adapter(policy).mean()
-
-
-def _by_attribute(base: nn.Module, adapter: nn.Linear, x: Tensor) -> Tensor:
-    adapter.weight.requires_grad = False
-    fixed = adapter(base(x))
-    adapter.weight.requires_grad = True
-    return fixed.square().mean() + adapter(x).sin().mean()
-
-
-@pytest.mark.parametrize("step", [_frozen_for_a_while, _by_attribute])
+@pytest.mark.parametrize("step", [_Frozen.frozen_for_a_while, _Frozen.by_attribute, _Frozen.frozen_by_one_of_two_names])
 def test_parameters_frozen_for_a_while(step: Callable[..., Tensor]) -> None:
-    """As those of an adapter that is off, or of a critic that judges."""
-    torch.manual_seed(0)
     base, adapter, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(4, 6)
+    if step is _Frozen.frozen_by_one_of_two_names:
+        base.weight = adapter.weight
     weights = [*base.parameters(), *adapter.parameters()]
-    compiled = checkmate.compile(lambda x: step(base, adapter, x), budget="1 MB", time_limit=1)
-    found = [torch.autograd.grad(run(x), weights) for run in (compiled, lambda x: step(base, adapter, x))]
-    assert_same_bits(*found)
+    assert_as_plain(lambda x: step(base, adapter, x), x, leaves=weights)
     assert all(weight.requires_grad for weight in weights)
 
 
@@ -210,64 +184,31 @@ def test_the_adapter_of_peft_is_off_for_the_reference() -> None:
             reference = model(x).log_softmax(-1)
         return -nn.functional.logsigmoid(policy - reference).mean()
 
-    found = [torch.autograd.grad(run(x), weights) for run in (checkmate.compile(loss, budget="1 MB"), loss)]
-    assert_same_bits(*found)
-
-
-def _left(layer: nn.Module) -> None:
-    layer.requires_grad_(False)
-
-
-def _thawed(layer: nn.Module) -> None:
-    layer.bias.requires_grad_(True).requires_grad_(False)
-
-
-def _within_a_checkpoint(layer: nn.Module) -> None:
-    checkpoint(lambda x: layer.weight.requires_grad_(False) * x, torch.ones(4), use_reentrant=False)
+    assert_as_plain(loss, x, leaves=weights)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_left, "on weight, and leaves it so"),
-        (_thawed, "on bias, which was frozen before it"),
-        (_within_a_checkpoint, "on weight, in a part that is a graph of its own, such as a checkpoint"),
+        (lambda layer, x: layer.requires_grad_(False), "on weight, and leaves it so"),
+        (lambda layer, x: layer.bias.requires_grad_(True).requires_grad_(False), "on bias, which was frozen before it"),
+        (
+            lambda layer, x: checkpoint(lambda x: layer.weight.requires_grad_(False) * x, x, use_reentrant=False),
+            "on weight, in a part that is a graph of its own, such as a checkpoint",
+        ),
+        (lambda layer, x: layer(x.requires_grad_()), r"pass it in with requires_grad_\(\)"),  # frozen by nobody
     ],
+    ids=["left frozen", "thawed", "within a checkpoint", "of the batch"],
 )
-def test_flags_that_stay_changed_and_frozen_parameters_that_are_thawed_are_refused(
-    change: Callable[[nn.Module], None], said: str
-) -> None:
+def test_flags_that_stay_changed_and_what_is_thawed_are_refused(change: Callable[..., Any], said: str) -> None:
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)
 
     def step(x: Tensor) -> Tensor:
         loss = layer(x).sum()
-        change(layer)
+        change(layer, x)
         return loss
 
     with pytest.raises(checkmate.Unsupported, match=said):
         checkmate.compile(step, budget="1 MB")(torch.ones(2, 4))
     assert [p.requires_grad for p in layer.parameters()] == [True, False]
-
-
-def test_a_batch_that_the_step_has_need_a_gradient_is_refused_as_such() -> None:
-    """It was frozen by nobody."""
-    layer = nn.Linear(4, 4)
-    with pytest.raises(checkmate.Unsupported, match=r"pass it in with requires_grad_\(\)"):
-        checkmate.compile(lambda x: layer(x.requires_grad_()).sum(), budget="1 MB")(torch.ones(2, 4))
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_tied_weight_frozen_by_one_name_is_frozen_by_the_other() -> None:
-    table, head, i = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False), torch.arange(6)
-    head.weight = table.weight
-
-    def step(i: Tensor) -> Tensor:
-        hidden = table(i).sin()
-        head.requires_grad_(False)
-        fixed = head(hidden).square().mean() + table(i).cos().mean()
-        table.weight.requires_grad_(True)
-        return fixed + head(hidden).sin().mean()
-
-    compiled = checkmate.compile(step, budget="1 MB", time_limit=1)
-    assert_same_bits(*(torch.autograd.grad(run(i), table.weight) for run in (compiled, step)))

@@ -18,21 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.tensor_state import same_bits
+from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, compiled
+
+pytestmark = pytest.mark.usefixtures("forgotten")
 
 logger = logging.getLogger("tests.model")
 _SPEAKS = re.compile(r"^ +(logger\.(warn|info|log)|logging\.|print|warnings|    logger)")
 X = torch.linspace(-1, 2, 16).view(4, 4)
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(one_thread: None) -> Any:
-    yield
-    torch._dynamo.reset()
-
-
-def _compiled(step: Any) -> Any:
-    return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
 
 
 weight = torch.linspace(1, 2, 4).requires_grad_()
@@ -57,16 +50,14 @@ def speaking(x: Tensor) -> Tensor:
 LINES = [number for number, line in enumerate(inspect.getsource(speaking).splitlines()) if _SPEAKS.search(line)]
 
 
-def _by_name(x: Tensor) -> Any:
-    options = {"budget": "1 MB", "profile": "roofline:h100"}
-    return torch.compile(speaking, backend="checkmate", options=options, dynamic=False)(x)
+OPTIONS = {"budget": "1 MB", "profile": "roofline:h100"}
 
 
 CAPTURING: dict[str, Callable[[Tensor], Any]] = {
-    "compile": lambda x: _compiled(speaking)(x),
+    "compile": lambda x: compiled(speaking)(x),
     "trace": lambda x: checkmate.trace(speaking, x, profile="roofline:h100"),
     "explain": lambda x: checkmate.explain(speaking, x, profile="roofline:h100").problem,
-    "by name": _by_name,
+    "by name": lambda x: torch.compile(speaking, backend="checkmate", options=OPTIONS, dynamic=False)(x),
 }
 
 
@@ -93,30 +84,14 @@ def test_it_is_left_out_and_that_is_said_once(
 
 @pytest.mark.filterwarnings("ignore:an old setting")
 def test_a_compiled_step_is_silent_and_its_numbers_are_plain_ones(caplog: pytest.LogCaptureFixture) -> None:
-    compiled = _compiled(speaking)
+    run = compiled(speaking)
     with caplog.at_level(logging.INFO):
-        compiled(X)
+        run(X)
         caplog.clear()
-        found = compiled(X).detach()
-        compiled(X[:3])  # is captured anew
+        found = run(X)
+        run(X[:3])  # is captured anew
         assert _left_out(caplog) == []
-        assert same_bits(found, speaking(X).detach())
-
-
-def test_a_number_that_changes_is_no_reason_to_capture_again_where_it_is_only_logged() -> None:
-    class Counting(nn.Linear):
-        count = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            logger.info("call %d", self.count)
-            return super().forward(x)
-
-    model = Counting(4, 4)
-    compiled = _compiled(model)
-    for count in range(3):
-        compiled.count = count
-        compiled(X)
-    assert len(compiled.plans) == 1
+        assert_same_bits(found, speaking(X))
 
 
 class Refusal(ValueError):
@@ -127,16 +102,18 @@ class Refusal(ValueError):
         self.rows = rows
 
 
-class Model(nn.Module):
-    """Raises in each way that models do."""
+class Model(nn.Linear):
+    """Counts its calls, logs their number and raises, in each way that models do."""
+
+    count = 0
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+        super().__init__(4, 4)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, way: str = "") -> Tensor:
         self.calls.add_(1)
+        logger.info("call %d", self.count)
         assert x.shape[0] <= 4, f"{x.shape[0]} rows are too many"
         if way == "an error":
             raise ValueError("no such way", 3)
@@ -153,11 +130,7 @@ class Model(nn.Module):
             assert (x < 1).all(), f"up to {x.max()}, {x.sum().item():.3f}"
         if way == "a check":
             torch._check_tensor_all(x < 1, lambda: f"of {x.shape[0]} rows")
-        loss: Tensor = self.linear(x).sum()
-        return loss
-
-
-WAYS = ["an error", "of the user's own", "without words", "from another", "of tensors", "a check"]
+        return super().forward(x).sum()
 
 
 def _raised(call: Callable[[], Any]) -> Exception:
@@ -166,31 +139,31 @@ def _raised(call: Callable[[], Any]) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["an error", "of the user's own", "without words", "from another", "of tensors", "a check"]
+)
 def test_an_exception_comes_through_as_it_is(way: str) -> None:
     model = Model()
-    compiled = _compiled(model)
-    expected, twin = _raised(lambda: copy.deepcopy(model)(X, way)), copy.deepcopy(model)
-    found = _raised(lambda: compiled(X, way))
-    assert type(found) is type(expected)
-    assert found.args == expected.args
-    assert str(found) == str(expected)
-    assert getattr(found, "rows", None) == getattr(expected, "rows", None)
-    assert repr(found.__cause__) == repr(expected.__cause__)
-    assert all(same_bits(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    twin = copy.deepcopy(model)
+    errors = _raised(lambda: copy.deepcopy(model)(X, way)), _raised(lambda: compiled(model)(X, way))
+    expected, found = ((type(e), e.args, str(e), getattr(e, "rows", None), repr(e.__cause__)) for e in errors)
+    assert found == expected
+    assert_same_bits(model.state_dict(), twin.state_dict())
 
 
 def test_a_right_call_works_before_and_after() -> None:
+    """Also with another number, which is only logged."""
     model = Model()
-    compiled, twin = _compiled(model), copy.deepcopy(model)
-    for _ in range(2):
-        assert same_bits(compiled(X).detach(), twin(X).detach())
+    run, twin = compiled(model), copy.deepcopy(model)
+    for count in range(3):
+        run.count = count
+        assert_same_bits(run(X), twin(X))
         with pytest.raises(AssertionError) as caught:
-            compiled(torch.cat([X, X]))
+            run(torch.cat([X, X]))
         assert str(caught.value) == "8 rows are too many"
         assert "test_logging_calls.py" in "".join(getattr(caught.value, "__notes__", ["test_logging_calls.py"]))
-    assert same_bits(model.calls, twin.calls)
-    assert len(compiled.plans) == 1
+    assert_same_bits(model.calls, twin.calls)
+    assert len(run.plans) == 1
 
 
 def test_an_exception_that_the_step_handles_is_its_own() -> None:
@@ -200,17 +173,13 @@ def test_an_exception_that_the_step_handles_is_its_own() -> None:
         except Refusal as error:
             return (weight * x).sum() * error.rows
 
-    assert same_bits(_compiled(step)(X).detach(), step(X).detach())
+    assert_as_plain(step, X, leaves=[weight])
 
 
-def test_what_python_raises_is_refused_with_its_text() -> None:
-    with pytest.raises(
-        checkmate.Unsupported, match=r"KeyError: .*missing.* is raised here(.|\n)*test_logging_calls\.py"
-    ):
-        _compiled(lambda x: (weight * x).sum() * {}["missing"])(X)
-
-
-def test_explain_says_what_is_raised() -> None:
+def test_what_python_raises_is_refused_with_its_text_and_explained() -> None:
+    words = r"KeyError: .*missing.* is raised here(.|\n)*test_logging_calls\.py"
+    with pytest.raises(checkmate.Unsupported, match=words):
+        compiled(lambda x: (weight * x).sum() * {}["missing"])(X)
     found = checkmate.explain(Model(), X, "an error", profile="roofline:h100")
     assert not found.can_be_planned
     assert "no such way" in found.reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,10 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import outcome
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 WEIGHT = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(one_thread: None) -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _spans(shape: tuple[int, int], length: int = 2) -> Any:
@@ -38,88 +34,72 @@ def _spans(shape: tuple[int, int], length: int = 2) -> Any:
     return mask
 
 
-def _masked(x: Tensor) -> Tensor:
-    mask = torch.tensor(_spans((5, 4)), dtype=torch.bool)
-    x = x.clone()
-    x[mask] = 0
-    x[:, torch.tensor(_spans((2, 2), length=1)).any(0).repeat(2)] *= 2
-    return (x @ WEIGHT).square().sum()
+class _Steps:
+    """By how they draw."""
 
+    def masked(x: Tensor) -> Tensor:
+        mask = torch.tensor(_spans((5, 4)), dtype=torch.bool)
+        x = x.clone()
+        x[mask] = 0
+        x[:, torch.tensor(_spans((2, 2), length=1)).any(0).repeat(2)] *= 2
+        return (x @ WEIGHT).square().sum()
 
-def _noisy(x: Tensor) -> Tensor:
-    noise = torch.from_numpy(np.random.randn(5, 4)).float() * torch.rand(5, 4)  # noqa: NPY002
-    order = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
-    return ((x + noise) @ WEIGHT)[order].square().cumsum(0).sum()
+    def noisy(x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.randn(5, 4)).float() * torch.rand(5, 4)  # noqa: NPY002
+        order = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+        return ((x + noise) @ WEIGHT)[order].square().cumsum(0).sum()
 
+    def layers_left_out(x: Tensor) -> Tensor:
+        for _ in range(3):
+            if np.random.rand() < 0.5:  # noqa: NPY002
+                x = (x @ WEIGHT).tanh()
+        return (x @ WEIGHT).square().sum()
 
-def _layers_left_out(x: Tensor) -> Tensor:
-    for _ in range(3):
-        if np.random.rand() < 0.5:  # noqa: NPY002
-            x = (x @ WEIGHT).tanh()
-    return (x @ WEIGHT).square().sum()
+    def crops(x: Tensor) -> Tensor:
+        """The shape of what is drawn depends on a draw."""
+        return (x @ WEIGHT)[torch.as_tensor(_rows())].square().sum() + x.sum() * torch.rand([])
 
-
-def _crops(x: Tensor) -> Tensor:
-    """The shape of what is drawn depends on a draw."""
-    return (x @ WEIGHT)[torch.as_tensor(_rows())].square().sum() + x.sum() * torch.rand([])
+    def seeded_within(x: Tensor) -> Tensor:
+        """A seed holds from its place on."""
+        first = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+        np.random.seed(3)  # noqa: NPY002
+        second = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+        return ((x @ WEIGHT)[first].cumsum(0) * x[second]).sum()
 
 
 def _rows() -> Any:
     return np.random.permutation(5)[: 2 + np.random.randint(2)]  # noqa: NPY002
 
 
-@pytest.mark.parametrize("step", [_masked, _noisy, _layers_left_out, _crops])
-def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
-    def train(run: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        for _ in range(5):
-            x = torch.randn(5, 4, requires_grad=True)
-            yield from torch.autograd.grad(run(x), [x, WEIGHT])
-            yield torch.get_rng_state()
-            yield np.random.get_state()[1]  # noqa: NPY002
-            yield np.random.get_state()[2]  # noqa: NPY002
-
-    expected = [*train(step)]
-    compiled = checkmate.compile(step, budget="1 MB", time_limit=0.3)
-    assert_same_bits([*train(compiled)], expected)
-    if step in (_masked, _noisy):
-        assert len(compiled.plans) == 1
-
-
-def test_a_seed_holds_from_its_place_on() -> None:
-    def step(x: Tensor) -> Tensor:
-        first = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
-        np.random.seed(3)  # noqa: NPY002
-        second = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
-        return ((x @ WEIGHT)[first].cumsum(0) * x[second]).sum()
-
-    x, found = torch.randn(5, 4), []
-    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=0.3)):
-        np.random.seed(0)  # noqa: NPY002
-        grads = [torch.autograd.grad(run(x), WEIGHT) for _ in range(3)]
-        found.append((grads, np.random.get_state()[1:3]))  # noqa: NPY002
-    assert_same_bits(found[1], found[0])
+STEPS = [step for name, step in vars(_Steps).items() if name[0] != "_"]
 
 
 class _Drawing(nn.Module):
+    """Draws in a method."""
+
     def __init__(self, most: Any) -> None:
         super().__init__()
         self.most = most
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ WEIGHT)[torch.as_tensor(self.row())].sum()
+        return (x @ WEIGHT)[torch.as_tensor(self.row())].sum() + x.sum()
 
     def row(self) -> Any:
         return np.random.permutation(self.most)[:3]  # noqa: NPY002
 
 
-def test_in_a_method_each_function_of_numpy_draws_before_the_step() -> None:
-    step, x, found = _Drawing(5), torch.randn(5, 4), []
-    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=0.3)):
+@pytest.mark.parametrize("step", [*STEPS, _Drawing(5)])
+def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
+    def train(run: Callable[[Tensor], Tensor]) -> list[Any]:
+        torch.manual_seed(0)
         np.random.seed(0)  # noqa: NPY002
-        found.append((torch.autograd.grad(run(x), WEIGHT), np.random.get_state()[1:3]))  # noqa: NPY002
-    assert_same_bits(found[1], found[0])
+        return [outcome(run, torch.randn(5, 4, requires_grad=True), leaves=[WEIGHT], seed=None) for _ in range(5)]
+
+    expected = train(step)
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=0.3)
+    assert_same_bits(train(compiled), expected)
+    if step in (_Steps.masked, _Steps.noisy):
+        assert len(compiled.plans) == 1
 
 
 def test_a_step_that_draws_is_not_called_to_be_captured() -> None:
@@ -132,18 +112,14 @@ def test_a_step_that_draws_is_not_called_to_be_captured() -> None:
             noise = np.random.rand(5, 4)  # noqa: NPY002
             return norm(x + noise.astype(np.float32))
 
-        def step() -> Tensor:
-            later = normed()
-            return later.square().sum()
-
         np.random.seed(0)  # noqa: NPY002
-        found.append((wrap(step)(), [*norm.buffers()]))
+        found.append((wrap(lambda normed=normed: normed().square().sum())(), [*norm.buffers()]))
     assert_same_bits(found[1], found[0])
 
 
 def test_a_trace_draws_nothing() -> None:
     before = np.random.get_state()[1:3]  # noqa: NPY002
-    checkmate.trace(_noisy, torch.ones(5, 4))
+    checkmate.trace(_Steps.noisy, torch.ones(5, 4))
     assert_same_bits(np.random.get_state()[1:3], before)  # noqa: NPY002
 
 

@@ -12,29 +12,24 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import few, long, slow
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}
 
 
-@pytest.mark.usefixtures("one_thread")
+CASES = [
+    *((nn.GRU, TWO_WAYS), (nn.LSTM, TWO_WAYS)),
+    *few(3, [(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})]),
+    *(long(nn.RNN, TWO_WAYS), slow(nn.RNN, {"nonlinearity": "relu"}), slow(nn.LSTM, {"proj_size": 3})),
+]
+
+
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (nn.GRU, TWO_WAYS),
-        (nn.LSTM, TWO_WAYS),
-        *few(3, [(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})]),
-        long(nn.RNN, TWO_WAYS),
-        slow(nn.RNN, {"nonlinearity": "relu"}),
-        slow(nn.LSTM, {"proj_size": 3}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_same_bits_as_eager(kind: type[nn.RNNBase], options: dict[str, Any], precision: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = kind(5, 17, **options).to(precision)
     layers = model.num_layers * (1 + model.bidirectional)
     hidden = torch.randn(layers, 3, model.proj_size or 17, dtype=precision)
-    cell = torch.randn(layers, 3, 17, dtype=precision)
-    x = torch.randn(3, 3, 5, dtype=precision)
+    cell, x = torch.randn(layers, 3, 17, dtype=precision), torch.randn(3, 3, 5, dtype=precision)
 
     def step(x: Tensor) -> Tensor:
         output, _ = model(x, (hidden, cell) if kind is nn.LSTM else hidden)
@@ -43,23 +38,6 @@ def test_same_bits_as_eager(kind: type[nn.RNNBase], options: dict[str, Any], pre
     report = checkmate.verify(step, x, budget="1 MB", time_limit=1)
     assert report.gradients == len([*model.parameters()])
     assert report.measured_peak == report.predicted_peak
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_workspaces_of_an_lstm_are_planned() -> None:
-    """They are most of what it keeps for its backward."""
-    torch.manual_seed(0)
-    model = nn.LSTM(32, 64, num_layers=4)
-    x = torch.randn(20, 4, 32)
-
-    def step(x: Tensor) -> Tensor:
-        return model(x)[0].sin().sum()
-
-    problem = checkmate.trace(step, x)
-    smallest = checkmate.min_budget(problem).peak
-    report = checkmate.verify(step, x, budget=smallest)
-    assert report.measured_peak == report.predicted_peak == smallest
-    assert smallest < 0.7 * problem.keep_all_peak
 
 
 def test_a_layer_of_an_lstm_leaves_no_graph() -> None:
@@ -77,3 +55,13 @@ def test_an_lstm_without_data_is_planned() -> None:
         model, x = nn.LSTM(4, 8, num_layers=2), torch.randn(2, 3, 4)
     estimated = checkmate.trace(lambda x: model(x)[0].sum(), x, profile="roofline:laptop")
     assert [op.target for op in estimated.graph.ops].count("checkmate.lstm_layer") == 2
+
+
+def test_the_workspaces_of_an_lstm_are_planned() -> None:
+    """They are most of what it keeps for its backward."""
+    model, x = nn.LSTM(32, 64, num_layers=4), torch.randn(20, 4, 32)
+    problem = checkmate.trace(lambda x: model(x)[0].sin().sum(), x)
+    smallest = checkmate.min_budget(problem).peak
+    report = checkmate.verify(lambda x: model(x)[0].sin().sum(), x, budget=smallest)
+    assert report.measured_peak == report.predicted_peak == smallest
+    assert smallest < 0.7 * problem.keep_all_peak

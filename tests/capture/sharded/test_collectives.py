@@ -33,8 +33,7 @@ def _parameter(rows: int = 8) -> Any:
 
 
 def _whole(shard: Any) -> Tensor:
-    whole: Tensor = shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("sum")])
-    return whole
+    return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("sum")])
 
 
 def _exchanges(step: Any, *args: Tensor) -> list[Op]:
@@ -42,36 +41,37 @@ def _exchanges(step: Any, *args: Tensor) -> list[Op]:
     return [op for op in problem.graph.ops if op.target.startswith("_c10d_functional")]
 
 
-def test_a_parameter_may_be_gathered_again_and_its_gradient_is_reduced_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_parameter_may_be_gathered_again_and_its_gradient_is_reduced_once(dtype: torch.dtype) -> None:
     weight = _parameter()
-    gather, reduce = _exchanges(lambda x: (x @ _whole(weight)).tanh().sum(), X)
+    gather, reduce = _exchanges(lambda x: (x.to(dtype) @ _whole(weight.to(dtype))).tanh().sum(), X)
     assert (gather.target, gather.pinned) == ("_c10d_functional.gather_parameter", None)
-    assert (reduce.target, reduce.pinned) == (
-        "_c10d_functional.reduce_scatter_tensor",
-        "exchanges data with other ranks",
-    )
-
-
-def test_so_may_what_is_cast_of_one() -> None:
-    weight = _parameter()
-    gather, _ = _exchanges(lambda x: (x.bfloat16() @ _whole(weight.to(torch.bfloat16))).sum(), X)
-    assert gather.pinned is None
+    once = "exchanges data with other ranks"
+    assert (reduce.target, reduce.pinned) == ("_c10d_functional.reduce_scatter_tensor", once)
 
 
 @pytest.mark.parametrize("name", ["an activation", "shards of different sizes", "of two parameters"])
 def test_others_are_gathered_once(name: str) -> None:
-    weight, other = _parameter(), _parameter()
-    uneven = _parameter(rows=9)
+    weight, other, uneven = _parameter(), _parameter(), _parameter(rows=9)
+    group = dist.group.WORLD
     steps = {
-        "an activation": lambda x: all_gather_tensor_autograd(
-            (x * weight.to_local()[0]).tanh(), 0, dist.group.WORLD
-        ).sum(),
+        "an activation": lambda x: all_gather_tensor_autograd((x * weight.to_local()[0]).tanh(), 0, group).sum(),
         "shards of different sizes": lambda x: (x @ _whole(uneven)[:8]).tanh().sum(),
         "of two parameters": lambda x: (x @ _whole(weight + other)).tanh().sum(),
     }
     found = _exchanges(steps[name], X)
     assert [op.target for op in found].count("_c10d_functional.all_gather_into_tensor") >= 1
     assert {op.pinned for op in found} == {"exchanges data with other ranks"}
+
+
+def test_an_exchange_and_the_wait_for_it_are_one_op_that_runs_once() -> None:
+    def step(x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        return (x - mean).tanh().sum()
+
+    (op,) = _exchanges(step, X.clone().requires_grad_())
+    assert op.pinned == "exchanges data with other ranks"
 
 
 def test_a_parameter_that_is_updated_is_gathered_before() -> None:
