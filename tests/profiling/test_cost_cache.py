@@ -13,6 +13,7 @@ from checkmate import InvalidProblem
 from checkmate.core import files
 from checkmate.profiling import cost_cache as cache
 from checkmate.profiling.cost_cache import Conditions, OpCost, OpTable, load, read, store, write
+from tests.support.sampling import in_turn, long
 
 CONDITIONS = Conditions("cpu Some Processor (R) @ 3 GHz", "2.13.0+cpu", 2)
 COSTS = {"aten.mm (float32[2, 3])": OpCost(1.25e-6, 24), "aten.sort": OpCost(0.5, 2**40), "aten.odd": None}
@@ -38,16 +39,18 @@ def test_tests_do_not_touch_the_users_cache(tmp_path: Path, monkeypatch: pytest.
     assert files.folder().name == "checkmate"
 
 
-def test_ops_are_added_and_the_latest_counts() -> None:
+def test_ops_are_added_and_dropped_and_the_latest_counts() -> None:
     store(CONDITIONS, COSTS)
     store(CONDITIONS, {"aten.sort": OpCost(0.25, 1), "new": None})
     assert load(CONDITIONS) == {**COSTS, "aten.sort": OpCost(0.25, 1), "new": None}
+    store(CONDITIONS, {}, without={"aten.sort", "new", "unknown"})
+    assert load(CONDITIONS) == {key: cost for key, cost in COSTS.items() if key != "aten.sort"}
 
 
-@pytest.mark.parametrize("other", [{"threads": 1}, {"torch": "2.14.0"}, {"device": "cuda A"}, {"settings": "x"}])
-def test_all_conditions_have_costs_of_their_own(other: dict[str, object]) -> None:
+def test_all_conditions_have_costs_of_their_own() -> None:
     store(CONDITIONS, COSTS)
-    assert load(replace(CONDITIONS, **other)) == {}
+    for name, other in {"threads": 1, "torch": "2.14.0", "device": "cuda A", "settings": "x"}.items():
+        assert load(replace(CONDITIONS, **{name: other})) == {}, name
 
 
 GOOD = {"format": cache.FORMAT, "version": 1, "place": {"device": "d", "torch": "t", "threads": 1}, "ops": {}}
@@ -71,38 +74,26 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+@in_turn(damage=[name for name in DAMAGED if name != "deep"] + [long("deep")])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "ops.json"
-    path.write_text(text)
+    path.write_text(DAMAGED[damage])
     with pytest.raises(InvalidProblem):
         read(path)
 
 
-def test_a_good_file_is_read(tmp_path: Path) -> None:
+def test_a_good_file_is_read_of_earlier_versions_too(tmp_path: Path) -> None:
+    """What was tried is kept with the costs."""
     path = tmp_path / "ops.json"
     path.write_text(json.dumps({**GOOD, "ops": {"a": [1, 2], "b": None}}))
     assert read(path).ops == {"a": OpCost(1.0, 2), "b": None}
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_files_of_earlier_versions_are_read(version: int, tmp_path: Path) -> None:
-    path = tmp_path / "ops.json"
-    write(path, OpTable(CONDITIONS, COSTS))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": version, "checksum": "0"}))
-    assert read(path) == OpTable(CONDITIONS, COSTS)
-
-
-def test_ops_are_dropped() -> None:
-    store(CONDITIONS, COSTS)
-    store(CONDITIONS, {}, without={"aten.sort", "unknown"})
-    assert load(CONDITIONS) == {key: cost for key, cost in COSTS.items() if key != "aten.sort"}
-
-
-def test_what_was_tried_is_kept_with_the_costs(tmp_path: Path) -> None:
     tried = {"add": OpCost(1.0, 8, {0: 0, 1: None}), "mm": OpCost(1.0, 8)}
-    write(tmp_path / "ops.json", OpTable(CONDITIONS, tried))
-    assert read(tmp_path / "ops.json").ops == tried
+    write(path, OpTable(CONDITIONS, tried))
+    assert read(path).ops == tried
+    for version in (2, 3):
+        write(path, OpTable(CONDITIONS, COSTS))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "version": version, "checksum": "0"}))
+        assert read(path) == OpTable(CONDITIONS, COSTS), version
 
 
 def test_where_nothing_can_be_written_a_warning_says_so(

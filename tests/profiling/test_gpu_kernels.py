@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import checkmate
 from checkmate.profiling.data_sheets import DEVICES, Device
 from checkmate.profiling.gpu_kernels import PASSES, product_seconds, queued
 from checkmate.profiling.roofline import roofline_seconds
+from tests.support.sampling import in_turn
 
 aten = torch.ops.aten
 UNIT = Device(  # 1 byte and 1 FLOP a second, no cache, tiles that cost nothing beside their FLOP: to read these off
@@ -60,16 +62,13 @@ def test_a_large_product_takes_its_tiles_and_a_quarter_of_a_wave() -> None:
     assert _seconds(a100, torch.addmm, bias, x, w) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_product_of_one_row_more_than_tiles_takes_another_row_of_tiles() -> None:
-    h100 = DEVICES["h100"]
+def test_products_by_their_tiles() -> None:
+    h100, a100 = DEVICES["h100"], DEVICES["a100"]
+    # one row more than tiles takes another row of tiles
     rate = h100.flops["float16"]
     times = [product_seconds(h100, 1, rows, 4096, 4096, rate) for rows in (4096, 4097, 4160, 4224)]
     assert times[0] < times[1] == times[2] <= times[3]
-
-
-def test_few_tiles_with_long_sums_are_split() -> None:
-    """A weight's gradient: 384 x 384, summed over 65536 tokens, by all processors; sums of 2048 by nine of 108."""
-    a100 = DEVICES["a100"]
+    # a weight's gradient: 384 x 384, summed over 65536 tokens, by all processors; sums of 2048 by nine of 108
     rate = a100.flops["float16"]
     long, short = (product_seconds(a100, 1, 384, 384, terms, rate) for terms in (65536, 2048))
     assert long < 32 * short / 2
@@ -80,11 +79,7 @@ def test_few_tiles_with_long_sums_are_split() -> None:
             (36 * 3 / 108 + 0.25) * 2 * 64 * 64 * (65536 / 3 + 64) * 108 / (0.8 * 0.65 * rate),
         )
     )
-
-
-def test_batches_of_products_with_few_terms_cost_their_loads() -> None:
-    """Scores of attention: 64 terms take about twice as long as their FLOP do."""
-    h100 = DEVICES["h100"]
+    # few terms cost their loads: scores of attention, whose 64 terms take about twice as long as their FLOP do
     rate = h100.flops["float32"]
     assert product_seconds(h100, 80, 1024, 1024, 64, rate) == pytest.approx(
         (80 * 64 / 132 + 0.25) * 2 * 128 * 128 * 128 * 132 / (0.8 * rate)
@@ -93,12 +88,9 @@ def test_batches_of_products_with_few_terms_cost_their_loads() -> None:
 
 def test_what_the_cache_holds_comes_from_there() -> None:
     """Of 60 MB that an addition moves the A100's cache holds 40."""
-    a100 = DEVICES["a100"]
-    x = _meta(5_000_000)
-    near = 40e6 / (16 * 108 * 1.41e9)
-    assert _seconds(a100, torch.add, x, x.clone()) == pytest.approx(2e-6 + near + 20e6 / (0.8 * 2039e9), rel=1e-12)
-    x = _meta(1_000_000)
-    assert _seconds(a100, torch.add, x, x.clone()) == pytest.approx(2e-6 + 12e6 / (16 * 108 * 1.41e9), rel=1e-12)
+    for numbers, near, far in ((5_000_000, 40e6, 20e6), (1_000_000, 12e6, 0)):
+        x, expected = _meta(numbers), 2e-6 + near / (16 * 108 * 1.41e9) + far / (0.8 * 2039e9)
+        assert _seconds(DEVICES["a100"], torch.add, x, x.clone()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_norms_and_softmax_go_over_their_bytes_again() -> None:
@@ -111,29 +103,27 @@ def test_norms_and_softmax_go_over_their_bytes_again() -> None:
     assert all(passes > 1 for passes in PASSES.values())
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_tensor_cores_have_channels_last(last: bool) -> None:
+def test_tensor_cores_have_channels_last() -> None:
     """What is not in that order is brought into it, and the result out of it: 1 + 2 times the bytes."""
-    x, w = _meta(8, 64, 14, 14, dtype=torch.float16), _meta(32, 64, 1, 1, dtype=torch.float16)
-    if last:
-        x, w = (t.to(memory_format=torch.channels_last) for t in (x, w))
+    first = _meta(8, 64, 14, 14, dtype=torch.float16), _meta(32, 64, 1, 1, dtype=torch.float16)
+    last = [t.to(memory_format=torch.channels_last) for t in first]
     moved = 2 * (8 * 64 * 14 * 14 + 32 * 64 + 8 * 32 * 14 * 14)
     flop = 2 * 8 * 32 * 14 * 14 * 64
     fast = replace(BYTES, flops={**BYTES.flops, "float32": 1e9})
-    assert _seconds(fast, F.conv2d, x, w) == pytest.approx((1 if last else 3) * moved)
     no_tensor_cores = replace(FLOP, flops=dict.fromkeys(FLOP.flops, 1.0))
-    assert _seconds(no_tensor_cores, F.conv2d, x, w) == pytest.approx(flop)
+    for tensors, times in ((first, 3), (last, 1)):
+        assert _seconds(fast, F.conv2d, *tensors) == pytest.approx(times * moved)
+        assert _seconds(no_tensor_cores, F.conv2d, *tensors) == pytest.approx(flop)
 
 
-@pytest.mark.parametrize(("groups", "rate"), [(1, 16.0), (8, 16.0), (16, 1.0), (64, 1.0)])
-def test_groups_of_fewer_than_eight_channels_are_not_for_tensor_cores(groups: int, rate: float) -> None:
-    half = {"dtype": torch.float16}
-    x, w = _meta(8, 64, 14, 14, **half), _meta(64, 64 // groups, 3, 3, **half)
+@in_turn(of=[(1, 16.0), (8, 16.0), (16, 1.0), (64, 1.0)])
+def test_groups_of_fewer_than_eight_channels_are_not_for_tensor_cores(of: tuple[int, float]) -> None:
+    groups, rate = of
+    x, w = (_meta(*shape, dtype=torch.float16) for shape in ((8, 64, 14, 14), (64, 64 // groups, 3, 3)))
     x, w = (t.to(memory_format=torch.channels_last) for t in (x, w))
     flop = 2 * 8 * 64 * 14 * 14 * 64 // groups * 9
     device = replace(FLOP, flops={"float32": 1.0, "float16": 16.0})
-    convolve = lambda x, w: F.conv2d(x, w, padding=1, groups=groups)  # noqa: E731
-    assert _seconds(device, convolve, x, w) == pytest.approx(flop / rate)
+    assert _seconds(device, partial(F.conv2d, padding=1, groups=groups), x, w) == pytest.approx(flop / rate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

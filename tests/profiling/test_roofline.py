@@ -18,7 +18,7 @@ from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
 from checkmate.profiling.roofline import DEVICES, STATED, Device
-from tests.support.sampling import long
+from tests.support.sampling import in_turn, long
 
 PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate
     "unit", {"float32": 1.0, "float16": 1.0, "bfloat16": 1.0}, 1.0, 0.0, compute_efficiency=1.0, memory_efficiency=1.0
@@ -38,23 +38,15 @@ def _seconds(problem: Problem, target: str) -> list[float]:
     return [float(seconds) for op, seconds in pairs if op.target.partition(".")[2] == target]
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return (x @ weight).sum()
-
-
-def test_a_matrix_product_by_hand() -> None:
-    """4096 x 1024 times 1024 x 2048 on a CPU: bound by FLOP."""
-    x, weight = torch.empty(4096, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
-    flop = 2 * 4096 * 1024 * 2048
-    problem = checkmate.trace(_product, x, weight, profile="roofline:laptop")
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)
-
-
-def test_a_thin_matrix_product_is_bound_by_memory() -> None:
-    x, weight = torch.empty(1, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
-    moved = 4 * (1024 + 1024 * 2048 + 2048)
-    problem = checkmate.trace(_product, x, weight, profile="roofline:laptop")
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + moved / (0.8 * 76.8e9), rel=1e-12)
+@pytest.mark.parametrize(
+    ("rows", "least"),
+    [(4096, 2 * 4096 * 1024 * 2048 / (0.7 * 0.768e12)), (1, 4 * (1024 + 1024 * 2048 + 2048) / (0.8 * 76.8e9))],
+    ids=["bound by FLOP", "bound by memory"],
+)
+def test_a_matrix_product_by_hand(rows: int, least: float) -> None:
+    x, weight = torch.empty(rows, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
+    problem = checkmate.trace(lambda x, weight: (x @ weight).sum(), x, weight, profile="roofline:laptop")
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + least, rel=1e-12)
 
 
 def test_a_convolution_by_hand() -> None:
@@ -92,17 +84,13 @@ def test_flop_of_attention_on_the_cpu() -> None:
 
 
 def test_bytes_are_what_is_read_and_written() -> None:
-    x = torch.ones(10, 20, requires_grad=True)
-    problem = checkmate.trace(lambda x: (x.exp() + x[:1]).sum(), x, profile="roofline:bytes")
-    assert _seconds(problem, "exp.default") == [2 * 800]
-    assert _seconds(problem, "add.Tensor")[0] == 800 + 80 + 800
-    assert _seconds(problem, "sum.default") == [800 + 4]
-
-
-def test_an_expanded_tensor_is_read_once() -> None:
+    """An expanded tensor is read once."""
     x, row = torch.ones(10, 20, requires_grad=True), torch.ones(20)
-    problem = checkmate.trace(lambda x: (x * row.expand(10, 20)).sum(), x, profile="roofline:bytes")
-    assert _seconds(problem, "mul.Tensor")[0] == 800 + 80 + 800
+    step = lambda x: ((x.exp() + x[:1]) * row.expand(10, 20)).sum()  # noqa: E731
+    problem = checkmate.trace(step, x, profile="roofline:bytes")
+    assert _seconds(problem, "exp.default") == [2 * 800]
+    assert _seconds(problem, "add.Tensor")[0] == _seconds(problem, "mul.Tensor")[0] == 800 + 80 + 800
+    assert _seconds(problem, "sum.default") == [800 + 4]
 
 
 def test_a_lookup_reads_what_it_picks() -> None:
@@ -142,37 +130,32 @@ def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.
     assert rounded.resident == blocks[resident].sum() > measured.resident
 
 
-@pytest.mark.parametrize("profile", ["roofline:h1000", "roofline", "roofline:", "guess", "h100", ""])
+@in_turn(profile=["roofline:h1000", "roofline", "roofline:", "guess", "h100", ""])
 def test_unknown_profiles_are_refused_with_the_list(profile: str) -> None:
     with pytest.raises(ValueError, match=r'There is no profile .*"measure", "roofline:h100", .*"roofline:laptop"'):
         checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile=profile)
 
 
-def test_a_device_can_be_added() -> None:
+def test_a_device_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Device("my card", {"float32": 1e12}, bandwidth=1e11, latency=1e-5, block_bytes=256)
-    DEVICES["mine"] = mine
-    try:
-        problem = checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile="roofline:mine")
-    finally:
-        del DEVICES["mine"]
+    monkeypatch.setitem(DEVICES, "mine", mine)
+    problem = checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile="roofline:mine")
     assert problem.profile.source == "roofline estimate for my card"
     assert {value.size_bytes for value in problem.graph.values} == {256}
 
 
 def test_a_type_that_the_device_has_no_rate_for_is_refused_by_name() -> None:
     layer, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
-    with pytest.raises(
-        checkmate.Unsupported, match="unit has no rate for float64, only for float32, float16, bfloat16"
-    ):
+    says = "unit has no rate for float64, only for float32, float16, bfloat16"
+    with pytest.raises(checkmate.Unsupported, match=says):
         checkmate.trace(layer, x, profile="roofline:flop")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"bandwidth": 0.0}, {"latency": -1e-6}, {"flops": {"float32": -1.0}}, {"block_bytes": 0}, {"host": -1e-6}]
-)
-def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        replace(PLAIN, **wrong)
+def test_impossible_devices_are_refused() -> None:
+    negative: dict[str, object] = {"latency": -1e-6, "flops": {"float32": -1.0}, "host": -1e-6}
+    for name, value in {"bandwidth": 0.0, "block_bytes": 0, **negative}.items():
+        with pytest.raises(ValueError, match="must be positive"):
+            replace(PLAIN, **{name: value})
     with pytest.raises(ValueError, match="no rate for float32"):
         replace(PLAIN, flops={"float16": 1.0})
 
@@ -180,23 +163,9 @@ def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.long
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
-    names = (
-        "h200",
-        "h100",
-        "a100",
-        "a100-40gb",
-        "v100",
-        "t4",
-        "l40s",
-        "l4",
-        "rtx5090",
-        "rtx4090",
-        "rtx3090",
-        "rtx3060",
-    )
-    names = (*names, "laptop")
+    names = {*DEVICES} - {"flop", "bytes"}
     costs = {name: checkmate.trace(step, *batch, profile=f"roofline:{name}").keep_all_cost for name in names}
-    assert set(DEVICES) == {*names, "flop", "bytes"}
+    assert len(names) == 13  # each is below
     assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
     assert costs["a100"] <= costs["a100-40gb"] <= costs["v100"] <= costs["t4"] < costs["laptop"]
     assert costs["l40s"] <= costs["l4"]
@@ -208,22 +177,20 @@ def _by_graphs(run: Callable[[Tensor], Tensor], profile: str) -> tuple[float, in
     """Seconds and workspace of the higher-order op of a forward."""
     w = torch.randn(8, 8, requires_grad=True)
     problem = checkmate.trace(lambda x: run(x @ w).sum(), torch.randn(4, 8), profile=profile)
-    (k,) = (k for k, op in enumerate(problem.graph.ops) if op.target in HIGHER and op.phase == "forward")
+    ops = enumerate(problem.graph.ops)
+    (k,) = (k for k, op in ops if op.target in ("cond", "map_impl") and op.phase == "forward")
     return float(problem.seconds[k]), int(problem.workspace[k])
-
-
-HIGHER = {"cond", "map_impl"}
 
 
 def test_of_two_graphs_that_counts_which_takes_longer() -> None:
     def run(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x @ x.t().sin() @ x, (x,))
 
-    bytes_each, products = 4 * 4 * 8, 4 * (4 * 8 + 8 * 4 + 4 * 4)
-    sine = 2 * bytes_each
+    sine, products = 2 * 4 * 4 * 8, 4 * (4 * 8 + 8 * 4 + 4 * 4)
     assert _by_graphs(run, "roofline:bytes")[0] == pytest.approx(sine + 2 * products)
-    assert _by_graphs(run, "roofline:flop")[0] == pytest.approx(2 * 2 * 4 * 4 * 8)
-    assert _by_graphs(run, "roofline:flop")[1] == 4 * 4 * 4  # the sine beside the result
+    seconds, workspace = _by_graphs(run, "roofline:flop")
+    assert seconds == pytest.approx(2 * 2 * 4 * 4 * 8)
+    assert workspace == 4 * 4 * 4  # the sine beside the result
 
 
 def test_a_graph_counts_once_for_each_row() -> None:

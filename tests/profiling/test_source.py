@@ -21,6 +21,11 @@ from checkmate.profiling.measure import export
 from tests.support.processes import own_cache, run_python
 
 
+@pytest.fixture
+def runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "call_of", lambda node: pytest.fail("an op runs"))
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("checkmate.profiling.cost_cache._known", {})
@@ -40,21 +45,18 @@ def _there() -> tuple[checkmate.Problem, str]:
     return problem, (folder() / "there.json").read_text()
 
 
-def _measured(tmp_path: Path) -> tuple[checkmate.Problem, Path]:
-    """That step, and the file that is taken home from there."""
-    problem, table = _there()
-    path = tmp_path / "ops.json"
-    path.write_text(table)
-    return problem, path
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The file that is taken home from there."""
+    (tmp_path / "ops.json").write_text(_there()[1])
+    return tmp_path / "ops.json"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_table_gives_the_costs_that_were_measured_and_runs_nothing(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, path: Path, runs_nothing: None
 ) -> None:
-    there, path = _measured(tmp_path)
-    monkeypatch.setattr(measure, "call_of", lambda node: pytest.fail("an op runs"))
-    step, x = _step(device)
+    there, (step, x) = _there()[0], _step(device)
     for choice in (path, str(path), read(path)):
         here = checkmate.trace(step, x, profile=choice)
         assert here.graph.ops == there.graph.ops or device == "meta"
@@ -64,30 +66,25 @@ def test_a_table_gives_the_costs_that_were_measured_and_runs_nothing(
     assert checkmate.trace(step, x, profile=path).profile.source.startswith("ops.json: ")
 
 
-def test_a_step_is_compiled_with_costs_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, path = _measured(tmp_path)
-    monkeypatch.setattr(measure, "call_of", lambda node: pytest.fail("an op runs"))
+def test_a_step_is_compiled_with_costs_of_another_machine(path: Path, runs_nothing: None) -> None:
     step, x = _step()
     compiled = checkmate.compile(step, budget="1 MB", profile=path)
     compiled(x).backward()
-    assert compiled.plans[0].cost == there.keep_all_cost
+    assert compiled.plans[0].cost == _there()[0].keep_all_cost
 
 
-def test_what_a_table_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    _, path = _measured(tmp_path)
+def test_what_a_table_lacks_is_refused_by_name(path: Path) -> None:
     table = read(path)
     write(path, OpTable(table.conditions, {key: cost for key, cost in table.ops.items() if "tanh.default" not in key}))
     step, x = _step()
-    with pytest.raises(
-        Unsupported, match=r"ops\.json, measured on cpu.*lacks ops.*aten\.tanh\.default \(\(float32\[4, 16"
-    ):
+    says = r"ops\.json, measured on cpu.*lacks ops.*aten\.tanh\.default \(\(float32\[4, 16"
+    with pytest.raises(Unsupported, match=says):
         checkmate.trace(step, x, profile=path)
     with pytest.raises(Unsupported, match=r"and \d+ more"):
         checkmate.trace(step, torch.ones(5, 16), profile=path)
 
 
-def test_what_did_not_run_there_is_estimated_here(tmp_path: Path) -> None:
-    _, path = _measured(tmp_path)
+def test_what_did_not_run_there_is_estimated_here(path: Path) -> None:
     table = read(path)
     write(path, OpTable(table.conditions, {k: None if "tanh.default" in k else cost for k, cost in table.ops.items()}))
     step, x = _step()
@@ -100,10 +97,8 @@ def test_a_profile_is_taken_as_it_is() -> None:
     step, x = _step()
     traced = checkmate.trace(step, x, profile="roofline:laptop")
     n = len(traced.graph.ops)
-    given = Profile(range(n), range(n), 1, "mine")
-    problem = checkmate.trace(step, x, profile=given)
-    assert problem.seconds.tolist() == [*range(n)]
-    assert problem.workspace.tolist() == [*range(n)]
+    problem = checkmate.trace(step, x, profile=Profile(range(n), range(n), 1, "mine"))
+    assert problem.seconds.tolist() == problem.workspace.tolist() == [*range(n)]
     assert problem.resident == traced.resident
     assert problem.profile.source == "mine"
     with pytest.raises(Unsupported, match=f"costs of 2 ops, but this step has {n}"):
@@ -120,9 +115,8 @@ def test_files_that_are_no_tables_are_refused_at_once(tmp_path: Path) -> None:
         checkmate.compile(step, budget="1 MB", profile="missing.json")
 
 
-def test_a_table_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
+def test_a_table_of_another_kind_of_device_is_refused(path: Path) -> None:
     """Another kind of device has other ops for the same step."""
-    _, path = _measured(tmp_path)
     table = read(path)
     there = OpTable(replace(table.conditions, device="cuda NVIDIA L4"), table.ops)
     step, x = _step()

@@ -23,7 +23,7 @@ from checkmate.memory.room import within_memory
 from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.trial import same_in_two
-from tests.profiling.test_trial_in_two import backward_of
+from tests.profiling.test_trial import backward_of
 
 MIB = 2**20
 ROWS = WIDTH = 1664  # of 11 MB, which is a segment of PyTorch's allocator for itself
@@ -43,7 +43,8 @@ def no_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-# ---------------------------------------------------------------- on a device
+def _estimated(problem: checkmate.Problem) -> set[str]:
+    return {problem.graph.ops[k].target for k in problem.profile.estimated}
 
 
 class Wide(nn.Module):
@@ -83,20 +84,17 @@ def with_room() -> Iterator[Callable[[float], None]]:
 @pytest.mark.cuda
 @pytest.mark.slow
 @on_cuda
-@pytest.mark.parametrize(
-    ("whole", "estimated"),
-    [(3.7, {"aten.gelu_backward.default"}), (2.6, {"aten.gelu.default"})],
-    ids=["its gradient does not fit", "nor does the op itself"],
-)
+@pytest.mark.parametrize(("whole", "estimated"), [(3.7, "aten.gelu_backward.default"), (2.6, "aten.gelu.default")])
 def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
-    whole: float, estimated: set[str], with_room: Callable[[float], None], caplog: pytest.LogCaptureFixture
+    whole: float, estimated: str, with_room: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where its gradient does not fit, and where the op itself does not."""
     net, x = Wide().cuda(), torch.randn(ROWS, 32, device="cuda")
     net(x).backward()
     with_room(whole * 4 * ROWS * WIDTH)
     problem = checkmate.trace(net, x)
-    found = {problem.graph.ops[k].target for k in problem.profile.estimated}
-    assert estimated <= found <= {"aten.gelu.default", "aten.gelu_backward.default"}
+    found = _estimated(problem)
+    assert {estimated} <= found <= {"aten.gelu.default", "aten.gelu_backward.default"}
     assert problem.profile.source.endswith(f"{len(found)} too large to run alone in the memory that was free")
     assert "gelu_backward of body.1 (GELU, test_too_large.py" in caplog.text
     plan = checkmate.solve(problem, problem.keep_all_peak)
@@ -114,9 +112,6 @@ def test_the_largest_batch_is_found_though_its_ops_cannot_be_measured(with_room:
     found = checkmate.max_batch_size(net, lambda n: (torch.randn(n, 32, device="cuda"),), budget, **about)
     assert found.size >= ROWS
     assert found.solution.problem.profile.estimated
-
-
-# ---------------------------------------------------------------- one by one
 
 
 def test_what_runs_out_of_memory_is_gone_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,10 +149,7 @@ def test_on_the_cpu_it_is_estimated_too(monkeypatch: pytest.MonkeyPatch, caplog:
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "call_of", fail_on_tanh)
         problem = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
-    assert [problem.graph.ops[k].target for k in problem.profile.estimated] == [
-        "aten.tanh.default",
-        "aten.tanh_backward.default",
-    ]
+    assert _estimated(problem) == {"aten.tanh.default", "aten.tanh_backward.default"}
     assert problem.profile.source.endswith("; 2 ops estimated, 2 too large to run alone in the memory that was free")
     assert caplog.text.count("so its cost is estimated") == 2
     assert checkmate.trace(lambda x: torch.tanh(x).sum(), x).profile.estimated == ()
@@ -203,5 +195,4 @@ def test_a_convolution_that_is_known_and_has_no_room_now_is_estimated(monkeypatc
     monkeypatch.setattr(cost_cache, "_known", {})
     monkeypatch.setattr(measuring, "call_of", no_memory)
     problem = checkmate.trace(net, x)
-    targets = {problem.graph.ops[k].target for k in problem.profile.estimated}
-    assert {"aten.convolution.default", "aten.convolution_backward.default"} == targets
+    assert _estimated(problem) == {"aten.convolution.default", "aten.convolution_backward.default"}

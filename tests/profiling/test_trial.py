@@ -1,4 +1,8 @@
-"""Only what leaves the same bits, in the very memory of its argument, is a way; and it is kept with the costs."""
+"""Only what leaves the same bits, in the very memory of its argument, is a way; and it is kept with the costs.
+
+What costs of another place say of ops that run block by block is tried before it runs here. A convolution's backward is
+taken apart where a trial leaves the same bits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +19,30 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import checkmate
-from checkmate.capture.inplace import rules
+from checkmate.capture.inplace import kernels, rules
 from checkmate.capture.inplace.rules import TABLE, Written
 from checkmate.memory import measure_peak
 from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.cost_cache import OpCost
 from checkmate.profiling.measure import export, measure_ops
+from checkmate.profiling.trial import same_in_two
+from tests.support.bits import assert_same_bits
 from tests.support.processes import own_cache
+from tests.support.sampling import in_turn
 
 aten = torch.ops.aten
 N = 3 * trial.LENGTH + 5
+NORM = aten.native_batch_norm_backward.default
 
 
 @pytest.fixture(autouse=True)
 def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cost_cache, "_known", {})
+    for module in (cost_cache, trial):
+        monkeypatch.setattr(module, "_known", {})
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
 
 
@@ -52,7 +63,6 @@ def _node(op: Any, *args: Any) -> fx.Node:
 
 def _measure(node: fx.Node) -> OpCost:
     ((_, cost),) = measure_ops({0: node})
-    assert cost is not None
     return cost
 
 
@@ -73,14 +83,10 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {  # in place of abs
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_what_differs_in_any_way_is_not_offered(
-    wrong: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def over(x: Tensor, *, out: Tensor) -> Any:
-        return wrong(out)
-
-    monkeypatch.setattr(rules, "TABLE", {**TABLE, aten.abs.default: Written(over, (0,))})
+@in_turn(wrong=WRONG)
+def test_what_differs_in_any_way_is_not_offered(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Written(lambda x, *, out: WRONG[wrong](out), (0,))
+    monkeypatch.setattr(rules, "TABLE", {**TABLE, aten.abs.default: over})
     assert _measure(_node(aten.abs.default, torch.ones(N))).over == {0: None}
 
 
@@ -117,12 +123,13 @@ def test_two_arguments_meet_in_all_special_numbers() -> None:
     assert torch.isfinite(x[trial.SPECIAL :]).all()
 
 
-class _Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8))
+IMAGES = torch.randn(4, 3, 8, 8)
 
-    def step(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self(x), torch.zeros(4, dtype=torch.int64))
+
+def step_of_images() -> Callable[[Tensor], Tensor]:
+    """A convolution and a batch norm."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8))
+    return lambda x: F.cross_entropy(net(x), torch.zeros(4, dtype=torch.int64, device=x.device))
 
 
 def _ways(problem: checkmate.Problem) -> list[tuple[str, str, int]]:
@@ -135,7 +142,7 @@ def _ways(problem: checkmate.Problem) -> list[tuple[str, str, int]]:
 def test_ways_come_with_measured_costs_and_go_wherever_these_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, x = _Net().step, torch.randn(4, 3, 8, 8)
+    step, x = step_of_images(), IMAGES
     problem = checkmate.trace(step, x)
     expected = _ways(problem)
     targets = [target for target, _, _ in expected]
@@ -159,21 +166,16 @@ def test_ways_come_with_measured_costs_and_go_wherever_these_go(
     assert {(way[0], way[2]) for way in estimated if way[2]} == {("aten.native_batch_norm_backward.default", block)}
 
 
-def _as_before_ways(path: Path) -> None:
-    """Have a file say what it said before there were ways."""
-    document = json.loads(path.read_text())
-    document |= {"version": 1, "ops": {key: cost and cost[:2] for key, cost in document["ops"].items()}}
-    path.write_text(json.dumps(document))
-
-
 def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, x = _Net().step, torch.randn(4, 3, 8, 8)
+    step, x, path = step_of_images(), IMAGES, tmp_path / "ops.json"
     expected = _ways(checkmate.trace(step, x))
-    export(tmp_path / "ops.json")
-    _as_before_ways(tmp_path / "ops.json")
-    assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == []
+    export(path)
+    document = json.loads(path.read_text())
+    document |= {"version": 1, "ops": {key: cost and cost[:2] for key, cost in document["ops"].items()}}
+    path.write_text(json.dumps(document))
+    assert _ways(checkmate.trace(step, x, profile=path)) == []
     conditions = cost_cache.conditions_on(torch.device("cpu"))
     known = cost_cache.load(conditions)
     cost_cache.store(conditions, {key: cost and replace(cost, over={}) for key, cost in known.items()})
@@ -192,15 +194,81 @@ def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_
 
 def test_on_cuda_ways_are_tried_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here with the CPU in its place: what is not PyTorch's on CUDA is the same code."""
-
-    def allocated(run: Callable[[], Any], device: torch.device) -> int:
-        return measure_peak(run).peak
-
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(measuring, "allocated_bytes", allocated)
+    monkeypatch.setattr(measuring, "allocated_bytes", lambda run, device: measure_peak(run).peak)
     monkeypatch.setattr(measuring, "time_on_accelerator", lambda run, device: 1.0)
     node = _node(aten._safe_softmax.default, torch.ones(64, 96), 1)
     cost = measuring._measure_on_accelerator(node, None)
     assert cost == replace(_measure(node), seconds=1.0)
     assert cost.over == {0: 64 * 96 + 64}
+
+
+def _last_bit_of_a_norm(*args: Any, out: Tensor) -> Any:
+    made = kernels.batch_norm_backward_over(*args, out=out)
+    out.view(torch.int32)[-1, -1] ^= 1
+    return made
+
+
+def _slower(problem: checkmate.Problem) -> set[str]:
+    return {problem.graph.ops[way.op].target for way in problem.profile.ways if way.slower}
+
+
+@pytest.mark.slow
+def test_what_leaves_other_bits_here_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, estimate = step_of_images(), "roofline:laptop"
+    good = checkmate.trace(step, IMAGES, profile=estimate)
+    assert _slower(good) == {"aten.native_batch_norm_backward.default"}
+    wrong = {**TABLE, NORM: replace(TABLE[NORM], into=_last_bit_of_a_norm)}
+    monkeypatch.setattr(rules, "TABLE", wrong)
+    assert _slower(checkmate.trace(step, IMAGES, profile=estimate)) == _slower(good)  # it has been tried
+    trial._known.clear()
+    found = checkmate.trace(step, IMAGES, profile=estimate)
+    assert _slower(found) == set()
+    assert {way for way in good.profile.ways if not way.slower} == {*found.profile.ways}
+    trial._known.clear()
+    assert _slower(checkmate.trace(step, IMAGES, profile=good.profile)) == set()  # handed in
+
+
+def test_what_is_measured_here_or_has_no_data_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "ways_of", lambda *_: pytest.fail("it is tried"))
+    assert _slower(checkmate.trace(step_of_images(), IMAGES))
+    with torch.device("meta"):
+        step = step_of_images()
+    assert _slower(checkmate.trace(step, IMAGES.to("meta"), profile="roofline:laptop"))
+
+
+def backward_of(x: torch.Size, weight: torch.Size, *, bias: bool = True) -> Any:
+    """The node of a convolution's backward."""
+
+    def step(*args: torch.Tensor) -> Any:
+        return torch.autograd.grad(F.conv2d(*args).sum(), args)
+
+    tensors = [torch.randn(shape, requires_grad=True) for shape in (x, weight, weight[:1])[: 2 + bias]]
+    graph = make_fx(step, tracing_mode="fake")(*tensors).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    return node
+
+
+def test_the_two_gradients_are_the_same_apart() -> None:
+    for bias in (True, False):
+        node = backward_of(torch.Size([4, 3, 9, 9]), torch.Size([5, 3, 3, 3]), bias=bias)
+        before = torch.get_rng_state()
+        assert same_in_two(node), bias
+        assert_same_bits(torch.get_rng_state(), before)
+
+
+def test_other_bits_and_ops_that_do_not_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = backward_of(torch.Size([2, 2, 7, 7]), torch.Size([3, 2, 3, 3]))
+    real = node.target
+
+    def other(*args: Any) -> Any:
+        results = real(*args)
+        return (*results[:1], results[1] + 1e-6, *results[2:]) if args[-1] == [True, True, True] else results
+
+    node.target = other
+    assert not same_in_two(node)
+    monkeypatch.setattr(trial, "_known", {})
+    node.target = real
+    monkeypatch.setattr(trial, "call_of", lambda node: partial(real, 1, 2, [True, True, True]))
+    assert not same_in_two(node)

@@ -1,4 +1,4 @@
-"""The benchmarks run, and measure what they say."""
+"""The benchmarks run, and measure what they say; their networks train, and the same seed gives the same numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,24 +29,24 @@ from tests.support.bits import assert_same_bits
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed
 
-ROOT = Path(__file__).parents[2]
+
+def _run(folder: Path, module: str, *asked: str, **environment: str) -> tuple[str, list[Any]]:
+    """What a benchmark prints in a process of its own, and all rows of its file there."""
+    out = folder / "rows.jsonl"
+    return run_fresh_python("-m", module, "--out", str(out), *asked, **environment).stdout, read(out)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
-    out = tmp_path / "results" / "step.jsonl"
-    run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
-    rows = read(out)
-    run_fresh_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
+    _, rows = _run(tmp_path / "results", "benchmarks.step", "mlp", "--quick")
+    _, more = _run(tmp_path / "results", "benchmarks.step", "mlp", "--quick")
     again = 0 if not rows[0]["commit"].endswith("-dirty") else 3  # of a commit what has a row is not measured again
-    assert (len(rows), len(read(out)), read(out)[:3]) == (3, 3 + again, rows)
+    assert (len(rows), len(more), more[:3]) == (3, 3 + again, rows)
     assert all(row["bitwise"] for row in rows)
     assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
     assert rows[2]["overhead"] == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
     asked = {"backend": "checkmate", "name": "mlp", "budget": 10**9, "time_limit": 1.0}
@@ -56,12 +57,9 @@ def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
     assert row["import_seconds"] > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
-    out = tmp_path / "start.jsonl"
-    printed = run_fresh_python("-m", "benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out)).stdout
-    rows = read(out)
+    printed, rows = _run(tmp_path, "benchmarks.start", "mlp", "--time-limit", "1")
     assert [(row["by"], row["start"]) for row in rows] == [
         (by, start) for by in ("checkmate", "plain PyTorch", "aot_eager") for start in ("cold", "warm")
     ]
@@ -72,12 +70,9 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     assert printed.count("mlp ") == 2 * len(rows)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
-    out = tmp_path / "loss.jsonl"
-    run_fresh_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
-    plain, by_hand, *others = read(out)
+    _, (plain, by_hand, *others) = _run(tmp_path, "benchmarks.loss", "--quick", "--rounds", "2")
     ours = [row for row in others if row["way"].startswith("checkmate")]
     assert not by_hand["same_bits"]
     assert all(row["same_bits"] and row["peak"] == row["planned"] <= row["budget"] for row in ours)
@@ -85,27 +80,21 @@ def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
     assert max(row["peak"] for row in ours) < 0.5 * plain["peak"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
-    out = tmp_path / "arena.jsonl"
-    options = ("--share", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
-    run_fresh_python("-m", "benchmarks.arena", "demo-text", *options)
-    (row,) = read(out)
+    options = "--share", "0.7", "--time-limit", "2", "--rounds", "3"
+    _, (row,) = _run(tmp_path, "benchmarks.arena", "demo-text", *options)
     assert row["fallbacks"] == 0
     assert row["live_peak"] <= row["planned_bytes"]
     assert row["arena_bytes"] <= 1.02 * row["live_peak"]
     assert min(row[f"{kind}_seconds"] for kind in ("plain", "allocator", "arena")) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.jsonl"
-    asked = ["--device", "cpu", "--small", "--out", str(out), "--seconds", "600", "--jobs", "2"]
-    items = ["machine", "unet", "whole", "second", "largest", "peers gpt2"]
-    printed = run_fresh_python("-m", "benchmarks.gpu", *asked, "--only", *items).stdout
-    rows = read(out)
+    asked = "--device", "cpu", "--small", "--seconds", "600", "--jobs", "2"
+    items = "machine", "unet", "whole", "second", "largest", "peers gpt2"
+    printed, rows = _run(tmp_path, "benchmarks.gpu", *asked, "--only", *items)
     within = [row for row in rows if row["item"].startswith("unet ") and "share" in row]
     assert {row["item"] for row in within} == {"unet float32", "unet bfloat16"}
     assert len(within) == 2 * 3
@@ -114,7 +103,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert {row["item"] for row in rows if row.get("ended") == "at its end"} == {row["item"] for row in rows}
     assert printed.count("ended=at its end") == len({row["item"] for row in rows})
     assert {row["way"] for row in rows if "way" in row} == {"plain", "each block", "planned", "planned, by its plans"}
-    shown = run_fresh_python("-m", "benchmarks.gpu", "--table", str(out)).stdout
+    shown = run_fresh_python("-m", "benchmarks.gpu", "--table", str(tmp_path / "rows.jsonl")).stdout
     assert len(shown.splitlines()) == len(rows)
 
 
@@ -152,10 +141,8 @@ def test_what_is_timed_waits_for_others_that_are(tmp_path: Path, monkeypatch: py
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_benchmark_for_a_gpu_runs_small_on_one(tmp_path: Path) -> None:
     """Items side by side, each in a process of its own. ``make gpu`` runs it, on the simulated one too."""
-    out = tmp_path / "gpu.jsonl"
-    asked = ["--small", "--out", str(out), "--seconds", "600", "--jobs", "2", "--only", "machine", "gpt2 f", "limit"]
-    run_fresh_python("-m", "benchmarks.gpu", *asked, **environment())
-    rows = read(out)
+    asked = "--small", "--seconds", "600", "--jobs", "2", "--only", "machine", "gpt2 f", "limit"
+    _, rows = _run(tmp_path, "benchmarks.gpu", *asked, **environment())
     (limited,) = (row for row in rows if "limit" in row)
     assert limited["plain_ran_out_of_memory"]
     within = [row for row in rows if "share" in row]
@@ -228,11 +215,8 @@ def test_a_network_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFi
     assert "there is no 'three'; there are one, two" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.long
-def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fraction_of_a_device_is_compared_with_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where the fraction is only noted: the plain step does not run out of memory, the losses are equal."""
     fractions: list[float] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
@@ -248,4 +232,27 @@ def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     assert len(row["losses"]) == 2
     assert row["bitwise"]
     assert not row["plain_ran_out_of_memory"]
-    assert row["losses"] == row["plain_losses"]
+
+
+def _losses(name: str) -> list[float]:
+    module, step, batch = CASES[name].make(0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = step(*batch)
+        loss.backward()
+        assert [key for key, parameter in module.named_parameters() if parameter.grad is None] == []
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_change_the_loss_and_repeat_bitwise(name: str, one_thread: None) -> None:
+    """And every parameter gets a gradient. Another seed gives another network."""
+    modules = [CASES[name].make(seed)[0] for seed in (0, 1)]
+    assert differing(*(module.parameters() for module in modules))
+    first = _losses(name)
+    assert len(set(first)) == 3
+    assert first == _losses(name)

@@ -1,4 +1,4 @@
-"""What the README, the pages and CONTRIBUTING say is so."""
+"""What the README, the pages and CONTRIBUTING say is so, and what scripts of ``examples/`` print of bytes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.common.rows import latest, read
 from benchmarks.solve import picture
 from checkmate.backends.planner import CompileOptions, Options
 from checkmate.cli.app import main
+from checkmate.units import parse_bytes
 from tests.support.processes import own_cache, run_fresh_python, run_python
 from tests.support.sampling import long, slow
 
@@ -29,24 +30,18 @@ FOLDERS = ("checkmate", "solvers", "profiling")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
-    """Times, and what follows from them (a proof within the time as well), differ; the lines and the counts do not."""
-    code, shown = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)[:2]
-    run = run_python("-c", code)
-    printed = run.stdout.strip()
-    assert [line[:13] for line in printed.splitlines()[1:]] == [line[:13] for line in shown.strip().splitlines()[1:]]
-    for what in (r"^  budget .*", r"of \d+ ops"):
-        what = re.compile(what, flags=re.MULTILINE)
-        assert re.findall(what, printed) == re.findall(what, shown) != []
+def _rows(name: str) -> list[dict[str, Any]]:
+    return read(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
 
 
-@pytest.mark.slow
+def _blocks(page: Path, kinds: str) -> list[str]:
+    return re.findall(rf"```(?:{kinds})\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
 @pytest.mark.long
 def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
-    blocks = re.findall(r"```(?:python|text)\n(.*?)```", (DOCS / "fit.md").read_text(), flags=re.DOTALL)
-    code, shown = next(pair for pair in pairwise(blocks) if "found =" in pair[0])
+    code, shown = next(pair for pair in pairwise(_blocks(DOCS / "fit.md", "python|text")) if "found =" in pair[0])
     run = run_python("-c", f"import torch\nimport checkmate\n{code}")
     took = r"found in .*"
     assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
@@ -55,7 +50,7 @@ def test_the_example_of_the_largest_batch_runs() -> None:
 
 def test_the_commands_of_the_pages_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DOCS / "another_machine.md").read_text()
-    lines = re.findall(r"^checkmate ([^#\n]*)", page, flags=re.MULTILINE) + re.findall(r"`checkmate (.*? .*?)`", README)
+    lines = re.findall(r"^checkmate ([^#\n]*)", page, flags=re.M) + re.findall(r"`checkmate (.*? .*?)`", README)
     assert len(lines) >= 10
     for line in lines:
         command, *words = line.split()
@@ -69,44 +64,32 @@ def test_the_files_of_the_main_path_say_that_they_are() -> None:
     said = {}
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):
-            if found := re.search(r"^On the main path, (\d+ of \d+): see docs/idea.md", file.read_text(), re.MULTILINE):
+            if found := re.search(r"^On the main path, (\d+ of \d+): see docs/idea.md", file.read_text(), re.M):
                 said[found[1]] = file
     assert {f"{place} of {len(named)}": ROOT / path for place, path in named} == said
 
 
-def test_every_room_has_its_line() -> None:
+def test_what_contributing_names_is_there_and_every_room_has_its_line() -> None:
     folders = {source.parent for folder in FOLDERS for source in ROOT.glob(f"{folder}/**/*.py")}
     rooms = {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders} - {"checkmate/"}
-    lines = re.findall(r"^\| `((?:checkmate|solvers|profiling)/(?:.*/)?)` \|", CONTRIBUTING, flags=re.MULTILINE)
+    lines = re.findall(r"^\| `((?:checkmate|solvers|profiling)/(?:.*/)?)` \|", CONTRIBUTING, flags=re.M)
     assert sorted(lines) == sorted(rooms)
-
-
-def test_what_it_names_is_there() -> None:
     for path in re.findall(r"`((?:checkmate|solvers|profiling|tests)/[\w/.]*)`", CONTRIBUTING):
         assert (ROOT / path).exists(), path
-
-
-def test_every_command_is_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make (\w+)", README + CONTRIBUTING)):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
-def test_the_committed_rows_keep_their_promises() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "step.jsonl")
-    assert all(row["bitwise"] and row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
 def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "largest_batch.jsonl")
-    sizes = {(row["network"], row["size"], row["keep_all"]) for row in rows}
+    sizes = {(row["network"], row["size"], row["keep_all"]) for row in _rows("largest_batch")}
     shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", FIGURES)
     assert len(shown) == 6
     assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
 
 
 def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
-    ways, rows = (read(ROOT / "benchmarks" / "results" / f"{name}.jsonl") for name in ("loss", "gpu_graphs"))
+    ways, rows = _rows("loss"), _rows("gpu_graphs")
     written = {
         f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['least'] / 1e9:.2f} GB "
         f"| {row['least_in_parts'] / 1e9:.2f} GB | {1 - row['least_in_parts'] / row['least']:.1%} |"
@@ -117,15 +100,14 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     for row in ways:
         numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
         written.add(f"| {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} | {numbers} |")
-    shown = re.findall(r"^\| .* \|$", (DOCS / "loss.md").read_text(), flags=re.MULTILINE)
+    shown = re.findall(r"^\| .* \|$", (DOCS / "loss.md").read_text(), flags=re.M)
     figures = [line for line in shown if re.search(r"\d", line) and not re.match(r"\| (\d+|terms) \|", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
 
 
 def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "splits.jsonl")
-    before = {(row["network"], row["numerics"]): row for row in rows}
+    before = {(row["network"], row["numerics"]): row for row in _rows("splits")}
     for name in {name for name, _ in before}:
         exact, rounding = before[name, "exact"], before.get((name, "rounding"))
         unit, kind = (1e6, ".1f} MB") if exact["measured"] else (1e9, ".2f} GB")
@@ -135,7 +117,7 @@ def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_row
 
 
 def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
-    orders = [row for row in read(ROOT / "benchmarks" / "results" / "orders.jsonl") if row["case"] == "orders"]
+    orders = [row for row in _rows("orders") if row["case"] == "orders"]
     shares = {(row["capability"], row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
     page = (DOCS / "loss.md").read_text()
     kinds = [(on, kind) for on in ("AVX512", "AVX2") for kind in ("float32", "float64", "bfloat16", "float16")]
@@ -143,17 +125,20 @@ def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
         assert f"| {terms} | {' | '.join(shares[on, terms, kind] for on, kind in kinds)} |" in page
 
 
-def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "solve.jsonl")
-    rows = [row for row in rows if row["method"] == "auto" and row.get("cost_ratio")]
+def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() -> None:
+    rows = [row for row in _rows("solve") if row["method"] == "auto" and row.get("cost_ratio")]
     written = {
         f"| {row['graph']} | {row['ops']} | {row['share']:.0%} | {row['cost_ratio'] - 1:.1%} | {row['gap']:.2%} "
         f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
         for row in rows
     }
-    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES, flags=re.MULTILINE)
+    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES, flags=re.M)
     assert len(shown) >= 8
     assert set(shown) <= written
+    row = [row for row in rows if (row["graph"], row["share"]) == (picture.NETWORK, picture.SHARE)][-1]
+    assert f"for {row['cost_ratio'] - 1:.1%} more time" in README
+    assert f"({picture.PATH.relative_to(ROOT)})" in README
+    assert picture.PATH.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
@@ -166,8 +151,8 @@ def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
 
 def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
     page = (DOCS / "inductor.md").read_text()
-    rows = [row for row in read(ROOT / "benchmarks/results/knapsack.jsonl") if row["share"] in (0.1, 1)]
-    rows = latest((row for row in rows if row["backend"] == "inductor"), "network", "solver")
+    rows = (row for row in _rows("knapsack") if row["share"] in (0.1, 1) and row["backend"] == "inductor")
+    rows = latest(rows, "network", "solver")
     names = {"gpt2": "GPT-2", "resnet50": "ResNet-50", "vit": "ViT", "reused": "weights used three times"}
     assert {row["network"] for row in rows} == {*names}
     for network, name in names.items():
@@ -184,23 +169,20 @@ def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
 
 
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
-    rows = [row for row in read(ROOT / "benchmarks" / "results" / "start.jsonl") if not row.get("times")]
+    rows = (row for row in _rows("start") if not row.get("times"))
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
     shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("Near the smallest budget")[0], flags=re.M)
     assert len(shown) == 4
     for name, figures in shown:
-        ours, later, theirs = (
-            first[name, "checkmate", "cold"],
-            first[name, "checkmate", "warm"],
-            first[name, "aot_eager", "cold"],
-        )
+        ours, later = (first[name, "checkmate", start] for start in ("cold", "warm"))
+        theirs = first[name, "aot_eager", "cold"]
         seconds = [ours[f"{part}_seconds"] for part in ("step", "measure", "plan")]
         assert figures == " | ".join(f"{s:.1f} s" for s in (*seconds, later["step_seconds"], theirs["step_seconds"]))
 
 
 def test_the_figures_of_planning_near_the_smallest_budget_come_from_the_committed_rows() -> None:
-    rows = [row for row in read(ROOT / "benchmarks" / "results" / "start.jsonl") if row.get("times")]
-    found = {(row["model"], row["times"]): row for row in latest(rows, "model", "times")}
+    rows = latest((row for row in _rows("start") if row.get("times")), "model", "times")
+    found = {(row["model"], row["times"]): row for row in rows}
     times = sorted({times for _, times in found})
     assert f"| network | ops | {' | '.join(f'{n:g} x' for n in times)} |" in FIGURES
     names = {name for name, _ in found}
@@ -212,8 +194,7 @@ def test_the_figures_of_planning_near_the_smallest_budget_come_from_the_committe
 
 
 def test_the_figures_of_steps_on_a_gpu_come_from_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "gpu_graphs.jsonl")
-    found = {(row["network"], row["kind"]): row for row in latest(rows, "network", "kind")}
+    found = {(row["network"], row["kind"]): row for row in latest(_rows("gpu_graphs"), "network", "kind")}
 
     def cells(row: dict[str, Any]) -> str:
         if "refused" in row:
@@ -227,16 +208,6 @@ def test_the_figures_of_steps_on_a_gpu_come_from_the_committed_rows() -> None:
     assert len(names) == 11
     for name in names:
         assert f"| {name} | {cells(found[name, 'float32'])} | {cells(found[name, 'bfloat16'])} |" in FIGURES
-
-
-def test_the_picture_of_the_readme_is_that_of_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks" / "results" / "solve.jsonl")
-    (row,) = latest(
-        (r for r in rows if (r["graph"], r["share"], r["method"]) == (picture.NETWORK, picture.SHARE, "auto")), "graph"
-    )
-    assert f"for {row['cost_ratio'] - 1:.1%} more time" in README
-    assert f"({picture.PATH.relative_to(ROOT)})" in README
-    assert picture.PATH.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_speaks_to_who_sees_it_first() -> None:
@@ -270,7 +241,7 @@ QUICK = ("train",)  # whose examples run in turn; those of the others take longe
     ],
 )
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
-    examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
+    examples = _blocks(DOCS / f"{page}.md", "python")
     assert examples
     script = tmp_path / "page.py"
     script.write_text("\n".join(examples))
@@ -292,7 +263,7 @@ def _options(call: Callable[..., Any]) -> dict[str, str]:
 
 
 def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (DOCS / "options.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (DOCS / "options.md").read_text(), flags=re.M)
     calls = (checkmate.compile, checkmate.training_step, checkmate.solve, checkmate.max_batch_size)
     for column, call in enumerate(calls, start=1):
         cells = {name: line.split("|")[column].strip() for name, line in rows}
@@ -314,31 +285,18 @@ def _said() -> Iterator[str]:
 
 def test_the_messages_of_the_page_of_refusals_are_those_of_the_code() -> None:
     page = (DOCS / "refusals.md").read_text()
-    listed = re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `(.+?)` \|", page, flags=re.M)
     said = [*_said()]
     assert [message for message in listed if not any(message in text for text in said)] == []
     assert len(listed) > 70
 
 
-def test_every_error_has_its_place_on_the_page_of_refusals() -> None:
-    page = (DOCS / "refusals.md").read_text()
-    errors = {
-        node.name
-        for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {*re.findall(r"^## (\w+Error|\w+): ", page, flags=re.MULTILINE)} == errors - {"CheckmateError"}
-
-
-def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    shown = re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
-    errors = {
-        node.name
-        for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
+def test_every_error_is_on_the_page_of_refusals_and_every_public_name_on_that_of_the_api() -> None:
+    errors = {*re.findall(r"^class (\w+)", (ROOT / "checkmate" / "errors.py").read_text(), flags=re.M)}
+    refusals, api = ((DOCS / f"{name}.md").read_text() for name in ("refusals", "api"))
+    assert {*re.findall(r"^## (\w+Error|\w+): ", refusals, flags=re.M)} == errors - {"CheckmateError"}
     assert errors <= set(checkmate.__all__)
-    assert {*shown} >= {*checkmate.__all__} - errors
+    assert {*re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", api, flags=re.M)} >= {*checkmate.__all__} - errors
 
 
 @pytest.mark.long
@@ -366,3 +324,19 @@ def test_what_is_listed_as_long_or_slow_is_there(name: str) -> None:
             nodes = ast.walk(ast.parse((ROOT / file).read_text()))
             functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
         assert function.rpartition(".")[2] in functions[file], f"{test} is there no more: python -m tests.suite.long"
+
+
+NAMES = ("gpt2", "resnet", "lora", "diffusion", "lightning_callback", "whole_step", "second_memory")
+PRINTED = re.compile(r"^(?:plain \S+ takes|planned are|measured are) ([\d.]+ \w?B)", re.MULTILINE)
+
+
+def test_every_script_is_run_here_or_by_torchrun() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*NAMES, "ranks"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [slow("whole_step"), *(long(name) for name in NAMES if name != "whole_step")])
+def test_a_script_takes_what_was_planned_or_less(name: str) -> None:
+    printed = run_python(str(ROOT / "examples" / f"{name}.py")).stdout
+    plain, planned, measured = map(parse_bytes, PRINTED.findall(printed))
+    assert measured <= planned < plain

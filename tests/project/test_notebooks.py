@@ -32,6 +32,7 @@ def test_the_notebooks_are_there_and_the_readme_leads_to_them() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_a_notebook_shows_is_committed(path: Path) -> None:
+    """No error stands there, and no place of a machine; its links lead somewhere."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -40,28 +41,17 @@ def test_what_a_notebook_shows_is_committed(path: Path) -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
     assert sum(output.output_type == "stream" for output in outputs) >= 2
     assert path.stat().st_size < LARGEST
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_error_and_no_place_of_a_machine_stands_in_a_notebook(path: Path) -> None:
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             assert output.output_type != "error"
             assert output.get("name") != "stderr", output.text
             assert output.get("data", {}).get("text/plain") != "", "a line of progress was here"
-            texts = [
-                output.get("text", ""),
-                *(text for kind, text in output.get("data", {}).items() if "png" not in kind),
-            ]
-            for text in texts:
+            data = (text for kind, text in output.get("data", {}).items() if "png" not in kind)
+            for text in (output.get("text", ""), *data):
                 assert "Traceback" not in text
                 assert not PLACES.search(text), text
         assert not PLACES.search(cell.source)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
-    words = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    words = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for link in re.findall(r"\]\(([^)#]+)\)", words):
         assert (FOLDER / link).exists(), link
 
@@ -124,8 +114,7 @@ def test_a_notebook_runs(path: Path) -> None:
 
     def kinds(notebook: nbformat.NotebookNode) -> list[set[str]]:
         """Whether each cell writes and whether it draws."""
-        return [
-            {"picture" if "data" in output else "text" for output in cell.get("outputs", ())} for cell in notebook.cells
-        ]
+        outputs = (cell.get("outputs", ()) for cell in notebook.cells)
+        return [{"picture" if "data" in output else "text" for output in of_cell} for of_cell in outputs]
 
     assert kinds(fresh) == kinds(committed)

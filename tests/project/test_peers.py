@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ class Tiny(nn.Module):
 
     @staticmethod
     def stage(channels: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2)
-        )
+        convolution = nn.Conv2d(channels, 8, 3, padding=1)
+        return nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(x).mean(dim=(2, 3)))
@@ -46,17 +46,9 @@ TINY = Network(
     blocks=lambda module: list(module.stages),
     chain=lambda module: [module.stages],
 )
-
-
 ALL = {"tiny": TINY}
 
 
-def _compare(only: list[str]) -> list[dict[str, Any]]:
-    options = peers.Options(time_limit=5.0, shares=[0.0, 0.3, 1.0], only=only, minutes=0.0, rounds=(2, 2))
-    return peers.compare(TINY, options, lambda text: None)
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_is_wrong_is_found_and_ours_never_is(
     monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -65,7 +57,8 @@ def test_what_is_wrong_is_found_and_ours_never_is(
     monkeypatch.setattr(peer_settings, "SEGMENTS", (2,))
     monkeypatch.setattr(peer_settings, "SOLVERS", ("dp",))
     monkeypatch.setattr(peers, "HEURISTICS", ("chen-greedy", "dtr"))
-    rows = _compare(["peers", "ours", "heuristics"])
+    options = peers.Options(time_limit=5.0, shares=[0.0, 0.3, 1.0], minutes=0.0, rounds=(2, 2))
+    rows = peers.compare(TINY, replace(options, only=["peers", "ours", "heuristics"]), lambda text: None)
     by_name = {f"{row['family']} {row['knob']}".strip(): row for row in rows}
     assert peers_report.same_bits(by_name["eager"])
     twice = by_name["checkpoint each block"]
@@ -80,11 +73,9 @@ def test_what_is_wrong_is_found_and_ours_never_is(
         assert row["same_random_state"]
         assert row["peak"] == row["predicted_peak"] <= row["budget"]
     assert all(len(row["ratios"]) == 2 for row in rows if "error" not in row)
-
     out = tmp_path / "peers.jsonl"
-    out.write_text(
-        "".join(json.dumps({**row, "date": "d", "commit": "c", "cpu": "x", "torch": "t"}) + "\n" for row in rows)
-    )
+    about = {"date": "d", "commit": "c", "cpu": "x", "torch": "t"}
+    out.write_text("".join(json.dumps({**row, **about}) + "\n" for row in rows))
     peers_report.render(out)
     assert "| tiny |" in capsys.readouterr().out
     text = (tmp_path / "peers.md").read_text()
@@ -127,19 +118,22 @@ def test_a_peer_is_held_against_ours_at_its_peak_or_below(time: list[float], ver
     ours = [_row(peer_settings.OURS, 90, _around(1.3)), _row(peer_settings.OURS, 100, _around(1.0))]
     above = _row(peer_settings.OURS, 101, _around(0.5))
     peer = _row("checkpoint", 100, time)
-    found = peers_report.compared(peer, [*ours, above, peer])
-    assert found is not None
-    best, ratio, judged = found
+    best, ratio, judged = peers_report.compared(peer, [*ours, above, peer])
     assert (best["peak"], judged) == (100, verdict)
     assert ratio == pytest.approx(1.0 / sorted(time)[4], abs=0.02)
 
 
-def test_a_peer_below_all_of_ours_is_out_of_reach() -> None:
-    peer = _row("checkpoint", 80, _around(1.1))
-    rows = [_row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3)), peer]
-    assert peers_report.compared(peer, rows) is None
-    found = peers_report.summary(rows)
-    assert (found["out of reach"], found["exact"], found["ours"], found["peer"]) == (1, 1, 90, peer)
+def test_only_exact_peers_are_counted_and_one_below_all_of_ours_is_out_of_reach() -> None:
+    plain, ours = _row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3))
+    peer, wrong = _row("checkpoint", 80, _around(1.1)), _row("checkpoint", 80, _around(0.5), same_buffers=False)
+    assert peers_report.compared(peer, [plain, ours, peer]) is None
+    for rows, expected in (
+        ([plain, ours, peer], {"out of reach": 1, "exact": 1, "ours": 90, "peer": peer}),
+        ([plain, ours, wrong], {"wrong": 1, "exact": 0, "peer": None}),
+        ([plain, peer], {"ours": None, "out of reach": 1}),
+    ):
+        found = peers_report.summary(rows)
+        assert {key: found[key] for key in expected} == expected
 
 
 def test_what_a_process_takes_belongs_to_the_rows_that_allocate_the_same() -> None:
@@ -172,7 +166,6 @@ def test_what_a_process_takes_belongs_to_the_rows_that_allocate_the_same() -> No
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a process holds")
 def test_each_way_is_measured_in_a_process_of_its_own() -> None:
@@ -198,18 +191,6 @@ def test_each_way_is_measured_in_a_process_of_its_own() -> None:
     assert found[3]["process"] > found[3]["planned_bytes"]
 
 
-def test_a_run_without_ours_has_a_summary_too() -> None:
-    found = peers_report.summary([_row("eager", 100, _around(1.0)), _row("checkpoint", 80, _around(1.2))])
-    assert (found["ours"], found["out of reach"]) == (None, 1)
-
-
-def test_peers_with_other_numbers_do_not_count() -> None:
-    wrong = _row("checkpoint", 80, _around(0.5), same_buffers=False)
-    rows = [_row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3)), wrong]
-    found = peers_report.summary(rows)
-    assert (found["wrong"], found["exact"], found["peer"]) == (1, 0, None)
-
-
 def test_what_differs_is_told() -> None:
     row = _row("checkpoint", 1, _around(1.0), same_buffers=False, off=0.97, within_tolerance=False)
     assert peers_report.numbers(row) == "buffers differ by 97%"
@@ -225,6 +206,9 @@ def test_the_networks_have_the_blocks_that_they_name() -> None:
             assert set(network.blocks(module)) <= parts
             assert len(network.blocks(module)) >= 4
             assert all(chain in parts for chain in network.chain(module))
+        module = SmallVGG16(10)
+        assert sum(isinstance(part, nn.Conv2d) for part in module.modules()) == 13
+        assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
 
 
 def test_another_module_of_the_same_parameters() -> None:
@@ -248,13 +232,6 @@ def test_a_recurrent_network_in_segments_is_the_same_in_one() -> None:
         hidden[2:] = layers[1][0].cell(hidden[0], (hidden[2], hidden[3]))
         expected.append(hidden[2])
     assert_same_bits(model(tokens), model.head(torch.stack(expected, dim=1)))
-
-
-def test_vgg_for_small_images_has_its_layers() -> None:
-    with torch.device("meta"):
-        module = SmallVGG16(10)
-        assert sum(isinstance(part, nn.Conv2d) for part in module.modules()) == 13
-        assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
 
 
 def test_the_readme_and_the_pages_say_what_the_rows_say() -> None:

@@ -159,7 +159,4 @@ def test_each_kind_is_counted(tmp_path: Path) -> None:
     found = counted(kinds, "-q", environment={**os.environ, "HERE": "yes"})
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert [name.rpartition("::")[2] for name in found["names"]] == ["test_that_fails[1]", "test_that_is_slow"]
-
-
-def test_a_process_without_a_report_has_failed() -> None:
     assert ended(-4)["names"] == ["the process ended with -4"]

@@ -25,13 +25,10 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.examined()["missing"] == ["Missing: examples are refused"]
 
 
-def test_the_tests_are_there() -> None:
-    paths = [path for kind in (versions.SELECTION, versions.QUICK) for paths in kind.values() for path in paths]
-    assert all((ROOT / path).exists() for path in paths)
-
-
 def test_one_list_of_versions() -> None:
     """Of those that are tried, that have rows, that the documents show, and the one that all else is tested on."""
+    paths = [path for kind in (versions.SELECTION, versions.QUICK) for paths in kind.values() for path in paths]
+    assert all((ROOT / path).exists() for path in paths)
     minor = [version.rpartition(".")[0] for version in VERSIONS]
     assert tuple(minor) == TRIED
     assert {row["torch"].partition("+")[0] for row in ROWS} >= {*VERSIONS}
@@ -42,13 +39,10 @@ def test_one_list_of_versions() -> None:
     assert torch.__version__.partition("+")[0] in VERSIONS
 
 
-def test_each_version_passes() -> None:
+def test_each_version_passes_and_the_lowest_versions_that_are_named_have_a_row() -> None:
+    """Who raises or lowers one runs ``nox -s lowest``."""
     last = {row["torch"]: row for row in ROWS} | {row["python"]: row for row in OF_OTHERS}
     assert [(name, row["names"]) for name, row in last.items() if row["failed"] or row["missing"]] == []
-
-
-def test_the_lowest_versions_that_are_named_have_a_row() -> None:
-    """Who raises or lowers one runs ``nox -s lowest``."""
     row = [row for row in OF_OTHERS if not row["quick"]][-1]
     project = (ROOT / "pyproject.toml").read_text()
     for name in versions.needed():
