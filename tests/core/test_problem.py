@@ -145,7 +145,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     unit_chain(1).to_json(path)
     raw = path.read_bytes()
-    for length in range(len(raw)):
+    for length in range(0, len(raw), 3):
         path.write_bytes(raw[:length])
         with pytest.raises(InvalidProblem):
             Problem.from_json(path)
