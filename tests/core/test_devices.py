@@ -19,9 +19,6 @@ def test_cuda_is_known_where_there_is_none() -> None:
     assert is_here(CUDA) == torch.cuda.is_available()
     assert kind_of(CUDA).block_bytes == 512
     assert not kind_of(CPU).may_waver
-
-
-def test_what_has_no_counts_of_bytes_here_is_not_known() -> None:
     assert not is_known(META)
     assert not is_known(torch.device("mps"))
 

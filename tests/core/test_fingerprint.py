@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.fingerprint import fingerprints
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 
 
 def _changed(**changes: object) -> Problem:
@@ -27,25 +28,21 @@ def test_equal_problems_have_equal_hashes() -> None:
     assert fingerprints(_changed(profile={"resident_bytes": 7, "source": "x"})) == fingerprints(dags.vgg(2))
 
 
-@pytest.mark.parametrize("change", [{"target": "other"}, {"pinned": "draws random numbers"}])
-def test_another_op_is_another_structure(change: dict[str, str]) -> None:
-    found, plain = fingerprints(_changed(op=change)), fingerprints(dags.vgg(2))
-    assert found.structure != plain.structure
-    assert (found.sizes, found.costs) == (plain.sizes, plain.costs)
+PLAIN = dags.vgg(2)
+STEP = np.eye(len(PLAIN.seconds))[3]
 
 
-def test_another_batch_has_other_sizes_and_costs_and_the_same_structure() -> None:
-    small, large = fingerprints(dags.vgg(4, batch=2)), fingerprints(dags.vgg(4, batch=3))
-    assert small.structure == large.structure
-    assert small.sizes != large.sizes
-    assert small.costs != large.costs
-
-
-def test_the_last_digit_of_a_cost_and_each_byte_of_workspace_count() -> None:
-    problem = dags.vgg(2)
-    seconds, workspace = problem.seconds.copy(), problem.workspace.copy()
-    seconds[3] *= 1 + 3e-16
-    workspace[3] += 1
-    changed = Problem(problem.graph, Profile(seconds, workspace, problem.resident))
-    assert fingerprints(changed).costs != fingerprints(problem).costs
-    assert fingerprints(changed).sizes != fingerprints(problem).sizes
+@pytest.mark.parametrize(
+    ("changed", "differ"),
+    [
+        (_changed(op={"target": "other"}), {"structure"}),
+        (_changed(op={"pinned": "draws random numbers"}), {"structure"}),
+        (dags.vgg(2, batch=3), {"sizes", "costs"}),
+        (_changed(profile={"seconds": PLAIN.seconds * (1 + 3e-16 * STEP)}), {"costs"}),  # the last digit
+        (_changed(profile={"workspace_bytes": PLAIN.workspace + STEP.astype(int)}), {"sizes"}),  # a byte
+    ],
+    ids=["target", "pinned", "batch", "cost", "workspace"],
+)
+def test_a_change_shows_where_it_matters(changed: Problem, differ: set[str]) -> None:
+    found, plain = fingerprints(changed), fingerprints(PLAIN)
+    assert {name for name in ("structure", "sizes", "costs") if getattr(found, name) != getattr(plain, name)} == differ

@@ -12,18 +12,8 @@ from checkmate.errors import InvalidProblem
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
-OPS = (
-    Op("embed", "f", (0,), (1,)),
-    Op("norm", "f", (1,), (2, 3)),
-    Op("norm_grad", "f", (1, 3), (4,), "backward"),
-)
-VALUES = (
-    Value("tokens", 8, None, "input"),
-    Value("x", 4, 0),
-    Value("y", 4, 1),
-    Value("mean", 1, 1),
-    Value("dx", 4, 2),
-)
+OPS = Op("embed", "f", (0,), (1,)), Op("norm", "f", (1,), (2, 3)), Op("norm_grad", "f", (1, 3), (4,), "backward")
+VALUES = Value("tokens", 8, None, "input"), Value("x", 4, 0), Value("y", 4, 1), Value("mean", 1, 1), Value("dx", 4, 2)
 GRAPH = Graph(OPS, VALUES, (2, 4))
 
 
@@ -31,10 +21,8 @@ def test_users_and_deps() -> None:
     assert GRAPH.users == ((0,), (1, 2), (), (2,), ())
     assert GRAPH.deps == ((), (0,), (0, 1))
     assert GRAPH.forward_length == 2
-
-
-def test_a_graph_of_the_backward_alone() -> None:
     assert Graph((Op("a", "f", (), (0,), "backward"),), (Value("x", 1, 0),), (0,)).forward_length == 0
+    assert Graph(OPS, _with_value(1, size_bytes=MAX_BYTES), (2, 4)).values[1].size_bytes == MAX_BYTES  # the largest
 
 
 def test_networkx() -> None:
@@ -90,7 +78,3 @@ def _with_value(v: int, **change: object) -> tuple[Value, ...]:
 def test_refused(ops: tuple[Op, ...], values: tuple[Value, ...], outputs: tuple[int, ...], says: str) -> None:
     with pytest.raises(InvalidProblem, match=says):
         Graph(ops, values, outputs)
-
-
-def test_the_largest_size_is_accepted() -> None:
-    assert Graph(OPS, _with_value(1, size_bytes=MAX_BYTES), (2, 4)).values[1].size_bytes == MAX_BYTES

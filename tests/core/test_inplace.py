@@ -33,21 +33,25 @@ def _plan(problem: Problem, *again: tuple[int, int]) -> Plan:
     return simulator.lower(problem, Schedule.from_runs(problem.graph, R))
 
 
+def _slowly(problem: Problem) -> Problem:
+    """The same whose ways are all slower than a plain run."""
+    ways = tuple(replace(way, slower=True) for way in problem.profile.ways)
+    return replace(problem, profile=replace(problem.profile, ways=ways))
+
+
+def _plainly(problem: Problem) -> Problem:
+    return replace(problem, profile=replace(problem.profile, ways=()))
+
+
 def test_what_goes_with_a_run_is_written_over() -> None:
     plan = _plan(CHAIN)
     assert plan.steps == (Run(0), Run(1), Run(2, over=1), Run(3, over=0), Free(2))
     assert simulator.check_plan(plan, CHAIN) == []
     assert simulator.simulate(plan, CHAIN).bytes_at == (8, 16, 17, 16)
     assert CHAIN.live_bytes.tolist() == [8, 16, 17, 16]
-
-
-def test_what_is_still_needed_is_not() -> None:
     chain = Problem.from_dag([[], [0], [1], [1, 2]], [1] * 4, [8] * 4, over={2: [1]})
-    assert Run(2) in _plan(chain).steps
+    assert Run(2) in _plan(chain).steps  # what is still needed is not
     assert Run(2, over=1) in _plan(chain, (3, 1)).steps  # op 1 runs again before it is needed
-
-
-def test_the_way_that_saves_the_most_is_taken() -> None:
     ways = (InPlace(3, 3, 0, 9), InPlace(3, 3, 2, 3))
     problem = replace(CHAIN, profile=replace(CHAIN.profile, ways=ways))
     assert problem.savings[3] == ((2, 5),)  # the other one takes more than it saves
@@ -84,27 +88,14 @@ def test_a_way_that_is_none_is_refused(way: InPlace, says: str) -> None:
 
 
 def test_ways_travel_in_files_and_count_as_sizes(tmp_path: Path) -> None:
-    CHAIN.to_json(tmp_path / "chain.json")
-    read = Problem.from_json(tmp_path / "chain.json")
-    assert read.profile.ways == CHAIN.profile.ways
-    assert fingerprints(read) == fingerprints(CHAIN)
-    plain = replace(CHAIN, profile=replace(CHAIN.profile, ways=()))
-    assert same_ops(plain, CHAIN)
-    assert fingerprints(plain).sizes != fingerprints(CHAIN).sizes
-
-
-def _slowly(problem: Problem) -> Problem:
-    """The same whose ways are all slower than a plain run."""
-    ways = tuple(replace(way, slower=True) for way in problem.profile.ways)
-    return replace(problem, profile=replace(problem.profile, ways=ways))
-
-
-def test_slower_ways_travel_in_files(tmp_path: Path) -> None:
-    problem = _slowly(CHAIN)
-    problem.to_json(tmp_path / "chain.json")
-    assert Problem.from_json(tmp_path / "chain.json").profile.ways == problem.profile.ways
-    CHAIN.to_json(tmp_path / "plain.json")
-    assert "slower" not in (tmp_path / "plain.json").read_text()  # which files of before do not know
+    for problem in (_slowly(CHAIN), CHAIN):
+        problem.to_json(tmp_path / "chain.json")
+        read = Problem.from_json(tmp_path / "chain.json")
+        assert read.profile.ways == problem.profile.ways
+        assert fingerprints(read) == fingerprints(problem)
+    assert "slower" not in (tmp_path / "chain.json").read_text()  # which files of before do not know
+    assert same_ops(_plainly(CHAIN), CHAIN)
+    assert fingerprints(_plainly(CHAIN)).sizes != fingerprints(CHAIN).sizes
 
 
 @pytest.mark.parametrize(("budget", "over"), [(25, []), (24, [2]), (23, [2, 3]), (17, [2, 3])])
@@ -131,10 +122,6 @@ def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> N
         runs = [step for step in plan.steps if isinstance(step, Run)]
         for step, at in zip(runs, bytes_at, strict=True):
             assert step.over is None or at + dict(problem.savings[step.op])[step.over] > budget
-
-
-def _plainly(problem: Problem) -> Problem:
-    return replace(problem, profile=replace(problem.profile, ways=()))
 
 
 @given(st.integers(0, 10**6))

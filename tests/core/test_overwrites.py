@@ -44,14 +44,11 @@ def test_what_overwrites_is_checked(changes: dict[str, object], says: str) -> No
         _graph(**changes)
 
 
-def test_an_order_keeps_readers_on_their_side() -> None:
+def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
     graph = CHAIN.graph
     assert graph.in_order([0, 1, 2, 3]).overwritten_by == graph.overwritten_by
     with pytest.raises(InvalidProblem, match=r"'op3' reads 'p2', which 'op2' overwrites, and would change sides"):
         graph.in_order([0, 1, 3, 2])
-
-
-def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
     assert CHAIN.limits.last_stage == {0: 2, 1: 2}
     again = Plan((Run(0), Run(1), Free(0), Run(2), Free(1), Free(2), Run(0), Run(3), Free(0)), 3)
     says = "step 6 runs op0 after op2 has overwritten p2"
@@ -91,12 +88,10 @@ def test_it_travels_in_files_and_counts_as_structure(tmp_path: Path) -> None:
     read = Problem.from_json(tmp_path / "chain.json")
     assert read.graph == CHAIN.graph
     assert '"version": 4' in (tmp_path / "chain.json").read_text()
-    plain = Problem.from_dag([[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2], forward=2, outputs=[3])
+    dag = [[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2]
+    plain, elsewhere = (Problem.from_dag(*dag, forward=2, outputs=[3], overwrites=over) for over in ({}, {2: [0, 3]}))
     plain.to_json(tmp_path / "plain.json")
     assert "overwrites" not in (tmp_path / "plain.json").read_text()
-    elsewhere = Problem.from_dag(
-        [[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2], forward=2, outputs=[3], overwrites={2: [0, 3]}
-    )
     assert fingerprints(read) == fingerprints(CHAIN)
     assert len({fingerprints(one).structure for one in (CHAIN, plain, elsewhere)}) == 3
 

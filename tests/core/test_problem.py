@@ -15,6 +15,7 @@ import pytest
 from benchmarks.networks.dags import unit_chain
 from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.host import Host
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem
@@ -25,38 +26,24 @@ from tests.support.sampling import in_turn
 SEEDS = range(40)
 
 
-def _same(a: Problem, b: Problem) -> bool:
-    return (
-        a.graph == b.graph
-        and np.array_equal(a.seconds, b.seconds)
-        and np.array_equal(a.workspace, b.workspace)
-        and (a.resident, a.profile.source) == (b.resident, b.profile.source)
-    )
+DIGITS = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**52, 1], workspace=[2**51 + 1, 0], resident_bytes=7)
+WITH_HOST = unit_chain(2).with_host(Host(10**9, send=2e9, fetch=1e9, one_link=True, latency=1e-5))
 
 
-@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
-@pytest.mark.parametrize("seed", range(5))
-def test_json_round_trip(tmp_path: Path, name: str, seed: int) -> None:
-    problem = random_problem(seed, most_ops=7)
+@in_turn(
+    problem=[*(random_problem(seed, most_ops=7) for seed in range(5)), DIGITS, WITH_HOST], name=["p.json", "p.json.gz"]
+)
+def test_json_round_trip(tmp_path: Path, problem: Problem, name: str) -> None:
+    """Every digit and byte; the same problem gives the same file."""
     problem.to_json(tmp_path / name)
-    assert _same(Problem.from_json(str(tmp_path / name)), problem)
-
-
-def test_json_keeps_every_digit(tmp_path: Path) -> None:
-    problem = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**52, 1], workspace=[2**51 + 1, 0], resident_bytes=7)
-    problem.to_json(tmp_path / "p.json")
-    assert _same(Problem.from_json(tmp_path / "p.json"), problem)
-
-
-def test_the_same_problem_gives_the_same_file(tmp_path: Path) -> None:
-    for name in ("a.json.gz", "b.json.gz"):
-        unit_chain(4).to_json(tmp_path / name)
-    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
-
-
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Problem.from_json(tmp_path / "none.json")
+    read = Problem.from_json(str(tmp_path / name))
+    assert (read.graph, read.resident, read.profile.source) == (problem.graph, problem.resident, problem.profile.source)
+    assert read.host == problem.host
+    assert np.array_equal(read.seconds, problem.seconds)
+    assert np.array_equal(read.workspace, problem.workspace)
+    read.to_json(tmp_path / f"again.{name}")
+    assert (tmp_path / f"again.{name}").read_bytes() == (tmp_path / name).read_bytes()
+    assert (problem.host is None) or b'"version": 5' in (tmp_path / name).read_bytes() or name.endswith(".gz")
 
 
 RULE = {"pattern": "op", "asks": "keep", "ops": [0], "exempt": []}
@@ -80,14 +67,12 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d["values"][0].update(size_bytes="4"), "Value 'v0' has size '4'"),
         (lambda d: d.update(outputs=[99]), "Output 99 is not a value"),
         (lambda d: d.update(outputs=["2"]), "The graph names '2' where an op or a value is a whole number"),
-        (lambda d: d.update(outputs="2"), "The graph names '2' where"),
         (lambda d: d["ops"][0].update(name=3), "Op 0 has 3 where a name or a reason is text"),
         (lambda d: d["ops"][0].update(target=None), "Op 0 has None where"),
         (lambda d: d["ops"][1].update(pinned=True), "Op 1 has True where"),
         (lambda d: d["ops"][1].update(where=[1]), r"Op 1 has \[1\] where"),
         (lambda d: d["ops"][1].update(tags=[{}]), "Op 1 has {} where"),
         (lambda d: d["ops"][1].update(inputs=[False]), "Op 'op1' names False where"),
-        (lambda d: d["ops"][1].update(inputs=[[0]]), r"Op 'op1' names \[0\] where"),
         (lambda d: d["ops"][1].update(outputs=[1.0]), "Op 'op1' names 1.0 where"),
         (lambda d: d["ops"][1].update(overwrites=["0"]), "Op 'op1' names '0' where"),
         (lambda d: d["values"][0].update(name=["v0"]), r"Value 0 has \['v0'\] where"),
@@ -142,10 +127,6 @@ def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 * 2**26
     finally:
         tracemalloc.stop()
-    with (tmp_path / "p.json").open("wb") as plain:
-        plain.truncate(2**27)  # takes no room on the disk
-    with pytest.raises(InvalidProblem, match="holds more than"):
-        Problem.from_json(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize(
@@ -162,9 +143,9 @@ def test_what_is_no_problem_file_is_refused(tmp_path: Path, raw: bytes, name: st
 @pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
 def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    unit_chain(3).to_json(path)
+    unit_chain(1).to_json(path)
     raw = path.read_bytes()
-    for length in range(len(raw)):
+    for length in range(0, len(raw), 3):
         path.write_bytes(raw[:length])
         with pytest.raises(InvalidProblem):
             Problem.from_json(path)
@@ -175,7 +156,7 @@ def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str)
     path, rng = tmp_path / name, np.random.default_rng(0)
     random_problem(1, most_ops=6).to_json(path)
     raw, refused = path.read_bytes(), 0
-    for _ in range(600):
+    for _ in range(300):
         damaged = bytearray(raw)
         damaged[rng.integers(len(raw))] = rng.integers(256)
         path.write_bytes(bytes(damaged))
@@ -183,7 +164,7 @@ def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str)
             Problem.from_json(path)
         except InvalidProblem:
             refused += 1
-    assert refused > 300
+    assert refused > 150
 
 
 @pytest.mark.parametrize(
@@ -232,27 +213,17 @@ def test_from_dag_takes_arrays() -> None:
     assert problem.graph.deps == ((), (0,))
     assert problem.workspace.tolist() == [1, 2]
     assert problem.keep_all_peak == 14
-
-
-def test_repeated_dependencies_count_once() -> None:
-    assert Problem.from_dag([[], [0, 0]], [1, 1], [1, 1]).graph.ops[1].inputs == (0,)
-
-
-def test_without_outputs_the_unread_are_results() -> None:
-    assert Problem.from_dag([[], [0], [0]], [1, 1, 1], [1, 1, 1]).graph.outputs == (1, 2)
-
-
-def test_values_that_are_there_before_count_as_resident() -> None:
-    graph = Graph((Op("a", "f", (0,), (1,)),), (Value("weight", 100, None, "parameter"), Value("x", 4, 0)), (1,))
-    problem = Problem(graph, Profile(np.ones(1), np.zeros(1), resident_bytes=1000))
-    assert problem.sizes.tolist() == [0, 4]
-    assert problem.keep_all_peak == 1004
+    assert Problem.from_dag([[], [0, 0]], [1, 1], [1, 1]).graph.ops[1].inputs == (0,)  # repeated ones count once
+    assert Problem.from_dag([[], [0], [0]], [1, 1, 1], [1, 1, 1]).graph.outputs == (1, 2)  # what nothing reads
 
 
 def test_keep_all_by_hand() -> None:
     problem = Problem.from_dag([[], [0], [1], [0, 2]], [1, 2, 3, 4], [10, 20, 30, 40], workspace=[0, 5, 0, 0])
     assert problem.live_bytes.tolist() == [10, 10 + 20 + 5, 10 + 20 + 30, 10 + 30 + 40]
     assert (problem.keep_all_peak, problem.keep_all_cost) == (80, 10.0)
+    graph = Graph((Op("a", "f", (0,), (1,)),), (Value("weight", 100, None, "parameter"), Value("x", 4, 0)), (1,))
+    problem = Problem(graph, Profile(np.ones(1), np.zeros(1), resident_bytes=1000))
+    assert (problem.sizes.tolist(), problem.keep_all_peak) == ([0, 4], 1004)  # the weight counts as resident
 
 
 @in_turn(seed=SEEDS)
@@ -289,13 +260,13 @@ def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
 
 
 def test_profiles_are_checked() -> None:
-    graph = unit_chain(1).graph
-    with pytest.raises(InvalidProblem, match="2 seconds for 3 ops"):
-        Problem(graph, Profile(np.ones(2), np.zeros(3)))
-    with pytest.raises(InvalidProblem, match="9 workspace bytes for 3 ops"):
-        Problem(graph, Profile(np.ones(3), np.zeros((3, 3))))
-    with pytest.raises(InvalidProblem, match="'op2' costs"):
-        Problem(graph, Profile(np.array([0, 0, -1]), np.zeros(3)))
+    for seconds, workspace, says in (
+        (np.ones(2), np.zeros(3), "2 seconds for 3 ops"),
+        (np.ones(3), np.zeros((3, 3)), "9 workspace bytes for 3 ops"),
+        (np.array([0, 0, -1]), np.zeros(3), "'op2' costs"),
+    ):
+        with pytest.raises(InvalidProblem, match=says):
+            Problem(unit_chain(1).graph, Profile(seconds, workspace))
 
 
 def test_estimated_ops_stay_marked_in_a_file(tmp_path: Path) -> None:

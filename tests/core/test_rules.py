@@ -16,6 +16,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.rules import as_mapping, read_rules, with_rules, without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.errors import RuleError
+from tests.support.sampling import in_turn
 
 
 def network() -> Problem:
@@ -38,34 +39,27 @@ def network() -> Problem:
     return Problem(Graph(ops, values, (4, 6)), Profile(np.ones(7), np.zeros(7)))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "ops"),
-    [
-        ("blocks.1", (1, 2)),  # a module is all within it, in the forward, and not blocks.10
-        ("blocks.1.*", (1,)),
-        ("blocks.1*", (1, 2, 3)),
-        ("blocks.*.attn", (1,)),
-        ("embed", (0,)),
-        ("scores", (1,)),
-        ("aten.mm", (1, 5)),  # an op is what it is in forward and backward
-        ("aten.mm.default", (1, 5)),
-        ("aten.[mr]*", (1, 2, 4, 5)),
-        ("checkmate.draw_mask", (3,)),
-    ],
-)
-def test_a_pattern_names_modules_ops_and_tags(pattern: str, ops: tuple[int, ...]) -> None:
+PATTERNS = {
+    "blocks.1": (1, 2),  # a module is all within it, in the forward, and not blocks.10
+    "blocks.1.*": (1,),
+    "blocks.1*": (1, 2, 3),
+    "blocks.*.attn": (1,),
+    "embed": (0,),
+    "scores": (1,),
+    "aten.mm": (1, 5),  # an op is what it is in forward and backward
+    "aten.mm.default": (1, 5),
+    "aten.[mr]*": (1, 2, 4, 5),
+    "checkmate.draw_mask": (3,),
+}
+
+
+@in_turn(pattern=PATTERNS)
+def test_a_pattern_names_modules_ops_and_tags(pattern: str) -> None:
     (rule,) = with_rules(network(), {pattern: 2}).rules
-    assert rule.ops == ops
+    assert rule.ops == PATTERNS[pattern]
 
 
-def test_the_last_pattern_that_names_an_op_holds() -> None:
-    problem = with_rules(network(), {"blocks.1": "recompute", "scores": "keep"})
-    assert [rule.ops for rule in problem.rules] == [(2,), (1,)]
-    assert problem.limits.recomputed == {2}
-    assert problem.graph.ops[1].pinned == "is under the rule 'scores': 'keep'"
-
-
-def test_what_cannot_be_made_again_is_exempt_with_its_reason() -> None:
+def test_what_cannot_be_made_again_is_exempt_with_its_reason_and_the_last_rule_holds() -> None:
     (rule,) = with_rules(network(), {"*": "recompute"}).rules
     assert rule.ops == (0, 1, 2)
     assert dict(rule.exempt) == {
@@ -74,6 +68,13 @@ def test_what_cannot_be_made_again_is_exempt_with_its_reason() -> None:
         5: "is in the backward",
         6: "is in the backward",
     }
+    problem = with_rules(network(), {"blocks.1": "recompute", "scores": "keep"})  # the last that names an op holds
+    assert [rule.ops for rule in problem.rules] == [(2,), (1,)]
+    assert problem.limits.recomputed == {2}
+    assert problem.graph.ops[1].pinned == "is under the rule 'scores': 'keep'"
+    assert read_rules(["blocks.1=keep", "a=b=3"]) == {"blocks.1": "keep", "a=b": 3}  # of a command line
+    with pytest.raises(RuleError, match="pattern"):
+        read_rules(["keep"])
 
 
 @pytest.mark.parametrize(
@@ -130,13 +131,12 @@ def test_other_rules_are_another_problem_and_none_the_same_as_before() -> None:
     assert as_mapping(with_rules(ruled[0], {"aten.mm": 2})) == {"aten.mm": 2}  # in place of those before
 
 
-@pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
+@in_turn(name=["step.json", "step.json.gz"])
 def test_rules_and_tags_are_written_and_read(tmp_path: Path, name: str) -> None:
     problem = with_rules(network(), {"blocks": "recompute", "aten.embedding": 2, "aten.mm": "keep"})
     problem.to_json(tmp_path / name)
     again = Problem.from_json(tmp_path / name)
-    assert again.rules == problem.rules
-    assert again.graph == problem.graph
+    assert (again.rules, again.graph) == (problem.rules, problem.graph)
     assert fingerprints(again) == fingerprints(problem)
 
 
@@ -150,9 +150,3 @@ def test_a_file_without_rules_is_what_it_was_before_there_were_any(tmp_path: Pat
     assert "tags" not in text
     with_rules(plain, {"aten.mm": 2}).to_json(tmp_path / "ruled.json")
     assert '"version": 2,' in (tmp_path / "ruled.json").read_text()  # an earlier checkmate refuses it
-
-
-def test_rules_of_a_command_line() -> None:
-    assert read_rules(["blocks.1=keep", "a=b=3"]) == {"blocks.1": "keep", "a=b": 3}
-    with pytest.raises(RuleError, match="pattern"):
-        read_rules(["keep"])

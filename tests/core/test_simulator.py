@@ -16,6 +16,8 @@ from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
+GIVEN = Value("tokens", 500, None, "input")
+SIZES = {"x": (1, 0), "y": (10, 1), "mask": (100, 1), "loss": (1000, 2), "dx": (10_000, 3), "dw": (100_000, 4)}
 GRAPH = Graph(
     ops=(
         Op("a", "f", (0,), (1,)),
@@ -24,15 +26,7 @@ GRAPH = Graph(
         Op("b_grad", "f", (1, 3), (5,), "backward"),
         Op("a_grad", "f", (0, 5), (6,), "backward"),
     ),
-    values=(
-        Value("tokens", 500, None, "input"),
-        Value("x", 1, 0),
-        Value("y", 10, 1),
-        Value("mask", 100, 1),
-        Value("loss", 1000, 2),
-        Value("dx", 10_000, 3),
-        Value("dw", 100_000, 4),
-    ),
+    values=(GIVEN, *(Value(name, size, op) for name, (size, op) in SIZES.items())),
     outputs=(4, 6),
 )
 PROBLEM = Problem(
@@ -59,11 +53,14 @@ def test_simulate_by_hand() -> None:
     again = simulate(AGAIN, PROBLEM)
     assert again.ops == (0, 1, 2, 0, 3, 4)
     assert [b - 2_000_000 for b in again.bytes_at] == [1, 111, 1110, 1101, 11_101 + 7, 111_000]
-
-
-def test_a_second_copy_is_counted_while_it_is_made() -> None:
-    usage = simulate(Plan((Run(0), Run(0)), 2), PROBLEM)
-    assert [b - 2_000_000 for b in usage.bytes_at] == [1, 2]
+    assert (cost(KEEP_ALL, PROBLEM), cost(AGAIN, PROBLEM)) == (31.0, 32.0)
+    twice = simulate(Plan((Run(0), Run(0)), 2), PROBLEM)  # a second copy counts while it is made
+    assert [b - 2_000_000 for b in twice.bytes_at] == [1, 2]
+    for plan in (KEEP_ALL, AGAIN):
+        assert check_plan(plan, PROBLEM, budget=2_111_000) == []
+    assert check_plan(KEEP_ALL, PROBLEM, budget=2_110_999) == [
+        "the peak of 2.11 MB (2_111_000 bytes) at a_grad exceeds the budget of 2.11 MB (2_110_999 bytes)"
+    ]
 
 
 def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
@@ -73,23 +70,12 @@ def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
     assert without_idle_values(AGAIN, PROBLEM) is AGAIN
 
 
-def test_cost() -> None:
-    assert (cost(KEEP_ALL, PROBLEM), cost(AGAIN, PROBLEM)) == (31.0, 32.0)
+def _without(i: int, plan: Plan = AGAIN) -> Plan:
+    return Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
 
 
-def test_nothing_is_wrong_with_these() -> None:
-    assert check_plan(KEEP_ALL, PROBLEM, budget=2_111_000) == []
-    assert check_plan(AGAIN, PROBLEM, budget=2_111_000) == []
-
-
-def _without(i: int) -> Plan:
-    boundary = AGAIN.boundary - (i < AGAIN.boundary)
-    return Plan(AGAIN.steps[:i] + AGAIN.steps[i + 1 :], boundary)
-
-
-def _with(i: int, step: Step) -> Plan:
-    boundary = AGAIN.boundary + (i <= AGAIN.boundary - 1)
-    return Plan((*AGAIN.steps[:i], step, *AGAIN.steps[i:]), boundary)
+def _with(i: int, step: Step, plan: Plan = AGAIN) -> Plan:
+    return Plan((*plan.steps[:i], step, *plan.steps[i:]), plan.boundary + (i < plan.boundary))
 
 
 @pytest.mark.parametrize(
@@ -116,12 +102,6 @@ def test_each_fault_is_found(plan: Plan, says: str) -> None:
     assert says in check_plan(plan, PROBLEM)
 
 
-def test_a_peak_beyond_the_budget_is_found() -> None:
-    assert check_plan(KEEP_ALL, PROBLEM, budget=2_110_999) == [
-        "the peak of 2.11 MB (2_111_000 bytes) at a_grad exceeds the budget of 2.11 MB (2_110_999 bytes)"
-    ]
-
-
 @in_turn(seed=range(30))
 def test_any_missing_run_is_found(seed: int) -> None:
     """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
@@ -130,20 +110,20 @@ def test_any_missing_run_is_found(seed: int) -> None:
     assert check_plan(plan, problem) == []
     for i, step in enumerate(plan.steps):
         if isinstance(step, Run):
-            mutant = Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
-            assert check_plan(mutant, problem) != []
+            assert check_plan(_without(i, plan), problem) != []
 
 
 @in_turn(seed=range(30))
 def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
-    graph = problem.graph
-    plan = lower(problem, Schedule.from_runs(graph, random_runs(problem, seed)))
-    for i, step in enumerate(plan.steps):
-        if isinstance(step, Run):
-            for v in graph.ops[step.op].inputs:
-                mutant = Plan((*plan.steps[:i], Free(v), *plan.steps[i:]), plan.boundary + (i < plan.boundary))
-                assert check_plan(mutant, problem) != []
+    plan = lower(problem, Schedule.from_runs(problem.graph, random_runs(problem, seed)))
+    reads = [(i, v) for i, step in enumerate(plan.steps) if isinstance(step, Run) for v in _inputs(problem, step)]
+    for i, v in reads:
+        assert check_plan(_with(i, Free(v), plan), problem) != []
+
+
+def _inputs(problem: Problem, step: Run) -> tuple[int, ...]:
+    return problem.graph.ops[step.op].inputs
 
 
 def _least(problem: Problem, seed: int) -> np.ndarray:

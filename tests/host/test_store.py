@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,15 +26,16 @@ class ByHand:
         self.error: BaseException | None = None
 
     def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
-        self.asked.append("out")
         self.extents.append(value.extents)
-        return self.copied(self.error)
+        return self.copied("out")
 
     def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
-        self.asked.append("back")
-        return self.copied(self.error)
+        return self.copied("back")
 
-    def copied(self, error: BaseException | None) -> Wait:
+    def copied(self, way: str) -> Wait:
+        self.asked.append(way)
+        error = self.error
+
         def wait() -> BaseException | None:
             if isinstance(error, KeyboardInterrupt):
                 raise error
@@ -75,20 +77,28 @@ def test_bytes_there_are_counted_from_send_to_drop() -> None:
     assert store.bytes_there == BLOCK
 
 
+def _under_way(call: Callable[[int, torch.UntypedStorage], None]) -> weakref.ref[torch.UntypedStorage]:
+    """A storage that only the store holds, in a call for value 0."""
+    storage = torch.UntypedStorage(8)
+    call(0, storage)
+    return weakref.ref(storage)
+
+
 def test_storages_live_until_the_wait_and_go_with_it() -> None:
-    store = Store(ByHand(), BLOCK)
-    source, landing = torch.UntypedStorage(8), torch.UntypedStorage(8)
-    alive = [weakref.ref(storage) for storage in (source, landing)]
-    store.send(0, source)
-    del source
-    assert alive[0]() is not None
-    store.wait(0)
-    assert alive[0]() is None
-    store.fetch(0, landing)
-    del landing
-    assert alive[1]() is not None
-    store.wait(0)
-    assert alive[1]() is None
+    store = Store(mover := ByHand(), BLOCK)
+    for call in (store.send, store.fetch):
+        alive = _under_way(call)
+        assert alive() is not None
+        store.wait(0)
+        assert alive() is None
+    store.drop(0)
+    mover.error = KeyboardInterrupt()
+    alive = _under_way(store.send)
+    with pytest.raises(KeyboardInterrupt):
+        store.wait(0)
+    assert alive() is not None  # the wait is broken off: its copy may be under way
+    store.reset()
+    assert alive() is None
 
 
 @pytest.mark.parametrize(
@@ -137,10 +147,7 @@ def test_a_step_that_broke_off_leaves_nothing() -> None:
     mover = ByHand()
     store = Store(mover, 3 * BLOCK)
     sent(store, 0, 8)
-    source = torch.UntypedStorage(8)
-    alive = weakref.ref(source)
-    store.send(1, source)
-    del source
+    alive = _under_way(lambda _, source: store.send(1, source))
     mover.finish = lambda: mover.asked.append("finish" if alive() is not None else "too late")
     store.reset()
     assert mover.asked == ["out", "out", "finish"]
@@ -148,24 +155,8 @@ def test_a_step_that_broke_off_leaves_nothing() -> None:
     sent(store, 0, 3 * BLOCK)
 
 
-def test_a_wait_that_is_broken_off_keeps_the_storage_until_the_reset() -> None:
-    mover = ByHand()
-    store = Store(mover, BLOCK)
-    mover.error = KeyboardInterrupt()
-    source = torch.UntypedStorage(8)
-    alive = weakref.ref(source)
-    store.send(0, source)
-    del source
-    with pytest.raises(KeyboardInterrupt):
-        store.wait(0)
-    assert alive() is not None  # its copy may be under way
-    store.reset()
-    assert alive() is None
-
-
-def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted() -> None:
-    mover = ByHand()
-    store = Store(mover, BLOCK)
+def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(mover := ByHand(), BLOCK)
     store.close()
     store.close()
     with pytest.raises(HostError, match="is closed"):
@@ -177,16 +168,12 @@ def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted() -> None:
     other = Store(mover, BLOCK)
     del other
     assert mover.asked == ["finish", "close"] * 2
-
-
-def test_a_forked_child_must_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = ByHand()
-    store, parent = Store(mover, BLOCK), os.getpid()
+    store, parent = Store(forked := ByHand(), BLOCK), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     with pytest.raises(HostError, match=f"opened by process {parent}. This one was forked"):
         store.send(0, torch.UntypedStorage(1))
     del store
-    assert mover.asked == ["abandon"]
+    assert forked.asked == ["abandon"]
 
 
 def test_a_value_lies_in_pieces_where_no_gap_holds_it() -> None:
@@ -234,16 +221,8 @@ def test_any_order_finds_room_for_as_many_bytes_as_there_are() -> None:
 def test_planned_addresses_would_need_more_bytes_than_the_values_take() -> None:
     """Here they take four blocks at most, in the order of a step, and no addresses in fewer than five serve them."""
     lives = [
-        (0, 1, 2),
-        (0, 3, 2),
-        (1, 2, 2),
-        (2, 4, 1),
-        (2, 6, 1),
-        (3, 4, 1),
-        (3, 6, 1),
-        (4, 5, 2),
-        (5, 7, 2),
-        (6, 7, 2),
+        *((0, 1, 2), (0, 3, 2), (1, 2, 2), (2, 4, 1), (2, 6, 1)),
+        *((3, 4, 1), (3, 6, 1), (4, 5, 2), (5, 7, 2), (6, 7, 2)),
     ]
     planned = place_blocks([Block(born, died, size * BLOCK) for born, died, size in lives])
     assert planned.height == planned.bound == 5 * BLOCK  # proven

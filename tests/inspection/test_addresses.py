@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 import checkmate
-from benchmarks.networks import dags
 from checkmate.core.plan import Run
 from checkmate.core.simulator import simulate
 from checkmate.inspection.addresses import lives_of
-from checkmate.solvers.addresses import Block, overlaps
+from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.common.incumbent import certify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem_with_ways
@@ -28,8 +25,10 @@ def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: in
         placed, usage = checkmate.addresses(solution), simulate(solution.plan, problem)
         for moment, taken in enumerate(usage.bytes_at):
             assert problem.resident + sum(b.bytes for b in placed.boxes if b.first <= moment <= b.last) == taken
-        rounded = [block._replace(size=-(-block.size // 64) * 64) for block in _blocks(placed)]
+        rounded = [Block(box.first, box.last + 1, -(-box.bytes // 64) * 64) for box in placed.boxes]
         assert not list(overlaps(rounded, [box.offset for box in placed.boxes]))
+        assert all(box.offset % 64 == 0 for box in placed.boxes)
+        assert live_peak(rounded) <= placed.bound <= placed.height
         runs = [step for step in solution.plan.steps if isinstance(step, Run)]
         names = [value.name for value in problem.graph.values]
         written = sorted((i, names[run.over]) for i, run in enumerate(runs) if run.over is not None)
@@ -38,42 +37,6 @@ def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: in
             before = [b for b in placed.boxes if (b.name, b.last, b.offset) == (box.over, box.first - 1, box.offset)]
             assert len(before) == bool(box.over)
         assert len(lives_of(solution)) == len(placed.boxes) - len(written)
-
-
-def _blocks(placed: checkmate.Addresses) -> list[Block]:
-    return [Block(box.first, box.last + 1, box.bytes) for box in placed.boxes]
-
-
-@pytest.mark.parametrize("share", [1.0, 0.7])
-@pytest.mark.parametrize("network", [dags.resnet, dags.unet, dags.mobilenet])
-def test_as_the_simulator_counts(network: Callable[[], checkmate.Problem], share: float) -> None:
-    problem = network()
-    solution = checkmate.solve(problem, int(share * problem.keep_all_peak), method="next-use")
-    assert solution.plan is not None
-    placed = checkmate.addresses(solution)
-    usage = simulate(solution.plan, problem)
-    for moment, taken in enumerate(usage.bytes_at):
-        alive = sum(box.bytes for box in placed.boxes if box.first <= moment <= box.last)
-        assert problem.resident + alive == taken
-    assert not list(overlaps(_blocks(placed), [box.offset for box in placed.boxes]))
-    assert all(box.offset % 64 == 0 for box in placed.boxes)
-    assert usage.peak - problem.resident <= placed.bound <= placed.height
-
-
-def test_it_prints_and_gives_records() -> None:
-    problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[128, 256, 256, 64])
-    placed = checkmate.addresses(checkmate.solve(problem, "1 kB"))
-    assert "4 boxes in an arena of 640 B" in str(placed)
-    assert "no placement is lower" in str(placed)
-    assert placed.records()[0] == {
-        "name": "v0",
-        "role": "activations",
-        "first": 0,
-        "last": 3,
-        "offset": 512,
-        "bytes": 128,
-        "over": "",
-    }
 
 
 def test_without_a_plan_there_are_none() -> None:

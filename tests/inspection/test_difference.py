@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -28,19 +27,6 @@ def test_by_hand() -> None:
     assert (value.name, value.bytes, value.module) == ("va", -10, "net.0")
     assert [(row.module, row.runs, row.seconds, row.bytes) for row in difference.modules] == [("net.0", 1, 1.0, -10)]
     assert difference
-    summary, runs, kept = repr(difference).split("\n\n")
-    assert summary.splitlines() == [
-        "From a (by hand within 150 B) to b (by hand within 200 B):",
-        "  step       15.0 s to 16.0 s (+1.0 s, +6.67%)",
-        "  peak       145 B to 145 B (0 B)",
-        "  runs more  1 ops, 1 times in all: +1.0 s",
-        "  runs less  no op",
-        "  keeps      no value",
-        "  drops      1 values between forward and backward: -10 B",
-    ]
-    assert runs.splitlines()[0] == "runs"
-    assert runs.splitlines()[2].split() == ["a", "1", "2", "+1.0", "s", "net.0", "(Linear,", "net.py:1)"]
-    assert kept.splitlines()[2].split() == ["va", "a", "-10", "B", "net.0", "(Linear,", "net.py:1)"]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +39,8 @@ def test_any_two_plans(problem: Problem) -> None:
         assert there
         assert sum(row.seconds for row in there.ops) == pytest.approx(b.cost - a.cost)
         assert sorted((row.op, row.seconds) for row in there.ops) == sorted((r.op, -r.seconds) for r in back.ops)
-        assert sorted((row.value, row.bytes) for row in there.values) == sorted(
-            (r.value, -r.bytes) for r in back.values
-        )
+        values = sorted((row.value, row.bytes) for row in there.values)
+        assert values == sorted((row.value, -row.bytes) for row in back.values)
         assert sum(row.runs for row in there.modules) == b.schedule.R.sum() - a.schedule.R.sum()
         assert sum(row.bytes for row in there.modules) == sum(row.bytes for row in there.values)
 
@@ -67,9 +52,8 @@ def test_a_network_by_module() -> None:
     difference = checkmate.diff(a, b, top=4)
     assert 2 <= len([row for row in difference.modules if row.module != "outside modules"]) <= 4
     assert sum(row.seconds for row in difference.modules) == pytest.approx(b.cost - a.cost)
-    assert [row.bytes for row in difference.values] == sorted(
-        (r.bytes for r in difference.values), key=lambda n: -abs(n)
-    )
+    sizes = [row.bytes for row in difference.values]
+    assert sizes == sorted(sizes, key=lambda size: -abs(size))
     shown = repr(difference)
     assert f"... and {len(difference.ops) - 4} more" in shown
     assert f"... and {len(difference.values) - 4} more" in shown
@@ -93,29 +77,12 @@ def test_without_a_backward_a_value_is_kept_at_the_op_of_the_peak() -> None:
     assert [(row.name, row.bytes) for row in difference.values] == [("v0", -1)]
 
 
-def test_records() -> None:
-    difference = checkmate.diff(_by_hand(_chain()), _by_hand(_chain(), (3, 0)))
-    assert difference.records()[0]["runs_b"] == 2
-    if importlib.util.find_spec("pandas"):
-        assert list(difference.to_pandas()["name"]) == ["a"]
-
-
-def test_html_is_escaped() -> None:
-    problem = _chain()
-    marked = replace(
-        problem, graph=replace(problem.graph, ops=tuple(replace(o, where="<b>") for o in problem.graph.ops))
-    )
-    shown = checkmate.diff(_by_hand(marked), _by_hand(marked, (3, 0)))._repr_html_()
-    assert "&lt;b&gt;" in shown
-    assert "<b>" not in shown
-
-
 def test_what_cannot_be_compared_is_refused() -> None:
-    solution = _by_hand(_chain())
-    with pytest.raises(ValueError, match="no plan to compare: No schedule fits 1 B"):
-        checkmate.diff(solution, checkmate.solve(_chain(), 1))
-    with pytest.raises(ValueError, match="different problems"):
-        checkmate.diff(solution, _by_hand(dags.unit_chain(2)))
     slower = replace(_chain(), profile=replace(_chain().profile, seconds=_chain().seconds * 2))
-    with pytest.raises(ValueError, match="different problems"):
-        checkmate.diff(solution, _by_hand(slower))
+    for other, says in (
+        (checkmate.solve(_chain(), 1), "no plan to compare: No schedule fits 1 B"),
+        (_by_hand(dags.unit_chain(2)), "different problems"),
+        (_by_hand(slower), "different problems"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            checkmate.diff(_by_hand(_chain()), other)

@@ -14,61 +14,49 @@ PATHS = st.lists(st.lists(st.sampled_from("abc"), max_size=4).map(".".join), max
 STAGES = ["stem.conv", "stem.norm", "body.0.conv", "body.0.norm", "body.1.conv", "body.1.norm", "head"]
 
 
-def _labels(paths: list[str], most: int, weights: list[int] | None = None) -> list[str]:
-    return [label for label, _ in fold(paths, most, weights)]
+BLOCKS = [f"h.{i}.{part}" for i in range(16) for part in ("attn", "mlp")]
+DOWN = ["down.0", "pool", "down.1", "down.2", "raise.0", "up.0", "raise.1"]
+LAYERS = [f"h.{i}.layer.{part}" for i in range(4) for part in ("a", "b")]
 
 
-def test_a_short_row_stays_as_it_is() -> None:
-    assert _labels(["a.b", "", "a.b"], most=3) == ["a.b", "", "a.b"]
-    assert _labels([], most=1) == []
+@pytest.mark.parametrize(
+    ("paths", "most", "weights", "labels"),
+    [
+        pytest.param(["a.b", "", "a.b"], 3, None, ["a.b", "", "a.b"], id="a short row stays as it is"),
+        pytest.param([], 1, None, [], id="nothing"),
+        pytest.param(STAGES, 5, None, ["stem.conv", "stem.norm", "body.0", "body.1", "head"], id="innermost first"),
+        pytest.param(STAGES, 4, [2, 2, 1, 1, 1, 1, 2], ["stem", "body", "head"], id="innermost first, by weight"),
+        pytest.param(STAGES, 4, None, ["stem", "body.0", "body.1", "head"], id="more than half stays apart"),
+        pytest.param(BLOCKS, 10, None, [f"h.{i}-{i + 1}" for i in range(0, 16, 2)], id="equal blocks, evenly"),
+        pytest.param(BLOCKS[::-1], 4, None, ["h.15-12", "h.11-8", "h.7-4", "h.3-0"], id="equal blocks, backwards"),
+        # the rest of down is elsewhere, and between raise.0 and raise.1 is something else
+        pytest.param(
+            DOWN, 3, [2, 2, 2, 2, 1, 1, 1], ["down.0 - pool", "down.1-2", "raise.0 - raise.1"],
+            id="a label claims no more than its group",
+        ),
+        pytest.param(
+            ["net", "net", "net", "net.h.0", "net.h.1"], 3, None, ["net", "net.h.0", "net.h.1"],
+            id="one module in a row is together at any depth",
+        ),
+        pytest.param(["", "head", "body.1", "body.0", ""], 2, None, ["head", "body"], id="no module, by its neighbour"),
+        pytest.param(
+            ["heavy", *"abcdefgh"], 8, [90, 1, 2, 3, 4, 5, 6, 7, 8], ["heavy", "a - b", *"cdefgh"],
+            id="one heavy group does not make the others few",
+        ),
+        pytest.param(LAYERS, 2, None, ["h.0-1", "h.2-3"], id="the same end is left out"),
+        pytest.param(
+            ["h.0.a", "h.0.b", "h.x", "h.1.a", "h.1.b", "h.1.c"], 2, None, ["h.0-x", "h.1"],
+            id="the same end is left out, unlike names",
+        ),
+        pytest.param(["a", "b", "", "c"], 2, None, ["a - b", "c"], id="nothing in common, by its ends"),
+    ],
+)  # fmt: skip
+def test_labels(paths: list[str], most: int, weights: list[int] | None, labels: list[str]) -> None:
+    assert [label for label, _ in fold(paths, most, weights)] == labels
 
 
-def test_the_innermost_modules_go_first() -> None:
-    assert _labels(STAGES, most=5) == ["stem.conv", "stem.norm", "body.0", "body.1", "head"]
-    assert _labels(STAGES, most=4, weights=[2, 2, 1, 1, 1, 1, 2]) == ["stem", "body", "head"]
-
-
-def test_a_module_that_holds_more_than_half_stays_apart() -> None:
-    assert _labels(STAGES, most=4) == ["stem", "body.0", "body.1", "head"]
-
-
-def test_many_equal_blocks_are_taken_together_evenly() -> None:
-    blocks = [f"h.{i}.{part}" for i in range(16) for part in ("attn", "mlp")]
-    assert _labels(blocks, most=10) == [f"h.{i}-{i + 1}" for i in range(0, 16, 2)]
-    assert _labels(blocks[::-1], most=4) == ["h.15-12", "h.11-8", "h.7-4", "h.3-0"]
-    assert _labels(["embed", *blocks, "head"], most=5)[0] == "embed - h.2"
-
-
-def test_a_label_claims_no_more_than_its_group_holds() -> None:
-    """The rest of ``down`` is elsewhere, and between ``raise.0`` and ``raise.1`` is something else."""
-    paths = ["down.0", "pool", "down.1", "down.2", "raise.0", "up.0", "raise.1"]
-    assert _labels(paths, most=3, weights=[2, 2, 2, 2, 1, 1, 1]) == ["down.0 - pool", "down.1-2", "raise.0 - raise.1"]
-
-
-def test_ops_of_one_module_in_a_row_are_together_at_any_depth() -> None:
-    assert _labels(["net", "net", "net", "net.h.0", "net.h.1"], most=3) == ["net", "net.h.0", "net.h.1"]
-
-
-def test_what_has_no_module_is_named_by_what_it_stands_beside() -> None:
-    assert _labels(["", "head", "body.1", "body.0", ""], most=2) == ["head", "body"]
-
-
-def test_one_heavy_group_does_not_make_the_others_few() -> None:
-    paths = ["heavy", *"abcdefgh"]
-    assert _labels(paths, most=8, weights=[90, 1, 2, 3, 4, 5, 6, 7, 8]) == ["heavy", "a - b", *"cdefgh"]
-
-
-def test_the_same_end_of_a_path_is_left_out() -> None:
-    paths = [f"h.{i}.layer.{part}" for i in range(4) for part in ("a", "b")]
-    assert _labels(paths, most=2) == ["h.0-1", "h.2-3"]
-    assert _labels(["h.0.a", "h.0.b", "h.x", "h.1.a", "h.1.b", "h.1.c"], most=2) == ["h.0-x", "h.1"]
-
-
-def test_what_has_no_module_in_common_is_named_by_its_ends() -> None:
-    assert _labels(["a", "b", "", "c"], most=2) == ["a - b", "c"]
-
-
-def test_most_is_a_number_of_groups() -> None:
+def test_the_first_block_is_taken_together_with_what_stands_before() -> None:
+    assert fold(["embed", *BLOCKS, "head"], 5)[0][0] == "embed - h.2"
     with pytest.raises(ValueError, match="at least 1, not 0"):
         fold(["a"], 0)
 

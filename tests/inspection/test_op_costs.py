@@ -29,56 +29,26 @@ def test_figures_by_hand() -> None:
     assert [row.byte_seconds for row in costs] == [100 * 10.0, 10 * 5.0, 50 * 7.0, 1 * 4.0]
     assert [row.estimated for row in costs] == [False, True, False, False]
     assert (costs.seconds, costs.peak) == (10.0, 610)
-
-
-def test_the_three_orders() -> None:
-    costs = checkmate.profile(_problem())
     assert [row.op for row in costs.by_time()] == [3, 2, 1, 0]
     assert [row.op for row in costs.by_bytes()] == [1, 0, 2, 3]
     assert [row.op for row in costs.by_lifetime()] == [0, 2, 1, 3]
+    result = Problem.from_dag([[], [0], [1]], [1.0, 1.0, 1.0], [1, 1, 1], outputs=[0, 2])  # stays to the end
+    assert [row.byte_seconds for row in checkmate.profile(result)] == [3.0, 2.0, 1.0]
+    assert [row.share for row in checkmate.profile(Problem.from_dag([[]], [0.0], [1]))] == [0.0]  # of no seconds
 
 
-def test_a_result_stays_to_the_end() -> None:
-    problem = Problem.from_dag([[], [0], [1]], [1.0, 1.0, 1.0], [1, 1, 1], outputs=[0, 2])
-    assert [row.byte_seconds for row in checkmate.profile(problem)] == [3.0, 2.0, 1.0]
-
-
-def test_the_printed_tables_show_the_first_of_each_order_and_what_is_estimated() -> None:
-    shown = repr(checkmate.profile(_problem(), top=1))
-    title, time, size, lifetime = shown.split("\n\n")
+def test_the_printed_tables_show_what_is_estimated() -> None:
+    title, _, size, lifetime = repr(checkmate.profile(_problem(), top=1)).split("\n\n")
     assert title == "4 ops, 10.0 s and at most 610 B a step (measured on cpu, 2 threads; 1 op estimated)"
-    assert time.splitlines()[0] == "most time"
-    assert len(time.splitlines()) == 3
-    assert "40.0%" in time
-    assert "500 B" in size
     assert "estimated" in size
-    assert "1.00 kB s" in lifetime
     assert "estimated" not in lifetime
 
 
-def test_html_is_escaped() -> None:
-    problem = _problem()
-    shown = checkmate.profile(
-        Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "<b>"))
-    )._repr_html_()
-    assert "&lt;b&gt;" in shown
-    assert "<b>" not in shown
-    assert shown.count("<table>") == 6
-
-
-def test_rows_do_not_change() -> None:
-    row = checkmate.profile(_problem())[0]
-    with pytest.raises(FrozenInstanceError):
-        row.seconds = 1.0
-
-
-def test_a_step_without_seconds_has_no_shares() -> None:
-    assert [row.share for row in checkmate.profile(Problem.from_dag([[]], [0.0], [1]))] == [0.0]
-
-
-def test_a_problem_takes_no_batch() -> None:
+def test_a_problem_takes_no_batch_and_rows_do_not_change() -> None:
     with pytest.raises(TypeError, match="already traced"):
         checkmate.profile(_problem(), 1)
+    with pytest.raises(FrozenInstanceError):
+        checkmate.profile(_problem())[0].seconds = 1.0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is not None, reason="pandas is installed")

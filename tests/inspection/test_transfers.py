@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import checkmate
-from checkmate.cli.json_output import solution_record, steps_of
 from checkmate.core import simulator
 from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
@@ -23,19 +21,9 @@ from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import Block, live_peak
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.solve import solve
+from tests.core.test_timing import AWAY, CHAIN, HOST
 from tests.support import oracle
 from tests.support.transfers import with_transfers
-
-# five ops, a second each; op 4 reads what op 0 made, which waits elsewhere in between
-CHAIN = Problem.from_dag([[], [0], [1], [2], [0, 3]], seconds=[1] * 5, sizes=[4, 1, 1, 1, 1], forward=3)
-HOST = Host(4, send=4.0, fetch=2.0)
-AWAY = Plan(
-    (
-        *(Run(0), Send(0), Run(1), Wait(0), Free(0), Run(2), Free(1)),
-        *(Fetch(0), Run(3), Free(2), Wait(0), Drop(0), Run(4), Free(0), Free(3)),
-    ),
-    boundary=7,
-)
 
 
 def certified(problem: Problem, plan: Plan, budget: int = 10**9) -> Solution:
@@ -118,9 +106,6 @@ def test_the_peak_says_what_is_on_a_link() -> None:
     assert [(row.name, row.moving, row.why_not) for row in peak if row.moving] == [
         ("v0", "on its way back", "on its way back")
     ]
-    assert peak.host_bytes == 4
-    assert "on its way back  4 B of these in 1 value" in str(peak)
-    assert "second memory    4 B" in str(peak)
     sent_late = Plan((Run(0), Run(1), Send(0), Run(2), Wait(0), *AWAY.steps[4:5], *AWAY.steps[6:]), 7)
     slow = certified(CHAIN.with_host(Host(4, send=4.0, fetch=1e9)), sent_late)
     (row,) = [row for row in explain_peak(slow, prices=False) if row.moving]
@@ -136,7 +121,6 @@ def test_the_peak_says_what_sending_a_value_costs(fetch: float, room: int, secon
     assert peak.moment.name == "op2"
     by_name = {row.name: row.send_seconds for row in peak}
     assert by_name == {"v0": seconds, "v2": None, "v1": None}
-    assert "sending costs" in str(peak)
 
 
 def test_a_difference_says_what_is_sent() -> None:
@@ -145,21 +129,6 @@ def test_a_difference_says_what_is_sent() -> None:
     assert [(row.name, row.bytes) for row in difference.sent] == [("v0", 4)]
     assert [(row.name, row.bytes) for row in diff(SOLUTION, keeps).sent] == [("v0", -4)]
     assert difference
-    assert "waits" in str(difference)
-    assert "0.0 µs to 1.0 s for transfers" in str(difference)
-    assert "sent to the second memory" in str(difference)
-    assert "waits" not in str(diff(keeps, keeps))
-
-
-def test_a_solution_says_what_waits_elsewhere() -> None:
-    assert "transfers  1 value, 4 B, hidden 66.7%, waited 1.0 s" in str(SOLUTION)
-    assert "+20.00% recomputation and waiting" in str(SOLUTION)
-    assert "transfers" not in str(solve(CHAIN, 10**9))
-    record = solution_record(SOLUTION)
-    assert record["host"]["send"] == 4.0
-    hidden = pytest.approx(2 / 3)
-    assert record["second_memory"] == {"values": 1, "peak": 4, "transfers": 2, "waited": 1.0, "hidden": hidden}
-    assert steps_of(SOLUTION)[:5] == [{"run": "op0"}, {"send": "v0"}, {"run": "op1"}, {"wait": "v0"}, {"free": "v0"}]
 
 
 def test_equations_without_transfers_do_not_answer_for_plans_with_them() -> None:
@@ -167,13 +136,3 @@ def test_equations_without_transfers_do_not_answer_for_plans_with_them() -> None
     for ask in (Schedule.memory, Schedule.peak, Schedule.violations, Schedule.cost):
         with pytest.raises(ValueError, match="simulate, cost and verify"):
             ask(SOLUTION.schedule, SOLUTION.problem)
-
-
-def test_a_plan_that_solve_makes_is_shown() -> None:
-    problem = Problem.from_dag(
-        [[], *([k] for k in range(7)), *([7 + i, 7 - i] for i in range(8))], [1] * 16, [8] * 16, forward=8
-    ).with_host(Host(1000, send=16.0, fetch=16.0))
-    solution = solve(problem, 48)
-    assert solution.second_memory is not None
-    assert checkmate.explain_peak(solution, prices=False).peak == solution.peak
-    assert timeline(solution.plan, problem).seconds == solution.cost

@@ -14,6 +14,7 @@ import torch
 from checkmate.errors import BudgetError
 from checkmate.memory import available as module
 from checkmate.memory.available import LEAST_MARGIN, SCRATCH, STEPS, Available, Limit, available, limits, rounded_down
+from tests.support.sampling import in_turn
 
 CPU, MB, GB = torch.device("cpu"), 10**6, 10**9
 MACHINE = {"proc/meminfo": "MemTotal:       16000000 kB\nMemFree:  1000 kB\nMemAvailable:    8000000 kB\n"}
@@ -29,16 +30,13 @@ def found(root: Path, files: dict[str, str]) -> dict[str, Limit]:
     return {limit.of: limit for limit in limits(root)}
 
 
-def test_the_machine_gives_what_is_available(tmp_path: Path) -> None:
-    assert found(tmp_path, MACHINE) == {"this machine": Limit("this machine", TOTAL, FREE)}
-
-
 def test_a_machine_that_says_only_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one without /proc: half of it; nothing where not even that is known."""
+    """As one without /proc: half of it; nothing where not even that is known. Otherwise it gives what is available."""
     (half,) = found(tmp_path, {}).values()
     assert half.free == half.total // 2 > 0
     monkeypatch.delattr(os, "sysconf")
     assert found(tmp_path, {}) == {}
+    assert found(tmp_path / "other", MACHINE) == {"this machine": Limit("this machine", TOTAL, FREE)}
     monkeypatch.setattr(module, "limits", list)
     with pytest.raises(BudgetError, match="This machine does not say how much memory is free: name the bytes"):
         available(CPU, 0)
@@ -71,6 +69,9 @@ def test_control_groups_of_version_2_and_those_above(tmp_path: Path) -> None:
         (2 * GB, 1_500 * MB),
         (4 * GB, 4 * GB - (3 * GB - 1_300 * MB)),
     ]
+    job = "sys/fs/cgroup/job"  # which holds more than its limit
+    files = {"proc/self/cgroup": "0::/../job\n", f"{job}/memory.max": "100\n", f"{job}/memory.current": "101\n"}
+    assert found(tmp_path, {**MACHINE, **files})["the control group job (memory.max)"].free == 0
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -92,12 +93,6 @@ def test_control_groups_of_version_1(inside: bool, tmp_path: Path) -> None:
     least = min(found(tmp_path, files).values(), key=lambda limit: limit.free)
     assert (least.total, least.free) == (GB, GB - (400 * MB - 80 * MB))
     assert least.of == f"the control group {'.' if inside else 'docker/ab'} (memory.limit_in_bytes)"
-
-
-def test_a_group_that_holds_more_than_its_limit_gives_nothing(tmp_path: Path) -> None:
-    job = "sys/fs/cgroup/job"
-    files = {"proc/self/cgroup": "0::/../job\n", f"{job}/memory.max": "100\n", f"{job}/memory.current": "101\n"}
-    assert found(tmp_path, {**MACHINE, **files})["the control group job (memory.max)"].free == 0
 
 
 def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +149,7 @@ def test_what_is_left_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
         available(xpu, 0)
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 127, 129, 10**9, 2**40 - 1, 2**40, 12_345_678_901])
+@in_turn(count=[0, 1, 63, 64, 127, 129, 10**9, 2**40 - 1, 2**40, 12_345_678_901])
 def test_rounding_is_coarse_and_down(count: int) -> None:
     down = rounded_down(count)
     assert 0 <= count - down <= count / STEPS

@@ -108,8 +108,5 @@ def test_another_pytorch_has_another_library(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "__version__", "99.0")
     assert build.ARENA.path() != before
     assert not list(folder.iterdir())
-
-
-def test_options_are_checked_at_once() -> None:
-    with pytest.raises(ValueError, match="Unknown memory 'heap'; there are arena, allocator"):
+    with pytest.raises(ValueError, match="Unknown memory 'heap'; there are arena, allocator"):  # at once
         checkmate.compile(torch.nn.Linear(2, 2), budget="1 MB", memory="heap")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from checkmate.memory.arena import Lives
 from checkmate.memory.cuda_allocator import BLOCK, CudaAllocator, DeviceState, Used, replay, replay_steps
+from tests.support.sampling import in_turn
 from tests.support.simulated_cuda import install
 
 MIB = 1 << 20
@@ -111,27 +112,23 @@ def lives(*blocks: tuple[float, int, int]) -> Lives:
     return Lives((sizes * MIB).astype(np.int64), born, died)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),
-        (33 * MIB - 5, 34 * MIB, 34 * MIB),
-    ],
+@in_turn(
+    nbytes_allocated_reserved=[
+        *((1, 512, 2 * MIB), (513, 1024, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB)),
+        *((10 * MIB - 512, 10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB, 10 * MIB)),
+        *((11 * MIB, 12 * MIB, 12 * MIB), (33 * MIB - 5, 34 * MIB, 34 * MIB)),
+    ]
 )
-def test_blocks_and_segments(nbytes: int, allocated: int, reserved: int) -> None:
+def test_blocks_and_segments(nbytes_allocated_reserved: tuple[int, int, int]) -> None:
     """As the simulated device has them: tests/support/simulated_cuda/test_allocator.py."""
+    nbytes, *taken = nbytes_allocated_reserved
     allocator = CudaAllocator()
     block = allocator.take(nbytes)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+    assert [allocator.allocated, allocator.reserved] == taken
     allocator.free(block)
     allocator.empty_cache()
     assert (allocator.allocated, allocator.reserved) == (0, 0)
-    assert allocator.peaks == (allocated, reserved)
+    assert [*allocator.peaks] == taken
 
 
 def test_a_replay_ends_with_nothing_in_use_and_the_next_step_finds_what_is_cached() -> None:

@@ -18,47 +18,51 @@ from checkmate.memory.cuda_allocator import DeviceState
 
 
 def test_peak_and_what_remains() -> None:
-    ones = torch.ones(1000)
+    ones, x = torch.ones(1000), torch.rand(1000, requires_grad=True)
     use = measure_peak(lambda: ones.clone().neg().sum())
-    assert (use.peak, use.final) == (8000, 4)
-    assert use.result == -1000
+    assert (use.peak, use.final, use.result) == (8000, 4, -1000)
+    assert (use.device, use.before, use.reserved) == (torch.device("cpu"), None, None)  # its allocator has no count
+    saved = measure_peak(lambda: x.exp().sin().sum())
+    assert saved.final == 4000 + 4  # the result of exp, which is the input of sin: both need it for their gradients
+    many = torch.rand(50_000)
+    assert measure_peak(lambda: many.sort()).peak >= many.nbytes * 3  # with a workspace that no result shows
 
 
-def test_memory_inside_an_op() -> None:
-    """A sort allocates a workspace that no result shows."""
-    x = torch.rand(50_000)
-    assert measure_peak(lambda: x.sort()).peak >= x.nbytes * 3
-
-
-def test_what_autograd_saves() -> None:
-    x = torch.rand(1000, requires_grad=True)
-    use = measure_peak(lambda: x.exp().sin().sum())
-    assert use.final == 4000 + 4  # the result of exp, which is the input of sin: both need it for their gradients
-
-
-def test_on_the_cpu_the_allocator_has_no_count() -> None:
-    use = measure_peak(lambda: torch.empty(5), device="cpu")
-    assert (use.device, use.before, use.reserved) == (torch.device("cpu"), None, None)
-
-
-def test_other_kinds_of_device_are_refused() -> None:
+def test_what_cannot_be_measured_is_refused_and_an_error_ends_the_recording() -> None:
     with pytest.raises(Unsupported, match="not on meta"):
         measure_peak(lambda: None, device="meta")
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(Unsupported, match="running already"),
+    ):
+        measure_peak(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        measure_peak(lambda: 1 / 0)
+    assert measure_peak(lambda: torch.empty(5)).peak == 20
 
 
-def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the allocator: 1000 bytes there before, 5000 at most, 1200 left, 8192 held of the device."""
-    asked, given, held = "requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all"
-    level = {f"{asked}.current": 1000, f"{asked}.peak": 9000, f"{given}.peak": 9216, f"{held}.peak": 20480}
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: level)
+ASKED, GIVEN, HELD = "requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all"
+
+
+@pytest.fixture
+def level(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What stands for the counts of a device's allocator."""
+    counts: dict[str, int] = {}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: counts)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(DeviceState, "now", lambda device: None)
-    forget = {f"{asked}.peak": 1000, f"{given}.peak": 1024, f"{held}.peak": 4096}
+    return counts
+
+
+def test_on_cuda_the_allocator_is_read(level: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 bytes there before, 5000 at most, 1200 left, 8192 held of the device."""
+    level |= {f"{ASKED}.current": 1000, f"{ASKED}.peak": 9000, f"{GIVEN}.peak": 9216, f"{HELD}.peak": 20480}
+    forget = {f"{ASKED}.peak": 1000, f"{GIVEN}.peak": 1024, f"{HELD}.peak": 4096}
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: level.update(forget))
 
     def work() -> str:
-        level.update({f"{asked}.current": 1200, f"{asked}.peak": 5000, f"{given}.peak": 5120, f"{held}.peak": 8192})
+        level.update({f"{ASKED}.current": 1200, f"{ASKED}.peak": 5000, f"{GIVEN}.peak": 5120, f"{HELD}.peak": 8192})
         return "done"
 
     use = measure_peak(work, device="cuda:0")
@@ -66,21 +70,15 @@ def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (use.result, use.device) == ("done", torch.device("cuda:0"))
 
 
-def test_the_first_tensor_on_a_device_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_tensor_on_a_device_may_be_measured(level: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator has no counts before it has given anything, and in PyTorch 2.11 no peaks that could be reset."""
-    level: dict[str, int] = {}
 
     def reset(device: torch.device) -> None:
         if not level:
             raise RuntimeError("Invalid device argument 0: did you call init?")
 
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: level)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(DeviceState, "now", lambda device: None)
-    asked, given, held = "requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all"
-    first = {f"{asked}.current": 0, f"{asked}.peak": 4, f"{given}.peak": 512, f"{held}.peak": 2 << 20}
+    first = {f"{ASKED}.current": 0, f"{ASKED}.peak": 4, f"{GIVEN}.peak": 512, f"{HELD}.peak": 2 << 20}
     use = measure_peak(lambda: level.update(first), device="cuda:0")
     assert (use.before, use.peak, use.final, use.allocated, use.reserved) == (0, 4, 0, 512, 2 << 20)
 
@@ -100,12 +98,14 @@ def test_peak_on_cuda() -> None:
 def test_spans() -> None:
     ones = torch.ones(100)
     with record_allocations() as recording:
+        assert not gc.isenabled()  # garbage would count as freed
         before = ones[:10].clone()
         with torch.profiler.record_function("inside"):
             ones.clone() + ones.clone()
     assert recording.within("inside").max() == 1200
     assert recording.within("inside")[0] == 0
     assert before.sum() == 10
+    assert gc.isenabled()
 
 
 @pytest.mark.slow
@@ -129,12 +129,6 @@ def test_old_garbage_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_peak(lambda: None)
     assert asked == [1]
     assert gc.get_freeze_count() == 0
-
-
-def test_no_garbage_is_collected_within_a_recording() -> None:
-    with record_allocations():
-        assert not gc.isenabled()
-    assert gc.isenabled()
 
 
 @pytest.mark.slow
@@ -179,22 +173,8 @@ def test_aside_of_a_profiler_gradients_are_on_or_off_as_here() -> None:
             assert not aside(torch.is_grad_enabled)
 
 
-def test_one_profiler_at_a_time() -> None:
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(Unsupported, match="running already"),
-    ):
-        measure_peak(lambda: None)
-
-
-def test_an_error_inside_ends_the_recording() -> None:
-    with pytest.raises(ZeroDivisionError):
-        measure_peak(lambda: 1 / 0)
-    assert measure_peak(lambda: torch.empty(5)).peak == 20
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the pages that glibc's malloc keeps are looked at")
-def test_pages_between_what_is_alive_are_given_back() -> None:
+def test_pages_between_what_is_alive_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.trim()
     blocks = [torch.ones(100_000, dtype=torch.uint8) for _ in range(400)]  # too small to be mapped by themselves
     before = status("VmRSS")
@@ -202,10 +182,7 @@ def test_pages_between_what_is_alive_are_given_back() -> None:
     meter.trim()
     assert before - status("VmRSS") >= 20_000_000
     assert blocks[0].sum() == 100_000
-
-
-def test_where_there_is_no_such_function_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(meter.ctypes, "CDLL", lambda name: object())  # where there is no such function
     assert meter.trim() is False
 
 

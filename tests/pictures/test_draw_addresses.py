@@ -27,13 +27,10 @@ def test_each_box_is_where_it_is_placed() -> None:
     plt.close("all")
 
 
-def test_a_gap_is_in_the_title() -> None:
+def test_a_gap_is_in_the_title_and_nothing_is_refused() -> None:
     box = checkmate.addresses(checkmate.solve(Problem.from_dag([[]], seconds=[1], sizes=[64]), 64)).boxes[0]
     ax = checkmate.plot.addresses(checkmate.Addresses((box,), height=100, bound=90))
     assert ax.get_title() == "An arena of 100 B, at most 10.00% could be saved"
     plt.close("all")
-
-
-def test_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         checkmate.plot.addresses(checkmate.Addresses((), height=0, bound=0))

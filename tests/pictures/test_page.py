@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -117,10 +116,8 @@ def _data(path: Path) -> dict[str, Any]:
     """The document in the page, texts in place of their indices."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
     data = json.loads(text)
-    for column in (
-        data["values"]["name"],
-        *(data["ops"][name] for name in ("name", "target", "module", "line", "where")),
-    ):
+    named = ("name", "target", "module", "line", "where")
+    for column in (data["values"]["name"], *(data["ops"][name] for name in named)):
         column[:] = [data["texts"][i] for i in column]
     for table in data["tables"]:
         assert all(len(row) == len(table["heads"]) for row in table["rows"])
@@ -174,42 +171,6 @@ def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
         assert here == [span.name for span in line.alive(index)]
 
 
-def test_what_is_written_over_is_told(tmp_path: Path) -> None:
-    path = checkmate.report(_in_place(), tmp_path / "plan.html")
-    data, words = _data(path), " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
-    texts = data["texts"]
-    assert [texts[over] for over in data["moments"]["over"]] == ["", "", "v1", "", "v3"]
-    named = data["values"]["name"]
-    assert {named[span[0]]: texts[span[-1]] for span in data["spans"] if texts[span[-1]]} == {"v2": "v1", "v4": "v3"}
-    boxes = {texts[box[5]]: box for box in data["arena"]["boxes"]}
-    assert boxes["v2"][3] == boxes["v1"][3]
-    assert texts[boxes["v2"][6]] == "v1"
-    ops = data["tables"][-1]
-    over = [head for head, _ in ops["heads"]].index("written over")
-    assert {row[0]: row[over] for row in ops["rows"]} == {"op0": "", "op1": "", "op2": "v1", "op3": "", "op4": "v3"}
-    assert "2 runs do so" in words
-    assert "ops that can write over an input" in words
-    assert "takes over its place" in words
-
-
-def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
-    path = checkmate.report(SENDS, tmp_path / "plan.html")
-    data = _data(path)
-    lanes = [(lane["name"], lane["bars"], lane["waits"]) for lane in data["links"]["lanes"]]
-    assert lanes == [("sent", [[1.0, 2.0]], []), ("fetched", [[3.0, 5.0]], [[4.0, 5.0]])]
-    assert data["links"]["memory"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
-    assert data["moments"]["begin"] == [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
-    (table,) = [table for table in data["tables"] if table["id"] == "table-transfers"]
-    assert [row[:2] for row in table["rows"]] == [["v0", "sent"], ["v0", "fetched"]]
-    assert [row[-1][1] for row in table["rows"]] == [0.0, 1.0]
-    assert ["sending costs", False] in next(table for table in data["tables"] if table["id"] == "table-peak")["heads"]
-    text = " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
-    assert "1 value waits in the second memory for a while, 4 B at most at a time; 66.7% of the time of its" in text
-    assert "as bars, framed where the step waits for one: 1 value sent to the second memory and 1 fetched." in text
-    assert "4 B, 4e-09 GB/s there, 2e-09 back, a link each way" in text
-    assert _data(checkmate.report(_again(), tmp_path / "plan.html"))["links"] is None
-
-
 def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(tmp_path: Path) -> None:
     solution = _resnet()
     data = _data(checkmate.report(solution, tmp_path / "plan.html"))
@@ -251,38 +212,6 @@ def test_the_schedule_is_told_by_intervals(seed: int) -> None:
     assert np.array_equal(again, S)
 
 
-def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
-    solution = _again()
-    peak = checkmate.explain_peak(solution, prices=False)
-    table = _data(checkmate.report(solution, tmp_path / "plan.html"))["tables"][0]
-    assert table["title"] == f"Values at the peak ({len(peak)})"
-    assert [row[0] for row in table["rows"]] == [held.name for held in peak]
-    assert [row[1] for row in table["rows"]] == [[format_bytes(held.bytes), held.bytes] for held in peak]
-    drop = [head for head, _ in table["heads"]].index("dropping costs")
-    costs = [
-        [h.why_not, None] if h.drop_seconds is None else [format_seconds(h.drop_seconds), h.drop_seconds] for h in peak
-    ]
-    assert [row[drop] for row in table["rows"]] == costs
-    assert any(cost[1] is not None for cost in costs)
-    line = timeline(solution.plan, solution.problem)
-    assert table["go"] == [span.first for span in line.alive(line.peak_moment.index)]
-
-
-def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
-    tables = {
-        table["id"]: table for table in _data(checkmate.report(_again(), tmp_path / "plan.html", prices=True))["tables"]
-    }
-    rows = tables["table-prices"]["rows"]
-    assert [row[0] for row in rows] == [["-1 B", -1], ["+1 B", 1]]
-    assert [row[1][1] for row in rows] == [3, 5]
-    assert rows[0][3] == ["+19.0 s", 19.0]  # from 26 s within 4 bytes to 45 s within 3
-    least = checkmate.solve(dags.unit_chain(8), 3)
-    tables = {
-        table["id"]: table for table in _data(checkmate.report(least, tmp_path / "plan.html", prices=True))["tables"]
-    }
-    assert tables["table-prices"]["rows"][0][2:5] == [["-", None], ["-", None], ["none fits", None]]
-
-
 @pytest.mark.slow
 def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     page = checkmate.report(_again(), tmp_path / "plan.html", frontier=_rows())
@@ -306,83 +235,14 @@ def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     (table,) = (table for table in data["tables"] if table["id"] == "table-frontier")
     assert [row[1][1] for row in table["rows"]] == [row.budget for row in _rows()]
     assert 'href="#frontier"' in page.read_text()
-    assert (
-        "#frontier"
-        not in checkmate.report(_again(), tmp_path / "plan.html").read_text().split("<script")[0].split("<nav")[1]
-    )
+    plain = checkmate.report(_again(), tmp_path / "plan.html").read_text()
+    assert "#frontier" not in plain.split("<script")[0].split("<nav")[1]
 
 
 def test_a_bound_holds_for_all_smaller_budgets(tmp_path: Path) -> None:
     weaker = [replace(row, bound=20.0) if row.budget == 4 else row for row in _rows()]
     shade = dict(_data(checkmate.report(_again(), tmp_path / "a.html", frontier=weaker))["frontier"]["proven"])
     assert shade[4] == pytest.approx(21.0)  # of 6 bytes
-
-
-def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
-    text = " ".join(_Elements(checkmate.report(_again(), tmp_path / "a.html").read_text()).texts)
-    for words in (
-        "a step of 17 ops within a budget of 4 B",
-        "Its peak is 4 B, 40.0% of what keeping everything takes.",
-        "times in all, which adds 9.0 s to a step of 17.0 s (+52.94%).",
-        "It is optimal: proven that no schedule within the budget takes less time "
-        "(each op once a stage at most, in PyTorch's order).",
-        "9 in the forward, 8 in the backward",
-        f"checkmate {checkmate.__version__}",
-        "given",  # source of the profile
-    ):
-        assert words in text
-    keep_all = checkmate.solve(dags.unit_chain(2), 100, method="checkpoint-all")
-    text = " ".join(_Elements(checkmate.report(keep_all, tmp_path / "b.html").read_text()).texts)
-    assert "No op runs twice: the step takes 5.0 s." in text
-    weak = replace(_again(), status=checkmate.Status.FEASIBLE, bound=13.0)
-    text = " ".join(_Elements(checkmate.report(weak, tmp_path / "c.html").read_text()).texts)
-    assert "takes at least 13.0 s, so another one could save at most 50.00% of the step." in text
-
-
-@pytest.mark.parametrize("given", ["again", "sends", "links"])
-def test_it_opens_on_the_answer(given: str, tmp_path: Path) -> None:
-    solution = {"again": _again, "sends": lambda: SENDS, "links": _on_links}[given]()
-    text = checkmate.report(solution, tmp_path / "a.html").read_text(encoding="utf-8")
-    tiles = re.findall(r'<dl class="tiles" id="answer".*?</dl>', text, flags=re.DOTALL)[0]
-    named = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd><dd>(.*?)</dd>", tiles)
-    assert [figure for _, figure, _ in named] == [
-        format_bytes(solution.peak or 0), format_bytes(solution.budget), f"{solution.overhead:+.2%}",
-        f"{solution.gap:.2%}",
-    ]  # fmt: skip
-    added = "Recomputation" if given == "again" else "Time added"
-    assert [name for name, _, _ in named] == ["Peak memory", "Budget", added, "Gap"]
-    again = int((_plan(solution).recomputed > 0).sum())
-    assert f"{again} of {len(solution.problem.graph.ops)} ops run again" in named[2][2]
-    assert text.index('id="answer"') < text.index('id="memory"') < text.index('id="figures"')
-
-
-def test_links_that_carry_ops_are_told(tmp_path: Path) -> None:
-    solution = _on_links()
-    page = checkmate.report(solution, tmp_path / "plan.html")
-    data, line = _data(page), timeline(solution.plan, solution.problem)
-    (lane,) = data["links"]["lanes"]
-    assert (lane["name"], data["links"]["memory"]) == ("gathers", None)
-    seconds = [float(solution.problem.seconds[op.item]) for op in line.carried]
-    assert [end - begin for begin, end in lane["bars"]] == seconds
-    assert sum(end - begin for begin, end in lane["waits"]) == pytest.approx(solution.waited)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane["bars"])))  # one after another
-    (table,) = [table for table in data["tables"] if table["id"] == "table-carried"]
-    assert [(row[0], row[1], row[4][1]) for row in table["rows"]] == [
-        (op.name, "gathers", seconds[i]) for i, op in enumerate(line.carried)
-    ]
-    text = " ".join(_Elements(page.read_text(encoding="utf-8")).texts)
-    assert f"as bars, framed where the step waits for one: {len(line.carried)} ops on the link gathers." in text
-    assert "which adds 3.0 s to a step of 25.0 s (+12.00%). Links carry 4 ops beside the others" in text
-
-
-def test_the_pictures_have_words(tmp_path: Path) -> None:
-    solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
-    text = checkmate.report(solution, tmp_path / "a.html").read_text()
-    assert (
-        "from 25 B at the first op to 145 B at the last. The peak of 145 B is at d (net.py:3), "
-        "execution 4 of 4, in the backward"
-    ) in text
-    assert "0 of 4 ops run again, 0 times in all." in text
 
 
 # the file
@@ -413,57 +273,36 @@ def test_no_name_is_lost(tmp_path: Path) -> None:
     path = checkmate.report(solution, tmp_path / "plan.html")
     (written,) = re.findall(r'id="data">(.*)</script>$', path.read_text(), flags=re.MULTILINE)
     assert not set("<>&'") & set(written)  # nothing that could end the script or begin a comment
+    assert "\\u202eback" in path.read_text()
+    assert not {"\u202e", "\u2028", "\x00"} & set(path.read_text())  # nothing that turns a sentence around
     data = _data(path)
     assert data["ops"]["name"] == [_written(op.name) for op in solution.problem.graph.ops]
     assert data["values"]["name"] == [_written(value.name) for value in solution.problem.graph.values]
 
 
-def test_what_would_turn_a_sentence_around_is_written_out(tmp_path: Path) -> None:
-    text = checkmate.report(_hostile(), tmp_path / "plan.html").read_text()
-    assert "\\u202eback" in text
-    assert not {"\u202e", "\u2028", "\x00"} & set(text)
-
-
 def test_it_returns_the_path_and_replaces_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     path.write_text("old")
+    mode = path.stat().st_mode  # others may read it as any file
     assert checkmate.report(_again(), str(path)) == path
-    assert path.read_text().startswith("<!doctype html>")
-    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.html"
-    path.write_text("old")
-
-    def full(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        checkmate.report(_again(), path)
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
-
-
-def test_others_may_read_the_page_as_any_file(tmp_path: Path) -> None:
-    (tmp_path / "plain").touch()
-    mode = checkmate.report(_again(), tmp_path / "plan.html").stat().st_mode
-    assert stat.S_IMODE(mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    text = path.read_text()
+    assert text.startswith("<!doctype html>")
+    assert f"checkmate {checkmate.__version__}" in " ".join(_Elements(text).texts)
+    assert [(file.name, file.stat().st_mode) for file in tmp_path.iterdir()] == [("plan.html", mode)]
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    nothing = checkmate.solve(dags.unit_chain(4), 1)
-    with pytest.raises(ValueError, match=r"no plan to report on: No schedule fits 1 B: .*Solve again within a larger"):
-        checkmate.report(nothing, tmp_path / "plan.html")
-    with pytest.raises(FileNotFoundError, match=r"The folder .*missing for the report plan\.html is missing\. Make it"):
-        checkmate.report(_again(), tmp_path / "missing" / "plan.html")
-    with pytest.raises(IsADirectoryError, match=r"is a folder\. Name a file in it, such as .*plan\.html"):
-        checkmate.report(_again(), tmp_path)
-    with pytest.raises(ValueError, match="no rows of a frontier"):
-        checkmate.report(_again(), tmp_path / "plan.html", frontier=[])
-    with pytest.raises(ValueError, match="of another problem"):
-        checkmate.report(_resnet(), tmp_path / "plan.html", frontier=_rows())
+    nothing, path = checkmate.solve(dags.unit_chain(4), 1), tmp_path / "plan.html"
+    for given, at, rows, error, says in (
+        (nothing, path, None, ValueError, r"no plan to report on: No schedule fits 1 B: .*Solve again within a larger"),
+        (_again(), tmp_path / "missing" / "plan.html", None, FileNotFoundError,
+         r"The folder .*missing for the report plan\.html is missing\. Make it"),
+        (_again(), tmp_path, None, IsADirectoryError, r"is a folder\. Name a file in it, such as .*plan\.html"),
+        (_again(), path, [], ValueError, "no rows of a frontier"),
+        (_resnet(), path, _rows(), ValueError, "of another problem"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            checkmate.report(given, at, frontier=rows)
     assert not list(tmp_path.iterdir())
 
 
@@ -588,6 +427,28 @@ def _mouse(driver: Any) -> Any:
     return ActionChains(driver, duration=0)
 
 
+def _in_sight(driver: Any, css: str) -> Any:
+    """The element, in the middle of the window."""
+    element = _one(driver, css)
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    return element
+
+
+def _point(driver: Any, element: Any, x: float, y: float = 0) -> None:
+    """The pointer, at so many pixels from the middle of the element."""
+    _mouse(driver).move_to_element_with_offset(element, round(x), round(y)).perform()
+
+
+def _scale(driver: Any, along: str) -> None:
+    script = "const s = document.getElementById('memory-scale'); s.value = arguments[0];"
+    driver.execute_script(f"{script} s.dispatchEvent(new Event('change'))", along)
+
+
+def _apart(one: dict[str, float], other: dict[str, float]) -> bool:
+    beside = one["right"] <= other["left"] or other["right"] <= one["left"]
+    return beside or one["bottom"] <= other["top"] or other["bottom"] <= one["top"]
+
+
 @pytest.mark.slow
 def test_all_pictures_are_drawn(opened: Open) -> None:
     driver = opened(_again(), frontier=_rows())
@@ -669,17 +530,12 @@ def test_the_op_shown_says_where_it_is_from(opened: Open) -> None:
 def test_the_pointer_finds_each_op_in_order(opened: Open, along: str) -> None:
     solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
     driver = opened(solution)
-    driver.execute_script(
-        "const s = document.getElementById('memory-scale'); s.value = arguments[0];"
-        "s.dispatchEvent(new Event('change'))",
-        along,
-    )
-    area = _one(driver, "#memory-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    _scale(driver, along)
+    area = _in_sight(driver, "#memory-area")
     width = area.size["width"]
     seen = []
     for x in range(76 - width // 2, width // 2 - 15, 24):  # from the middle
-        _mouse(driver).move_to_element_with_offset(area, x, 0).perform()
+        _point(driver, area, x)
         seen.append(_shown(driver))
     assert list(dict.fromkeys(seen)) == [0, 1, 2, 3]
     share = np.bincount(seen) / len(seen)
@@ -692,15 +548,14 @@ def test_the_pointer_finds_each_op_in_order(opened: Open, along: str) -> None:
 def test_zooming_in_leaves_the_op_shown_in_sight(opened: Open) -> None:
     driver = opened(_again())
     _press(driver, "#memory-area", "+", "+")
-    area = _one(driver, "#memory-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    area = _in_sight(driver, "#memory-area")
     peak, half = _shown(driver), area.size["width"] // 2
     N = int(area.get_attribute("aria-valuemax"))
 
     def ends() -> tuple[int, int]:
         found = []
         for x in (78 - half, half - 18):
-            _mouse(driver).move_to_element_with_offset(area, x, 0).perform()
+            _point(driver, area, x)
             found.append(_shown(driver))
         return found[0], found[1]
 
@@ -713,12 +568,11 @@ def test_zooming_in_leaves_the_op_shown_in_sight(opened: Open) -> None:
 
 def test_dragging_zooms_in_and_a_double_click_shows_the_whole_step(opened: Open) -> None:
     driver = opened(certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand"))
-    area = _one(driver, "#memory-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    area = _in_sight(driver, "#memory-area")
     left, right = 76 - area.size["width"] // 2, area.size["width"] // 2 - 16
 
     def at_the_left_end() -> int:
-        _mouse(driver).move_to_element_with_offset(area, left, 0).perform()
+        _point(driver, area, left)
         return _shown(driver)
 
     assert at_the_left_end() == 0
@@ -731,7 +585,7 @@ def test_dragging_zooms_in_and_a_double_click_shows_the_whole_step(opened: Open)
     assert at_the_left_end() == 0
 
 
-def test_heads_sort_by_click_and_by_keyboard(opened: Open) -> None:
+def test_heads_sort_by_click_and_by_keyboard_and_rows_are_filtered(opened: Open) -> None:
     solution = _resnet()
     problem = solution.problem
     driver, keys = opened(solution), _keys()
@@ -752,6 +606,11 @@ def test_heads_sort_by_click_and_by_keyboard(opened: Open) -> None:
     assert _column(driver, "table-ops", 3) == [str(n) for n in sorted(runs.tolist(), reverse=True)[:20]]
     assert _one(driver, each).get_attribute("aria-sort") is None
     assert _one(driver, "#table-ops [role=status]").get_attribute("textContent") == "Sorted by runs, descending"
+    _one(driver, "#table-ops .controls button").click()
+    names = _column(driver, "table-ops", 0)
+    assert sorted(names) == sorted(op.name for op in problem.graph.ops)  # all are shown
+    _one(driver, "#table-ops-filter").send_keys("NORM_BACK")
+    assert sorted(_column(driver, "table-ops", 0)) == sorted(name for name in names if "norm_back" in name)
 
 
 def test_what_has_no_number_stands_last(opened: Open) -> None:
@@ -763,34 +622,16 @@ def test_what_has_no_number_stands_last(opened: Open) -> None:
     assert _column(driver, "table-frontier", 3)[:5] == ["17.0 s", "17.0 s", "21.0 s", "26.0 s", "45.0 s"]
 
 
-def test_rows_are_filtered_and_all_can_be_shown(opened: Open) -> None:
-    driver = opened(_resnet())
-    _one(driver, "#table-ops .controls button").click()
-    names = _column(driver, "table-ops", 0)
-    assert sorted(names) == sorted(op.name for op in _resnet().problem.graph.ops)
-    _one(driver, "#table-ops-filter").send_keys("NORM_BACK")
-    assert sorted(_column(driver, "table-ops", 0)) == sorted(name for name in names if "norm_back" in name)
-
-
-def test_what_runs_again_is_in_its_table(opened: Open) -> None:
-    solution = _resnet()
-    R = _plan(solution).R
-    driver = opened(solution)
-    if len(_column(driver, "table-again", 0)) == 20:
-        _one(driver, "#table-again .controls button").click()
-    again = {op.name: R[:, k].sum() - 1 for k, op in enumerate(solution.problem.graph.ops) if R[:, k].sum() > 1}
-    assert again
-    shown = dict(zip(_column(driver, "table-again", 0), map(int, _column(driver, "table-again", 2)), strict=True))
-    assert shown == again
-
-
-def test_a_name_in_a_table_leads_to_the_picture(opened: Open) -> None:
+def test_a_name_in_a_table_and_a_run_in_the_schedule_lead_to_the_memory(opened: Open) -> None:
     driver = opened(_again())
     name = _one(driver, "#table-ops tbody tr:nth-child(3) button")
     text = name.text
     name.click()
     assert driver.switch_to.active_element.get_attribute("id") == "memory-area"
     assert _one(driver, "#memory-readout h3").text.removesuffix(" (the peak)") == text
+    _one(driver, "#schedule-readout button").click()
+    line = timeline(_again().plan, _again().problem)
+    assert _shown(driver) == next(moment.index for moment in line.moments if moment.time)
 
 
 @pytest.mark.slow
@@ -818,21 +659,12 @@ def test_the_schedule_is_read_by_keyboard_and_pointer(opened: Open) -> None:
     _press(driver, "#schedule-area", keys.ARROW_UP)
     assert _one(driver, title).text == f"Stage {t - 1}, op {t}"
     assert "cannot run yet" in driver.find_elements("css selector", facts)[0].text
-    area = _one(driver, "#schedule-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    area = _in_sight(driver, "#schedule-area")
     seen = set()
     for y in range(-area.size["height"] // 2 + 45, area.size["height"] // 2, 20):
-        _mouse(driver).move_to_element_with_offset(area, 66 - area.size["width"] // 2, y).perform()
+        _point(driver, area, 66 - area.size["width"] // 2, y)
         seen.add(_one(driver, title).text)
     assert {f"Stage {t}, op 0" for t in range(17)} <= seen
-
-
-def test_a_run_in_the_schedule_leads_to_the_memory(opened: Open) -> None:
-    solution = _again()
-    driver = opened(solution)
-    _one(driver, "#schedule-readout button").click()
-    line = timeline(solution.plan, solution.problem)
-    assert _shown(driver) == next(moment.index for moment in line.moments if moment.time)
 
 
 def test_what_an_op_writes_over_is_shown_beside_it(opened: Open) -> None:
@@ -864,11 +696,7 @@ def test_links_are_drawn_under_the_memory(opened: Open) -> None:
     assert browser.execute_script(pixels, inside) == [True] * 4 + [False] * 3
     _press(browser, "#memory-area", _keys().ARROW_LEFT)
     assert "then waits\n1.0 s" in _one(browser, "#memory-readout").text
-    browser.execute_script("""
-        const scale = document.getElementById("memory-scale");
-        scale.value = "ops";
-        scale.dispatchEvent(new Event("change"));
-    """)
+    _scale(browser, "ops")
     ops = [(6 / 5 * op, y) for op, y in ((1.5, 11), (2.5, 11), (0.5, 11), (3.8, 33), (2.7, 33))]
     assert browser.execute_script(pixels, ops) == [True, False, False, True, False]
 
@@ -879,14 +707,13 @@ def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) ->
     largest = sorted(placed.boxes, key=lambda box: -box.bytes * (box.last + 1 - box.first))[:5]
     executions = 1 + max(box.last for box in placed.boxes)
     driver = opened(solution)
-    area = _one(driver, "#addresses-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    area = _in_sight(driver, "#addresses-area")
     left, right, top, bottom = 74, 14, 8, 38  # around what is drawn
     wide, high = area.size["width"] - left - right, area.size["height"] - top - bottom
     for box in largest:
         x = left + wide * (box.first + box.last + 1) / 2 / executions - area.size["width"] / 2
         y = top + high * (1 - (box.offset + box.bytes / 2) / placed.height) - area.size["height"] / 2
-        _mouse(driver).move_to_element_with_offset(area, round(x), round(y)).perform()
+        _point(driver, area, x, y)
         said = _one(driver, "#addresses-readout").text
         assert said.startswith(f"{box.name} ({box.role}): {format_bytes(box.bytes)} from byte {box.offset} on")
         assert f"{box.first + 1} to {box.last + 1}" in said
@@ -905,7 +732,7 @@ def _plans_pointed_at(driver: Any, page: Path) -> list[str]:
     for peak, cost, _ in (*(at for method in frontier["methods"] for at in method["points"]), frontier["this"]):
         x, y = 74 + wide * (peak - left) / (right - left), 10 + tall * (high - cost) / (high - low)
         at = round(x - area.size["width"] / 2), round(y - area.size["height"] / 2)
-        _mouse(driver).move_to_element_with_offset(area, *at).perform()
+        _point(driver, area, *at)
         said.append(_one(driver, "#frontier-readout").text)
     return said
 
@@ -1025,9 +852,7 @@ def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: 
         middle = (at[0] + at[1]) / 2
         triangle = {"left": middle - 8, "right": middle + 8, "top": at[2] - 15, "bottom": at[2]}
         for one, other in (*itertools.combinations(boxes, 2), (own, triangle)):
-            apart = one["right"] <= other["left"] or other["right"] <= one["left"]
-            apart = apart or one["bottom"] <= other["top"] or other["bottom"] <= one["top"]
-            assert apart, (width, one, other)
+            assert _apart(one, other), (width, one, other)
         for box in boxes:
             if box["words"] not in ("forward", "backward"):
                 assert 0 <= box["left"], box
@@ -1042,13 +867,8 @@ def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: 
 def test_links_that_carry_ops_are_drawn_in_lanes_of_their_own(opened: Open) -> None:
     driver = opened(_on_links(), width=390)
     tall = _one(driver, "#links-area").size["height"]
-    assert (
-        tall
-        == opened(SENDS, width=390).execute_script("return document.getElementById('links-area').offsetHeight")
-        - 22
-        - 12
-        - 60
-    )  # two lanes and the bytes there
+    less = 22 + 12 + 60  # than two lanes and the bytes there
+    assert tall == _one(opened(SENDS, width=390), "#links-area").size["height"] - less
 
 
 @pytest.mark.parametrize("width", [360, 1280])
@@ -1101,11 +921,6 @@ def test_everything_has_a_name_for_who_does_not_see_it(opened: Open) -> None:
             .filter(Boolean).join(" ").split(" "));
         return [refs.filter((ref) => !ids.includes(ref)), ids.filter((id, i) => ids.indexOf(id) !== i)]""")
     assert missing == [[], []]
-
-
-@pytest.mark.slow
-def test_the_tab_key_reaches_pictures_and_tables(opened: Open) -> None:
-    driver = opened(_again())
     _press(driver, "body a.skip")
     reached = set()
     for _ in range(30):
@@ -1150,15 +965,11 @@ def test_a_step_of_no_seconds_and_no_bytes_is_shown(opened: Open) -> None:
     assert _one(driver, "#memory-readout h3").text == "op0 (the peak)"
     _press(driver, "#memory-area", "+", "r", _keys().ARROW_RIGHT)
     assert _shown(driver) == 0
-
-
-def test_a_first_op_of_no_seconds_is_shown_with_the_whole_step(opened: Open) -> None:
-    """It ends where the picture begins: that must not be taken for being out of sight."""
+    # a first op of no seconds ends where the picture begins: that must not be taken for being out of sight
     driver = opened(checkmate.solve(Problem.from_dag([[], [0], [1]], [0.0, 1.0, 1.0], [1, 0, 0]), 9))
     assert _one(driver, "#memory-readout h3").text == "op0 (the peak)"
-    area = _one(driver, "#memory-area")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
-    _mouse(driver).move_to_element_with_offset(area, area.size["width"] // 2 - 16, 0).perform()
+    area = _in_sight(driver, "#memory-area")
+    _point(driver, area, area.size["width"] // 2 - 16)
     assert _one(driver, "#memory-readout h3").text == "op2"
 
 
