@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.core.fingerprint import fingerprints
+from checkmate.dynamo import backend
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import assert_same, train
 
@@ -50,18 +51,13 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def net() -> Net:
-    return Net()
-
-
-@pytest.fixture
 def x() -> Tensor:
     return torch.randn(3, 32, 16)
 
 
 @pytest.mark.slow
-def test_a_tag_is_no_op(net: Net, x: Tensor) -> None:
-    tagged, plain = checkmate.trace(net, x), checkmate.trace(Net(untagged), x)
+def test_a_tag_is_no_op(x: Tensor) -> None:
+    tagged, plain = checkmate.trace(Net(), x), checkmate.trace(Net(untagged), x)
     assert [(op.name, op.target) for op in tagged.graph.ops] == [(op.name, op.target) for op in plain.graph.ops]
     assert fingerprints(tagged).structure == fingerprints(plain).structure
     assert fingerprints(tagged).sizes == fingerprints(plain).sizes
@@ -80,11 +76,8 @@ def test_a_tag_is_no_op(net: Net, x: Tensor) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_same_numbers_and_a_plan_that_obeys(x: Tensor) -> None:
-    def made(tag: Any = checkmate.tag) -> Net:
-        torch.manual_seed(0)
-        return Net(tag)
-
-    plain, net = made(untagged), made()
+    plain, net = Net(untagged), Net()
+    plain.load_state_dict(net.state_dict())
     rules: dict[str, str | int] = {"weights": "recompute", "aten.exp": 2, "blocks.1": "keep", "view": "recompute"}
     compiled = checkmate.compile(net, budget="2 MB", rules=rules, time_limit=1)
     found = train(compiled, compiled, (x,))
@@ -99,12 +92,14 @@ def test_the_same_numbers_and_a_plan_that_obeys(x: Tensor) -> None:
     assert {rule.pattern: rule.asks for rule in plan.problem.rules} == rules
 
 
-def test_verify_holds_rules_to_plain_pytorch(net: Net, x: Tensor) -> None:
-    about = {"budget": "2 MB", "time_limit": 1, "rules": {"blocks": "recompute"}}
-    assert checkmate.verify(net, x, **about).gradients == len([*net.parameters()])
+def test_verify_holds_rules_to_plain_pytorch(x: Tensor) -> None:
+    net = Net()
+    report = checkmate.verify(net, x, budget="2 MB", time_limit=1, rules={"blocks": "recompute"})
+    assert report.gradients == len([*net.parameters()])
 
 
-def test_a_rule_that_names_nothing_is_an_error_at_the_first_call(net: Net, x: Tensor) -> None:
+def test_a_rule_that_names_nothing_is_an_error_at_the_first_call(x: Tensor) -> None:
+    net = Net()
     with pytest.raises(checkmate.RuleError, match=r"'score': 'keep' names nothing in this step. Near it: 'scores'"):
         checkmate.compile(net, budget="2 MB", rules={"score": "keep"})(x)
     with pytest.raises(checkmate.RuleError, match="Did you mean 'once'"):
@@ -127,7 +122,8 @@ def test_a_part_that_is_left_out_takes_its_rule_with_it(x: Tensor, caplog: pytes
 
 
 @pytest.mark.slow
-def test_a_refusal_says_what_the_rules_cost(net: Net, x: Tensor) -> None:
+def test_a_refusal_says_what_the_rules_cost(x: Tensor) -> None:
+    net = Net()
     smallest = checkmate.min_budget(checkmate.trace(net, x), time_limit=1).peak
     with pytest.raises(
         checkmate.InfeasibleBudget, match=r"Rules are in the way: without 'blocks': 'keep', "
@@ -173,9 +169,7 @@ def test_tags_where_tracing_goes_another_way(x: Tensor) -> None:
     assert_same_bits(weight.grad, expected)
 
 
-def test_rules_for_the_backend_by_its_name(net: Net, x: Tensor) -> None:
-    from checkmate.dynamo import backend
-
+def test_rules_for_the_backend_by_its_name(x: Tensor) -> None:
     options = {"budget": "2 MB", "rules": {"nothing": "keep"}, "time_limit": 1}
     with pytest.raises(Exception, match="names nothing in this step"):
-        torch.compile(net, backend=backend, options=options, dynamic=False)(x)
+        torch.compile(Net(), backend=backend, options=options, dynamic=False)(x)
