@@ -20,7 +20,7 @@ def recomputing(problem: Problem, share: float = 0.0, *, time_limit: float = TIM
     return budget
 
 
-def between(problem: Problem, share: float, *, time_limit: float = 1.0) -> int:
+def between(problem: Problem, share: float, *, time_limit: float = 0.5) -> int:
     """A budget in bytes so far from the smallest that is quickly found to keep-all: 0.0 is the one, 1.0 the other."""
     smallest = min_budget(problem, time_limit=time_limit).peak
     return int(smallest + share * (problem.keep_all_peak - smallest))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common.own_seconds import count_own_seconds
-from tests.support.processes import own_cache, start_ranks
+from tests.support.processes import ROOT, own_cache, start_ranks
 
 PATIENCE = timedelta(minutes=5)  # with ranks that wait for each other in vain
 
@@ -24,7 +26,7 @@ PATIENCE = timedelta(minutes=5)  # with ranks that wait for each other in vain
 class Net(nn.Module):
     """Blocks that add to what they read, batch norm and dropout, and the loss, so that it is within the plan."""
 
-    def __init__(self, width: int = 64, blocks: int = 3, classes: int = 10) -> None:
+    def __init__(self, width: int = 64, blocks: int = 2, classes: int = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
@@ -63,6 +65,15 @@ def _play(rank: int, ranks: int, scenes: Sequence[Callable[[], None]], folder: s
             raise AssertionError(scene.__name__) from error
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def torchrun(*arguments: str, folder: Path) -> str:
+    """Start ``torchrun`` with two ranks in a folder, and give what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
 
 
 def everywhere(thing: object) -> list[Any]:

@@ -28,7 +28,7 @@ class Scored(nn.Sequential):
         return F.cross_entropy(super().forward(x), y)
 
 
-def classifier(*, blocks: int = 3, dropout: float = 0.1) -> nn.Sequential:
+def classifier(*, blocks: int = 2, dropout: float = 0.1) -> nn.Sequential:
     """Blocks of a layer with batch norm and dropout for the rows of X, and the scores of ten classes."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(blocks)]
@@ -64,7 +64,7 @@ class TrainedWhole:
 def planned_step(loss_fn: Any, optimizers: Any, **options: Any) -> checkmate.TrainingStep:
     """A step with the best plan, within a budget that holds whatever tests train if no other is given."""
     return checkmate.training_step(
-        loss_fn, optimizers, **{"budget": "1 GB", "wait": "best", "time_limit": 1.0, **options}
+        loss_fn, optimizers, **{"budget": "1 GB", "wait": "best", "time_limit": 0.5, **options}
     )
 
 

@@ -1,8 +1,8 @@
 """How people train: each habit gives the bits of plain PyTorch, or is refused with words that help.
 
 Every habit is a function of a network and of ``wrap``, which is `checkmate.compile` or leaves its argument as it is; it
-returns all that must agree. Compiled, each captured graph is planned close to the smallest budget that needs no parts,
-so that much runs again.
+returns all that must agree. Compiled, each captured graph has the plan of the smallest budget that needs no parts, so
+that much runs again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,8 +28,8 @@ import checkmate
 from checkmate.backends.planner import Planner
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.solvers.search.min_budget import ends_of
-from checkmate.solvers.solve import solve
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.search.min_budget import least_runs
 from tests.support.bits import assert_same_bits
 
 Step = Callable[..., Tensor]
@@ -43,17 +43,23 @@ def habit(function: Habit) -> None:
     HABITS[function.__name__.replace("_", " ")] = function
 
 
-def loop(function: Callable[[nn.Sequential, Step], Any]) -> Habit:
+def of_loop(loop: Callable[[nn.Sequential, Step], Any]) -> Habit:
     """What works with a network and the step of its loss."""
-    return wraps(function)(lambda model, wrap: function(model, wrap(lambda x, y: cross_entropy(model, x, y))))
+    return lambda model, wrap: loop(model, wrap(lambda x, y: cross_entropy(model, x, y)))
+
+
+def loop(function: Callable[[nn.Sequential, Step], Any]) -> None:
+    """A loop that works, by the words of its name."""
+    HABITS[function.__name__.replace("_", " ")] = of_loop(function)
 
 
 @pytest.fixture(autouse=True)
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Whatever the budget says, plan close to the smallest at which ops run again."""
+    """Whatever the budget says, take the plan of the smallest, in which ops run again."""
 
     def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> tuple[Solution, None]:
-        return solve(problem, ends_of(problem, time_limit=0.2).peak, method="auto", time_limit=0.2), None
+        smallest, runs = least_runs(problem, time_limit=0.2)
+        return certify(problem, smallest, runs, method="auto"), None
 
     monkeypatch.setattr(Planner, "plan", plan)
     yield
@@ -140,12 +146,11 @@ def _accumulate(model: nn.Sequential, step: Step, *, set_to_none: bool = True) -
 
 
 HABITS |= {
-    "gradient accumulation": loop(_accumulate),
-    "gradient accumulation into zeros": loop(partial(_accumulate, set_to_none=False)),
+    "gradient accumulation": of_loop(_accumulate),
+    "gradient accumulation into zeros": of_loop(partial(_accumulate, set_to_none=False)),
 }
 
 
-@habit
 @loop
 def module_zero_grad_and_gradients_set_by_hand(model: nn.Sequential, step: Step) -> Any:
     for p in model.parameters():
@@ -155,7 +160,6 @@ def module_zero_grad_and_gradients_set_by_hand(model: nn.Sequential, step: Step)
     return first, after_backward(model, step(*batch()))
 
 
-@habit
 @loop
 def frozen_parameters_thawed_later(model: nn.Sequential, step: Step) -> Any:
     model[0].requires_grad_(False)
@@ -164,7 +168,6 @@ def frozen_parameters_thawed_later(model: nn.Sequential, step: Step) -> Any:
     return frozen, after_backward(model, step(*batch()))
 
 
-@habit
 @loop
 def hooks_of_parameters(model: nn.Sequential, step: Step) -> Any:
     seen: list[Any] = []
@@ -190,7 +193,6 @@ def hooks_of_tensors(model: nn.Sequential, wrap: Wrap) -> Any:
     return after_backward(model, loss), x.grad, seen
 
 
-@habit
 @loop
 def gradients_of_inputs(model: nn.Sequential, step: Step) -> Any:
     x, y = batch()
@@ -201,7 +203,6 @@ def gradients_of_inputs(model: nn.Sequential, step: Step) -> Any:
     return grad, x.detach(), after_backward(model, step(x, y)), x.grad
 
 
-@habit
 @loop
 def clipped_gradients(model: nn.Sequential, step: Step) -> Any:
     loss = step(*batch())
@@ -234,7 +235,6 @@ HABITS |= {
 }
 
 
-@habit
 @loop
 def gradient_scaler(model: nn.Sequential, step: Step) -> Any:
     """A scale that is too large at first: one step is skipped."""
@@ -271,7 +271,6 @@ class _Tied(nn.Module):
 HABITS["tied weights"] = training(make=_Tied, data=lambda: (torch.randint(11, (12,)), torch.randint(11, (12,))))
 
 
-@habit
 @loop
 def several_forwards_then_backwards(model: nn.Sequential, step: Step) -> Any:
     first, second, third = (step(*batch()) for _ in range(3))
@@ -641,7 +640,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@loop
+@of_loop
 def _with_optimizers(model: nn.Sequential, step: Step) -> Any:
     """One compiled step serves them all in turn."""
     left = []
@@ -657,7 +656,6 @@ def _with_optimizers(model: nn.Sequential, step: Step) -> Any:
 HABITS["optimizers, foreach and fused"] = _with_optimizers
 
 
-@habit
 @loop
 def optimizer_with_a_closure(model: nn.Sequential, step: Step) -> Any:
     optimizer, (x, y) = torch.optim.LBFGS(model.parameters(), max_iter=3), batch()
@@ -671,7 +669,6 @@ def optimizer_with_a_closure(model: nn.Sequential, step: Step) -> Any:
     return optimizer.step(closure).detach(), state(model)
 
 
-@habit
 @loop
 def optimizers_in_the_backward(model: nn.Sequential, step: Step) -> Any:
     """Each parameter is updated as soon as its gradient is there."""
@@ -686,7 +683,6 @@ def optimizers_in_the_backward(model: nn.Sequential, step: Step) -> Any:
     return [after_backward(model, step(*batch())) for _ in range(3)]
 
 
-@habit
 @loop
 def averaged_copies(model: nn.Sequential, step: Step) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -701,7 +697,6 @@ def averaged_copies(model: nn.Sequential, step: Step) -> Any:
     return state(model), state(average), average(batch()[0]).detach()
 
 
-@habit
 @loop
 def learning_rate_schedulers(model: nn.Sequential, step: Step) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -717,7 +712,6 @@ def learning_rate_schedulers(model: nn.Sequential, step: Step) -> Any:
     return left
 
 
-@habit
 @loop
 def parts_replaced_between_steps(model: nn.Sequential, step: Step) -> Any:
     """A new head of another width; weights written through ``.data``."""
