@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,13 @@ from checkmate.core.plan import Start
 from examples.ranks import shard
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
-from tests.support.ranks import Net, batch, everywhere, local, play
+from tests.support.processes import ROOT
+from tests.support.ranks import Net, batch, everywhere, local, play, torchrun
 from tests.support.sampling import long
 from tests.support.stepping import train
 from tests.support.whole_steps import TrainedWhole, assert_as_plain, planned_step, train_whole
 
-ROOT = Path(__file__).parents[2]
+SECONDS = 0.3  # to plan
 PINNED = "exchanges data with other ranks"
 GATHERED, REDUCED, SUMMED = (
     f"_c10d_functional.{name}" for name in ("gather_parameter", "reduce_scatter_tensor", "all_reduce")
@@ -69,7 +67,7 @@ _sgd = functools.partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 def _smallest(make: Callable[[], nn.Module], data: tuple[Tensor, ...]) -> int:
     """The smallest budget that works, as a refusal names it: to all ranks the same."""
     with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
-        checkmate.compile(make(), budget=1000, time_limit=1)(*data)
+        checkmate.compile(make(), budget=1000, time_limit=SECONDS)(*data)
     assert caught.value.min_budget is not None
     return caught.value.min_budget
 
@@ -78,7 +76,7 @@ def _assert_as_plain(
     make: Callable[[], nn.Module], data: tuple[Tensor, Tensor], budget: int, *, overlap: bool = False
 ) -> checkmate.Solution:
     """The bits of the plain model, and the predicted peak to the byte, or at most; gives the plan."""
-    compiled, plain = checkmate.compile(make(), budget=budget, time_limit=1, overlap=overlap), make()
+    compiled, plain = checkmate.compile(make(), budget=budget, time_limit=SECONDS, overlap=overlap), make()
     found, expected = (train(model, model, data) for model in (compiled, plain))
     assert_same_bits(*(local({**vars(trained), "peaks": None}) for trained in (found, expected)))
     (plan,) = compiled.plans
@@ -112,7 +110,7 @@ def _gathered_again() -> None:
     assert len(set(everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
     mine = budget if dist.get_rank() else 10**9  # one rank gathers again, another does not: nothing waits
     with pytest.raises(checkmate.Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
-        checkmate.compile(make(), budget=mine, time_limit=1)(*batch())
+        checkmate.compile(make(), budget=mine, time_limit=SECONDS)(*batch())
 
 
 def _shards_of_different_sizes() -> None:
@@ -131,7 +129,7 @@ def _assert_whole_as_plain(new: Callable[[Any], optim.Optimizer] = _adamw, **pla
         found.state = local(found.state)
         return found
 
-    step, found = assert_as_plain(train, **planning)
+    step, found = assert_as_plain(train, time_limit=SECONDS, **planning)
     (plan,) = step.plans
     took = plan.problem.resident + found.peaks[-1]
     assert took <= plan.peak if "overlap" in planning else took == plan.peak
@@ -141,7 +139,7 @@ def _assert_whole_as_plain(new: Callable[[Any], optim.Optimizer] = _adamw, **pla
 def _whole_steps() -> None:
     problem = _assert_whole_as_plain().problem
     _assert_whole_as_plain(_sgd)
-    smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=1).peak)
+    smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=SECONDS).peak)
     assert max(_gathers(_assert_whole_as_plain(budget=smallest))) > 1
     model = shard(Net(), _mesh())
     for given in ({"clip_norm": 1.0}, {"accumulate": 2}, {"scaler": torch.amp.GradScaler("cpu")}):
@@ -212,18 +210,9 @@ SCENES = (
 
 @pytest.mark.long
 def test_the_example(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples/ranks.py")]
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "verified: the same bits as plain PyTorch" in run.stdout
-    assert re.search(r"of 18 parameters [1-9]\d* are gathered again", run.stdout)
+    said = torchrun(str(ROOT / "examples/ranks.py"), folder=tmp_path)
+    assert "verified: the same bits as plain PyTorch" in said
+    assert re.search(r"of 18 parameters [1-9]\d* are gathered again", said)
 
 
 @pytest.mark.parametrize("ranks", [2, long(4)])

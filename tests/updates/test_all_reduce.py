@@ -92,7 +92,7 @@ def _same_numbers() -> None:
     wrapped, plan = _assert_as_plain()
     problem = plan.problem
     sent = {k for k, op in enumerate(problem.graph.ops) if "over all ranks" in (op.pinned or "")}
-    assert len(sent) == 3 * 4 + 2
+    assert len(sent) == 2 * 4 + 2
     buckets = sum(p.nbytes for p in classifier().parameters())
     assert wrapped.problem.resident == problem.resident + buckets
     _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
@@ -217,31 +217,28 @@ def _average_update_and_forget(module: nn.Module, optimizer: optim.Optimizer) ->
 
 def _refused() -> None:
     """At once, and by name."""
-    model = classifier()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    inner = DistributedDataParallel(model)
-    with pytest.raises(TypeError, match="init_process_group"):
-        _planned(loss_of(model), optimizer, process_group=None)  # as `group.WORLD` is before there is one
-    with pytest.raises(ValueError, match="has a process group"):
-        _planned(loss_of(inner), optimizer, process_group=dist.group.WORLD)
-    step = _planned(loss_of(inner), optimizer)
+    model, inner, hooked = classifier(), *(DistributedDataParallel(classifier()) for _ in range(2))
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    own, other = type("Own", (DistributedDataParallel,), {})(classifier()), nn.Linear(32, 10 + dist.get_rank())
+    world = {"process_group": dist.group.WORLD}
+    refused: list[tuple[Any, str, nn.Module, dict[str, Any]]] = [
+        (TypeError, "init_process_group", model, {"process_group": None}),  # as `group.WORLD` is before there is one
+        (ValueError, "has a process group", inner, world),
+        (checkmate.Unsupported, r"communication hook.*reserve=", hooked, {}),
+        (checkmate.Unsupported, "A Own may do more", own, {}),
+        (ValueError, "different shapes", other, world),
+    ]
+    for error, words, made, about in refused:
+        with pytest.raises(error, match=words):
+            _planned(loss_of(made), optim.SGD(made.parameters(), lr=0.1), **about)
     with inner.no_sync(), pytest.raises(checkmate.Unsupported, match="accumulate=n"):
-        step(*_batch())
-    inner.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    with pytest.raises(checkmate.Unsupported, match=r"communication hook.*reserve="):
-        _planned(loss_of(inner), optimizer)
-    own = type("Own", (DistributedDataParallel,), {})(classifier())
-    with pytest.raises(checkmate.Unsupported, match="A Own may do more"):
-        _planned(loss_of(own), optimizer)
+        _planned(loss_of(inner), optim.SGD(inner.parameters(), lr=0.1))(*_batch())
 
     def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
         return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
 
     with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
-        _planned(mean_of_all, optimizer, process_group=dist.group.WORLD)(*_batch())
-    other = nn.Linear(32, 10 + dist.get_rank())
-    with pytest.raises(ValueError, match="different shapes"):
-        _planned(loss_of(other), optim.SGD(other.parameters(), lr=0.1), process_group=dist.group.WORLD)
+        _planned(mean_of_all, optim.SGD(model.parameters(), lr=0.1), **world)(*_batch())
 
 
 def _a_rank_that_dies() -> None:
@@ -257,22 +254,19 @@ def _a_rank_that_dies() -> None:
     os._exit(0)
 
 
-SCENES = {
-    2: (
-        _same_numbers,
-        _several_micro_batches,
-        _with_a_scaler_and_an_average,
-        _batches_of_other_sizes,
-        _other_steps_are_refused,
-        _verified,
-        _refused,
-        _a_rank_that_dies,
-    ),
-    3: (_as_gradients_are_averaged_one_by_one,),
-}
-MORE = (_several_micro_batches_without_a_norm,)
+SCENES = (
+    _same_numbers,
+    _several_micro_batches,
+    _with_a_scaler_and_an_average,
+    _batches_of_other_sizes,
+    _other_steps_are_refused,
+    _verified,
+    _refused,
+    _a_rank_that_dies,
+)
+OF_THREE, MORE = (_as_gradients_are_averaged_one_by_one,), (_several_micro_batches_without_a_norm,)
 
 
-@pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES[2]), long(3, SCENES[3]), long(2, MORE)])
+@pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES), long(3, OF_THREE), long(2, MORE)])
 def test_ranks(ranks: int, scenes: Sequence[Callable[[], None]], tmp_path: Path) -> None:
     play(scenes, ranks, tmp_path)
