@@ -43,16 +43,10 @@ def batch(size: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def smallest() -> tuple[int, int]:
-    """The smallest budgets without a second memory and with one, about."""
-    problems = checkmate.trace(net(), *batch()), checkmate.trace(net(), *batch(), **THERE)
-    without, beside = (checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems)
-    return without, beside
-
-
 def below() -> int:
     """A budget that holds with a second memory only."""
-    return sum(smallest()) // 2
+    problems = checkmate.trace(net(), *batch()), checkmate.trace(net(), *batch(), **THERE)
+    return sum(checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems) // 2
 
 
 def compiled(fn: Any) -> Any:

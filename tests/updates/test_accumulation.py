@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
-from tests.support.whole_steps import X, Y, assert_as_plain, classifier, plain_step, planned_step, train_whole
+from tests.support.whole_steps import X, Y, assert_as_plain, classifier, loss_of, plain_step, planned_step, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,11 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _made(make: Callable[..., Any], accumulate: int, **options: Any) -> tuple[Any, nn.Module, optim.Optimizer]:
     model = classifier()
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y) / accumulate
-
-    return make(loss_fn, optimizer, accumulate=accumulate, **options), model, optimizer
+    return make(loss_of(model), optimizer, accumulate=accumulate, **options), model, optimizer
 
 
 @pytest.mark.parametrize(("share", "clip_norm"), [slow(0.0, 0.1), long(0.0, None), long(1.0, 0.1), long(1.0, None)])

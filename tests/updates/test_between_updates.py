@@ -34,13 +34,7 @@ def _assert_same(
         model, number = AllKinds(), itertools.count()
         optimizer = new(model.parameters())
         step = make(model, optimizer)
-
-        def between(i: int) -> None:
-            change(i, model, optimizer)
-
-        def one() -> torch.Tensor:
-            return step(*batches[next(number)])
-
+        one, between = lambda: step(*batches[next(number)]), lambda i: change(i, model, optimizer)
         return train_whole(one, model, [optimizer], (), steps=5, between=between, metered=False)
 
     return assert_as_plain(train)[0]

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
-from checkmate.updates.gradients import Clipping, norm_of, order_of
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
 from tests.support.whole_steps import assert_as_plain, planned_step, train_whole
@@ -64,30 +63,18 @@ def test_same_bits_as_plain_pytorch(options: dict[str, Any], accumulate: int) ->
     assert_as_plain(train, gradients=True)
 
 
-def test_order_of_norms() -> None:
-    """By type in PyTorch's order, within a type that of the parameters."""
-    gradients = [torch.rand(50, dtype=p.dtype) for p in Mixed().parameters()]
-    norms = [norm_of(g, 2.0) for g in gradients]
-    clipping = Clipping(most=1.0)
-    clipping.coefficient([norms[i] for i in order_of(gradients)])
-    assert_same_bits(clipping.norm, torch.nn.utils.get_total_norm(gradients))
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_norm_that_is_not_finite(accumulate: int) -> None:
     """Is an error where a person wants it so, before anything is updated; else gradients are multiplied by it."""
-    model = nn.Linear(24, 1)
+    model, about = nn.Linear(24, 1), {"clip_norm": 1.0, "accumulate": accumulate}
     before = copy.deepcopy(model.state_dict())
-    strict, step = (
-        planned_step(
-            lambda x: model(x).sum() * math.inf,
-            optim.SGD(model.parameters(), lr=0.1),
-            clip_norm=1.0,
-            accumulate=accumulate,
-            error_if_nonfinite=is_strict,
+
+    def made(**options: Any) -> Any:
+        return planned_step(
+            lambda x: model(x).sum() * math.inf, optim.SGD(model.parameters(), lr=0.1), **about, **options
         )
-        for is_strict in (True, False)
-    )
+
+    strict, step = made(error_if_nonfinite=True), made()
     for _ in range(accumulate - 1):
         strict(X)
     with pytest.raises(RuntimeError, match=r"non-finite|is (nan|inf)"):

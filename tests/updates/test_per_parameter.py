@@ -88,12 +88,8 @@ def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
     def train(make: Callable[..., Any]) -> TrainedWhole:
         step, model, optimizer = _made(make, TAKEN[name][n])
         has_rate = optimizer.param_groups[0]["lr"] is not None
-        schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if has_rate else None
-
-        def between(i: int) -> None:
-            if i and schedule is not None:
-                schedule.step()
-
+        schedules = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5)] if has_rate else []
+        between = lambda i: [schedule.step() for schedule in schedules if i]  # noqa: E731
         both.append((step, train_whole(step, model, [optimizer], BATCH, steps=6, between=between), optimizer))
         return both[-1][1]
 
