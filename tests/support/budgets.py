@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of
+from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, min_budget
 
 
 def recomputing(problem: Problem, share: float = 0.0, *, time_limit: float = TIME_LIMIT) -> int:
@@ -18,3 +18,9 @@ def recomputing(problem: Problem, share: float = 0.0, *, time_limit: float = TIM
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     assert budget < problem.keep_all_peak, "a plan has no need to run anything again"
     return budget
+
+
+def between(problem: Problem, share: float, *, time_limit: float = 0.5) -> int:
+    """A budget in bytes so far from the smallest that is quickly found to keep-all: 0.0 is the one, 1.0 the other."""
+    smallest = min_budget(problem, time_limit=time_limit).peak
+    return int(smallest + share * (problem.keep_all_peak - smallest))

@@ -9,12 +9,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel
 
+import checkmate
 from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
 
+X, Y = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)), torch.arange(64) % 10
 NewOptimizers = Callable[[nn.Module], Sequence[optim.Optimizer]]
+
+
+class Scored(nn.Sequential):
+    """Parts in a row, and the cross entropy of what they say."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), y)
+
+
+def classifier(*, blocks: int = 2, dropout: float = 0.1) -> nn.Sequential:
+    """Blocks of a layer with batch norm and dropout for the rows of X, and the scores of ten classes."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(blocks)]
+    for part in parts if dropout else ():
+        part.append(nn.Dropout(dropout))
+    return nn.Sequential(*parts, nn.Linear(32, 10))
+
+
+def loss_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> Callable[[Tensor, Tensor], Tensor]:
+    """The cross entropy of a model whose products are cast to a type."""
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return F.cross_entropy(model(x), y)
+
+    return loss_fn
 
 
 @dataclass
@@ -31,9 +61,40 @@ class TrainedWhole:
         return self.losses, self.state, self.random_state
 
 
+def planned_step(loss_fn: Any, optimizers: Any, **options: Any) -> checkmate.TrainingStep:
+    """A step with the best plan, within a budget that holds whatever tests train if no other is given."""
+    return checkmate.training_step(
+        loss_fn, optimizers, **{"budget": "1 GB", "wait": "best", "time_limit": 0.5, **options}
+    )
+
+
+def assert_as_plain(train: Callable[[Callable[..., Any]], Any], **planning: Any) -> tuple[checkmate.TrainingStep, Any]:
+    """What a function leaves that makes a step of a loss and optimizers, as asked for or plain, has the same bits.
+
+    Args:
+        train: is given what makes the step.
+        planning: options of the planned step that the plain one has not.
+
+    Returns:
+        The planned step, and what is left.
+    """
+    made: list[checkmate.TrainingStep] = []
+
+    def make(*about: Any, **options: Any) -> checkmate.TrainingStep:
+        made.append(planned_step(*about, **options, **planning))
+        return made[-1]
+
+    left = []
+    for how in (make, plain_step):
+        torch.manual_seed(7)
+        left.append(train(how))
+    assert_same_bits(*(each.bits() if isinstance(each, TrainedWhole) else each for each in left))
+    return made[0], left[0]
+
+
 def plain_step(
     loss_fn: Callable[..., Tensor],
-    optimizers: Sequence[optim.Optimizer],
+    optimizers: Sequence[optim.Optimizer] | optim.Optimizer,
     clip_norm: float | None = None,
     *,
     norm_type: float = 2.0,
@@ -42,7 +103,11 @@ def plain_step(
     scaler: torch.amp.GradScaler | None = None,
     ema: tuple[AveragedModel, nn.Module] | None = None,
 ) -> Callable[..., Tensor]:
-    """The loop of plain PyTorch; its ``update`` is what the last call of an accumulation does after its backward."""
+    """The loop of plain PyTorch; its ``update`` is what the last call of an accumulation does after its backward.
+
+    Its ``norm`` is that of the last gradients that were clipped.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, optim.Optimizer) else optimizers
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     calls = itertools.count()
 
@@ -52,7 +117,7 @@ def plain_step(
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm, norm_type)
+            step.norm = nn.utils.clip_grad_norm_(parameters, clip_norm, norm_type)
         if clip_value is not None:
             nn.utils.clip_grad_value_(parameters, clip_value)
         for optimizer in optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
 from tests.support.stepping import assert_same, train
-from tests.support.whole_steps import plain_step, train_whole
+from tests.support.whole_steps import assert_as_plain, planned_step, train_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 BATCH = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -61,17 +61,11 @@ def test_compiled_steps() -> None:
 def test_whole_steps(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """In float16 with a scaled loss."""
 
-    def left(budget: int | str | None) -> Any:
+    def made(make: Callable[..., Any]) -> tuple[Any, ...]:
         model = Shared(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if dtype == torch.float16 else None
-        several: dict[str, Any] = {**options, "scaler": scaler}
-        if budget is None:
-            step: Any = plain_step(model, [optimizer], **several)
-        else:
-            step = checkmate.training_step(model, optimizer, budget=budget, time_limit=1, **several)
-            if budget == "1 GB":
-                return _smallest(step)
-        return train_whole(step, model, [optimizer], BATCH, steps=4).bits()
+        return make(model, optimizer, scaler=scaler, **options), model, [optimizer]
 
-    assert_same_bits(left(left("1 GB")), left(None))
+    smallest = _smallest(made(planned_step)[0])
+    assert_as_plain(lambda make: train_whole(*made(make), BATCH, steps=4), budget=smallest)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.backends import compilation
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
@@ -26,29 +24,15 @@ from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
 from checkmate.memory.available import Available, Limit
 from tests.support.bits import assert_same_bits
-from tests.support.processes import own_cache, start_ranks
+from tests.support.ranks import Net, batch, everywhere, local, play
+from tests.support.stepping import train
 
-RANKS, WIDTH, BATCH = 2, 256, 1024
+RANKS, WIDTH, SIZE = 2, 256, 1024
 BUDGET = 12_000_000
+_net = partial(Net, WIDTH, blocks=6)  # enough for several buckets of gradients, of which the first takes 1 MiB
 SECONDS = 0.3  # to plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
-
-
-class Net(nn.Module):
-    """Large enough for several buckets of gradients, of which the first takes 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-        self.norm, self.drop, self.head = nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss, so that it is within the plan."""
-        for block in self.blocks:
-            x = x + self.drop(F.gelu(block(x)))
-        return F.cross_entropy(self.head(self.norm(x)), y)
 
 
 class Centered(nn.Module):
@@ -79,48 +63,27 @@ class Synchronized(nn.Module):
         return F.cross_entropy(self.parts(x), y)
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    """Another one on each rank."""
-    torch.manual_seed(100 + dist.get_rank())
-    return torch.randn(BATCH, WIDTH), torch.randint(10, (BATCH,))
+def _train(model: nn.Module, step: Callable[..., Tensor] | None = None) -> Any:
+    """All that four steps leave, so that buckets are rebuilt, in the order of the parameters."""
+    found = train(model, step or model, batch(SIZE, WIDTH), steps=4, seed=5 + dist.get_rank())
+    grads = [[*of_step.values()] for of_step in found.grads]
+    assert all(grad is not None for of_step in grads for grad in of_step)
+    return local([found.losses, grads, [*found.state.values()], found.random_state])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    full = tensor.detach()
-    return (full.to_local() if hasattr(full, "to_local") else full).clone()
+def _accumulate(model: nn.Module) -> Any:
+    """Train by two batches to each step."""
 
+    def step(*batch: Tensor) -> Tensor:
+        with model.no_sync():
+            model(*batch).backward()
+        return model(*batch)
 
-def _train(model: nn.Module, *, accumulate: bool = False) -> list[Tensor]:
-    """Losses, gradients, and in the end the state and the random state; four steps, so that buckets are rebuilt."""
-    torch.manual_seed(5 + dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    left = []
-    for _ in range(4):
-        if accumulate:
-            with model.no_sync():
-                model(*_batch()).backward()
-        loss = model(*_batch())
-        loss.backward()
-        left += [loss.detach().clone(), *(_local(p.grad) for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, *map(_local, model.state_dict().values()), torch.get_rng_state()]
-
-
-def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(expected) > 20
-    assert_same_bits(found, expected)
+    return _train(model, step)
 
 
 def _compiled(model: nn.Module, budget: int | str = BUDGET) -> Any:
     return checkmate.compile(model, budget=budget, time_limit=SECONDS)
-
-
-def _everywhere(thing: object) -> list[Any]:
-    """What each rank has for it."""
-    found: list[Any] = [None] * RANKS
-    dist.all_gather_object(found, thing)
-    return found
 
 
 def _one_plan(plans: list[Solution]) -> None:
@@ -128,17 +91,17 @@ def _one_plan(plans: list[Solution]) -> None:
     (plan,) = plans
     assert plan.schedule is not None
     assert plan.schedule.recomputed.sum() > 0
-    assert len(set(_everywhere((plan.schedule.R.tobytes(), plan.cost, plan.bound, plan.peak)))) == 1
-    assert len([origin for origin in _everywhere(plan.origin) if origin.startswith("rank ")]) == 1
+    assert len(set(everywhere((plan.schedule.R.tobytes(), plan.cost, plan.bound, plan.peak)))) == 1
+    assert len([origin for origin in everywhere(plan.origin) if origin.startswith("rank ")]) == 1
 
 
 def _ddp() -> None:
-    batch = _batch()
+    given = batch(SIZE, WIDTH)
     for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True, "static_graph": True}):
-        compiled = _compiled(Net())
-        expected = _train(DistributedDataParallel(Net(), **options))
+        compiled = _compiled(_net())
+        expected = _train(DistributedDataParallel(_net(), **options))
         model = DistributedDataParallel(compiled, bucket_cap_mb=1, **options)
-        _assert_same(_train(model), expected)
+        assert_same_bits(_train(model), expected)
         _one_plan(compiled.plans)
     (plan,) = compiled.plans
     assert plan.peak < plan.problem.keep_all_peak
@@ -146,12 +109,12 @@ def _ddp() -> None:
     for broadcast, held in ((False, 0), (True, flat)):
         model.broadcast_buffers = broadcast
         model.zero_grad()
-        use = measure_peak(lambda: model(*batch).backward())
+        use = measure_peak(lambda: model(*given).backward())
         assert use.final in (0, held)
         assert plan.problem.resident + use.peak <= plan.peak + use.final
-    accumulated = _train(DistributedDataParallel(Net()), accumulate=True)
-    verified = checkmate.compile(Net(), budget=BUDGET, time_limit=SECONDS, verify=True)
-    _assert_same(_train(DistributedDataParallel(verified), accumulate=True), accumulated)
+    accumulated = _accumulate(DistributedDataParallel(_net()))
+    verified = checkmate.compile(_net(), budget=BUDGET, time_limit=SECONDS, verify=True)
+    assert_same_bits(_accumulate(DistributedDataParallel(verified)), accumulated)
 
 
 def _ddp_around_the_backend_of_torch_compile() -> None:
@@ -159,39 +122,39 @@ def _ddp_around_the_backend_of_torch_compile() -> None:
         torch._dynamo.reset()
         torch._dynamo.config.optimize_ddp = split
         options = {"budget": BUDGET, "time_limit": SECONDS}
-        model = torch.compile(Net(), backend=backend, options=options, dynamic=False)
+        model = torch.compile(_net(), backend=backend, options=options, dynamic=False)
         return DistributedDataParallel(model, bucket_cap_mb=1)
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="optimize_ddp = False"):
         _train(compiled(split=True))
-    _assert_same(_train(compiled(split=False)), _train(DistributedDataParallel(Net())))
+    assert_same_bits(_train(compiled(split=False)), _train(DistributedDataParallel(_net())))
 
 
 def _refused() -> None:
-    wrapped = DistributedDataParallel(Net())
+    wrapped = DistributedDataParallel(_net())
     with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
         _compiled(wrapped)
     hidden = [wrapped]
     for step in (lambda x, y: 2 * wrapped(x, y), lambda x, y: 2 * hidden[0](x, y)):
         with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
-            checkmate.compile(step, budget=BUDGET)(*_batch())
-    sharded = fully_shard(Net())
+            checkmate.compile(step, budget=BUDGET)(*batch(SIZE, WIDTH))
+    sharded = fully_shard(_net())
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with pytest.raises(checkmate.Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
         checkmate.training_step(sharded, optimizer, budget=BUDGET)
-    zero = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1)
+    zero = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(checkmate.Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
-        checkmate.training_step(Net(), zero, budget=BUDGET)
+        checkmate.training_step(_net(), zero, budget=BUDGET)
     with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
-        DistributedDataParallel(_compiled(Net(), "3 MB"))(*_batch())
-    assert len(set(_everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1
+        DistributedDataParallel(_compiled(_net(), "3 MB"))(*batch(SIZE, WIDTH))
+    assert len(set(everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1
 
 
 def _ranks_that_train_different_steps() -> None:
     """None waits for another: a smaller batch on one, another model on each, a step that one of them takes alone."""
-    x, y = _batch()
-    model = DistributedDataParallel(compiled := _compiled(Net()))
-    model(x[: BATCH - dist.get_rank()], y[: BATCH - dist.get_rank()]).backward()
+    x, y = batch(SIZE, WIDTH)
+    model = DistributedDataParallel(compiled := _compiled(_net()))
+    model(x[: SIZE - dist.get_rank()], y[: SIZE - dist.get_rank()]).backward()
     assert not compiled.plans[0].origin.startswith("rank")
     stage = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(1 + dist.get_rank())])
     _compiled(stage)(x).sum().backward()
@@ -201,10 +164,10 @@ def _ranks_that_train_different_steps() -> None:
 
 
 def _collectives_within_the_step() -> None:
-    problem = checkmate.trace(Synchronized(), *_batch())
+    problem = checkmate.trace(Synchronized(), *batch(SIZE, WIDTH))
     compiled = _compiled(Synchronized(), checkmate.min_budget(problem, time_limit=SECONDS).peak + 100_000)
     model = DistributedDataParallel(compiled)
-    _assert_same(_train(model), _train(DistributedDataParallel(Synchronized())))
+    assert_same_bits(_train(model), _train(DistributedDataParallel(Synchronized())))
     _one_plan(compiled.plans)
     (plan,) = compiled.plans
     talking = [k for k, op in enumerate(plan.problem.graph.ops) if "c10d" in op.target]
@@ -214,14 +177,14 @@ def _collectives_within_the_step() -> None:
 
 
 def _sharded() -> None:
-    expected = _train(fully_shard(Net()))
-    model = fully_shard(compiled := _compiled(Net()))
-    _assert_same(_train(model), expected)
+    expected = _train(fully_shard(_net()))
+    model = fully_shard(compiled := _compiled(_net()))
+    assert_same_bits(_train(model), expected)
     _one_plan(compiled.plans)
     model.zero_grad()
     (plan,) = compiled.plans
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    x, y = _batch()
+    x, y = batch(SIZE, WIDTH)
     use = measure_peak(lambda: model(x, y).backward())
     there = parameters // RANKS + x.nbytes + y.nbytes  # at entry: what is gathered comes within the call
     assert there + use.peak <= plan.peak + 2 * parameters  # what docs/ecosystem.md says to reserve
@@ -231,33 +194,33 @@ def _sharded_in_blocks() -> None:
     """A plan for each of two blocks, and each in the bits; a step whose parts are sharded on their own is refused."""
 
     def blocks(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        model = Net()
+        model = _net()
         for i, block in enumerate(model.blocks):
             model.blocks[i] = fully_shard(wrap(block) if i < 2 else block)
         return fully_shard(model)
 
-    _assert_same(_train(blocks(_compiled)), _train(blocks(lambda block: block)))
-    model = _compiled(Net())
+    assert_same_bits(_train(blocks(_compiled)), _train(blocks(lambda block: block)))
+    model = _compiled(_net())
     for block in model.blocks:
         fully_shard(block)
     with pytest.raises(checkmate.Unsupported, match=r"blocks.0 is a part of the step.*as one unit"):
-        fully_shard(model)(*_batch())
+        fully_shard(model)(*batch(SIZE, WIDTH))
     with pytest.raises(checkmate.Unsupported, match=r"fully_shard\(checkmate.compile\(model"):
-        _compiled(fully_shard(Net()))
+        _compiled(fully_shard(_net()))
 
 
 def _a_second_memory() -> None:
     """Each rank has its own, and all follow the plan of one, with the rates that this one has measured."""
     room = {"host_budget": "100 MB", "host": "file:/dev/shm"}
-    problems = [checkmate.trace(Net(), *_batch(), **there) for there in (room, {})]
+    problems = [checkmate.trace(_net(), *batch(SIZE, WIDTH), **there) for there in (room, {})]
     least = [checkmate.min_budget(problem, time_limit=2 * SECONDS).peak for problem in problems]
-    (budget,) = set(_everywhere(sum(least) // 2)[:1])  # that holds with it only
-    model = checkmate.compile(Net(), budget=budget, time_limit=2 * SECONDS, **room)
-    _assert_same(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(Net())))
+    (budget,) = set(everywhere(sum(least) // 2)[:1])  # that holds with it only
+    model = checkmate.compile(_net(), budget=budget, time_limit=2 * SECONDS, **room)
+    assert_same_bits(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(_net())))
     (plan,) = model.plans
     assert plan.plan is not None
     assert plan.plan.sent
-    assert len(set(_everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
+    assert len(set(everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
     assert model.memory().second_memories[0].peak == simulate(plan.plan, plan.problem).host_peak
 
 
@@ -269,16 +232,16 @@ def _what_there_is() -> None:
         looked.append(about["sharing"])
         return Available(Limit("this machine", 10**9, 10**8 + rank * 10**7), held, 0)
 
-    inside, around = (checkmate.compile(made, time_limit=SECONDS) for made in (Synchronized(), Net()))
-    wrapped = DistributedDataParallel(Net())
+    inside, around = (checkmate.compile(made, time_limit=SECONDS) for made in (Synchronized(), _net()))
+    wrapped = DistributedDataParallel(_net())
     whole = checkmate.training_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), time_limit=SECONDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "available", available)
-        inside(*_batch()).backward()
-        whole(*_batch())
-        DistributedDataParallel(around)(*_batch()).backward()
+        inside(*batch(SIZE, WIDTH)).backward()
+        whole(*batch(SIZE, WIDTH))
+        DistributedDataParallel(around)(*batch(SIZE, WIDTH)).backward()
     assert looked == [RANKS] * 3
-    budgets = [_everywhere(step.plans[0].budget) for step in (inside, whole, around)]
+    budgets = [everywhere(step.plans[0].budget) for step in (inside, whole, around)]
     assert [len(set(each)) for each in budgets] == [1, 1, 2]
     assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
 
@@ -296,22 +259,5 @@ SCENES = (
 )
 
 
-def _run(rank: int, meeting: str, folder: str) -> None:
-    """All scenes in one process: starting two takes longer than they do."""
-    os.environ["CHECKMATE_CACHE_DIR"] = own_cache(f"{folder}/{rank}")  # each measures for itself
-    logging.getLogger("checkmate").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    count_own_seconds()
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    for scene in SCENES:
-        torch._dynamo.reset()
-        torch._dynamo.config.optimize_ddp = True
-        try:
-            scene()
-        except Exception as error:
-            raise AssertionError(scene.__name__) from error
-    dist.destroy_process_group()
-
-
 def test_two_ranks(tmp_path: Path) -> None:
-    start_ranks(_run, RANKS, str(tmp_path / "meeting"), str(tmp_path))
+    play(SCENES, RANKS, tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import checkmate
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
+from tests.support.ranks import torchrun
 from tests.support.sampling import long, slow
 
-ROOT = Path(__file__).parents[2]
 ON_SEVERAL_RANKS = (
     "DistributedDataParallel",
     "FSDP2",
@@ -89,10 +86,4 @@ def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*ON_SEVERAL_RANKS, "Hugging Face Trainer"])
 def test_by_torchrun(name: str, tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["tests.support.recipes", name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    torchrun("-m", "tests.support.recipes", name, folder=tmp_path)

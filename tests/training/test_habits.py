@@ -1,8 +1,8 @@
 """How people train: each habit gives the bits of plain PyTorch, or is refused with words that help.
 
-Every habit is a function of ``wrap``, which is `checkmate.compile` or leaves its argument as it is; it returns all that
-must agree. Compiled, each captured graph is planned close to the smallest budget that needs no parts, so that much
-runs again.
+Every habit is a function of a network and of ``wrap``, which is `checkmate.compile` or leaves its argument as it is; it
+returns all that must agree. Compiled, each captured graph has the plan of the smallest budget that needs no parts, so
+that much runs again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import io
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,34 +28,38 @@ import checkmate
 from checkmate.backends.planner import Planner
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.solvers.search.min_budget import ends_of
-from checkmate.solvers.solve import solve
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.search.min_budget import least_runs
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import slow
 
+Step = Callable[..., Tensor]
 Wrap = Callable[[Any], Any]
-Habit = Callable[[Wrap], Any]
-HABITS: dict[str, tuple[Habit, bool]] = {}  # and whether it belongs to the quick part of the tests
+Habit = Callable[[nn.Sequential, Wrap], Any]
+HABITS: dict[str, Habit] = {}  # by the words of their names
 
 
-def habit(function: Habit) -> Habit:
-    """Something that works, by the words of its name."""
-    HABITS[function.__name__.replace("_", " ")] = function, False
-    return function
+def habit(function: Habit) -> None:
+    """What works with a network and what compiles, by the words of its name."""
+    HABITS[function.__name__.replace("_", " ")] = function
 
 
-def quick(function: Habit) -> Habit:
-    """Tested in the quick part too."""
-    HABITS[function.__name__.replace("_", " ")] = function, True
-    return function
+def of_loop(loop: Callable[[nn.Sequential, Step], Any]) -> Habit:
+    """What works with a network and the step of its loss."""
+    return lambda model, wrap: loop(model, wrap(lambda x, y: cross_entropy(model, x, y)))
+
+
+def loop(function: Callable[[nn.Sequential, Step], Any]) -> None:
+    """A loop that works, by the words of its name."""
+    HABITS[function.__name__.replace("_", " ")] = of_loop(function)
 
 
 @pytest.fixture(autouse=True)
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Whatever the budget says, plan close to the smallest at which ops run again."""
+    """Whatever the budget says, take the plan of the smallest, in which ops run again."""
 
     def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> tuple[Solution, None]:
-        return solve(problem, ends_of(problem, time_limit=0.2).peak, method="auto", time_limit=0.2), None
+        smallest, runs = least_runs(problem, time_limit=0.2)
+        return certify(problem, smallest, runs, method="auto"), None
 
     monkeypatch.setattr(Planner, "plan", plan)
     yield
@@ -70,42 +76,21 @@ def _compiled(fn: Any) -> Any:
 
 def _run(function: Habit, wrap: Wrap) -> list[Any]:
     torch.manual_seed(3)
-    return [*tree_leaves(function(wrap)), torch.get_rng_state()]
-
-
-def assert_same(function: Habit) -> None:
-    """Compiled and plain leave the same bits."""
-    compiled = []
-
-    def wrap(fn: Any) -> Any:
-        compiled.append(_compiled(fn))
-        return compiled[-1]
-
-    expected, found = _run(function, _plain), _run(function, wrap)
-    assert_same_bits(found, expected)
-    assert all(step.plans for step in compiled)
-    assert any(plan.modules.again for step in compiled for plan in step.plans), "nothing ran again"
+    return [*tree_leaves(function(net(), wrap)), torch.get_rng_state()]
 
 
 def net() -> nn.Sequential:
     """Batch norm has buffers, dropout draws."""
-    return nn.Sequential(
-        nn.Linear(16, 32),
-        nn.BatchNorm1d(32),
-        nn.GELU(),
-        nn.Dropout(0.2),
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Linear(32, 4),
-    )
+    first = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2)
+    return nn.Sequential(*first, nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
 def batch(size: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 16), torch.randint(4, (size,))
 
 
-def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, y: F.cross_entropy(model(x), y)
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
 
 
 def state(model: nn.Module) -> list[Tensor | None]:
@@ -120,12 +105,34 @@ def after_backward(model: nn.Module, *losses: Tensor) -> list[Any]:
     return [*(loss.detach() for loss in losses), *state(model)]
 
 
+def training(
+    loss: Callable[..., Tensor] = cross_entropy,
+    make: Callable[[], nn.Module] | None = None,
+    *,
+    data: Callable[[], tuple[Tensor, ...]] = batch,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    steps: int = 1,
+) -> Habit:
+    """Steps of a loss of a model, the network or another, and its data; their forwards are within a region."""
+
+    def function(model: nn.Module, wrap: Wrap) -> Any:
+        model, left = make() if make else model, []
+        step = wrap(lambda *given: loss(model, *given))
+        for _ in range(steps):
+            given = data()
+            with around():
+                value = step(*given)
+            left.append(after_backward(model, value))
+        return left
+
+    return function
+
+
 # Gradients
 
 
-def _accumulate(wrap: Wrap, set_to_none: bool) -> Any:
-    model = net()
-    step, optimizer = wrap(loss_of(model)), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _accumulate(model: nn.Sequential, step: Step, *, set_to_none: bool = True) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     left = []
     for _ in range(2):
         for _ in range(3):
@@ -138,20 +145,14 @@ def _accumulate(wrap: Wrap, set_to_none: bool) -> Any:
     return left, state(model)
 
 
-@quick
-def gradient_accumulation(wrap: Wrap) -> Any:
-    return _accumulate(wrap, set_to_none=True)
+HABITS |= {
+    "gradient accumulation": of_loop(_accumulate),
+    "gradient accumulation into zeros": of_loop(partial(_accumulate, set_to_none=False)),
+}
 
 
-@habit
-def gradient_accumulation_into_zeros(wrap: Wrap) -> Any:
-    return _accumulate(wrap, set_to_none=False)
-
-
-@habit
-def module_zero_grad_and_gradients_set_by_hand(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
+@loop
+def module_zero_grad_and_gradients_set_by_hand(model: nn.Sequential, step: Step) -> Any:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     first = after_backward(model, step(*batch()))
@@ -159,29 +160,26 @@ def module_zero_grad_and_gradients_set_by_hand(wrap: Wrap) -> Any:
     return first, after_backward(model, step(*batch()))
 
 
-@habit
-def frozen_parameters_thawed_later(wrap: Wrap) -> Any:
-    model = net()
+@loop
+def frozen_parameters_thawed_later(model: nn.Sequential, step: Step) -> Any:
     model[0].requires_grad_(False)
-    step = wrap(loss_of(model))
     frozen = after_backward(model, step(*batch()))
     model[0].requires_grad_(True)
     return frozen, after_backward(model, step(*batch()))
 
 
-@quick
-def hooks_of_parameters(wrap: Wrap) -> Any:
-    model, seen = net(), []
+@loop
+def hooks_of_parameters(model: nn.Sequential, step: Step) -> Any:
+    seen: list[Any] = []
     model[0].weight.register_hook(lambda grad: grad * 2)
     model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    step = wrap(loss_of(model))
     return after_backward(model, step(*batch())), after_backward(model, step(*batch())), seen
 
 
 @habit
-def hooks_of_tensors(wrap: Wrap) -> Any:
+def hooks_of_tensors(model: nn.Sequential, wrap: Wrap) -> Any:
     """On an input, on a result, and within the step."""
-    model, seen = net(), []
+    seen: list[Any] = []
 
     def scaled(x: Tensor, y: Tensor) -> Tensor:
         hidden = model[:4](x)
@@ -195,22 +193,18 @@ def hooks_of_tensors(wrap: Wrap) -> Any:
     return after_backward(model, loss), x.grad, seen
 
 
-@habit
-def gradients_of_inputs(wrap: Wrap) -> Any:
-    model = net()
+@loop
+def gradients_of_inputs(model: nn.Sequential, step: Step) -> Any:
     x, y = batch()
     x.requires_grad_()
-    step = wrap(loss_of(model))
     (grad,) = torch.autograd.grad(step(x, y), x)
     with torch.no_grad():
         x += 0.1 * grad.sign()
     return grad, x.detach(), after_backward(model, step(x, y)), x.grad
 
 
-@habit
-def clipped_gradients(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
+@loop
+def clipped_gradients(model: nn.Sequential, step: Step) -> Any:
     loss = step(*batch())
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -221,34 +215,31 @@ def clipped_gradients(wrap: Wrap) -> Any:
 # Precision
 
 
-@quick
-def autocast_to_bfloat16_outside(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch(48))
-    return after_backward(model, loss)
+@torch.autocast("cpu", dtype=torch.bfloat16)
+def _mixed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    with torch.autocast("cpu", enabled=False):
+        return F.cross_entropy(logits.float(), y)
 
 
-@habit
-def autocast_to_bfloat16_inside(wrap: Wrap) -> Any:
-    model = net()
-
-    @torch.autocast("cpu", dtype=torch.bfloat16)
-    def mixed(x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)
-        with torch.autocast("cpu", enabled=False):
-            return F.cross_entropy(logits.float(), y)
-
-    step = wrap(mixed)
-    return [after_backward(model, step(*batch(48))) for _ in range(2)]
+def _in(dtype: torch.dtype) -> Habit:
+    return training(lambda model, x, y: cross_entropy(model, x.to(dtype), y), lambda: net().to(dtype))
 
 
-@habit
-def gradient_scaler(wrap: Wrap) -> Any:
+AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+HABITS |= {
+    "autocast to bfloat16 outside": training(data=lambda: batch(48), around=AUTOCAST),
+    "autocast to bfloat16 inside": training(_mixed, data=lambda: batch(48), steps=2),
+    "model in bfloat16": _in(torch.bfloat16),
+    "model in float64": _in(torch.float64),
+}
+
+
+@loop
+def gradient_scaler(model: nn.Sequential, step: Step) -> Any:
     """A scale that is too large at first: one step is skipped."""
-    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    step, optimizer = wrap(loss_of(model)), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     left = []
     for _ in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -261,20 +252,6 @@ def gradient_scaler(wrap: Wrap) -> Any:
         left += [loss.detach(), torch.tensor(scaler.get_scale()), *state(model)]
         optimizer.zero_grad()
     return left
-
-
-@habit
-def model_in_bfloat16(wrap: Wrap) -> Any:
-    model = net().bfloat16()
-    x, y = batch()
-    return after_backward(model, wrap(loss_of(model))(x.bfloat16(), y))
-
-
-@habit
-def model_in_float64(wrap: Wrap) -> Any:
-    model = net().double()
-    x, y = batch()
-    return after_backward(model, wrap(loss_of(model))(x.double(), y))
 
 
 # What a step takes, holds and returns
@@ -291,32 +268,25 @@ class _Tied(nn.Module):
         return self.out(self.head(self.body(self.embedding(tokens))))
 
 
-@quick
-def tied_weights(wrap: Wrap) -> Any:
-    model = _Tied()
-    tokens, y = torch.randint(11, (12,)), torch.randint(11, (12,))
-    return after_backward(model, wrap(loss_of(model))(tokens, y))
+HABITS["tied weights"] = training(make=_Tied, data=lambda: (torch.randint(11, (12,)), torch.randint(11, (12,))))
 
 
-@quick
-def several_forwards_then_backwards(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
+@loop
+def several_forwards_then_backwards(model: nn.Sequential, step: Step) -> Any:
     first, second, third = (step(*batch()) for _ in range(3))
     return after_backward(model, second, third, first)
 
 
 @habit
-def siamese_branches_in_one_backward(wrap: Wrap) -> Any:
+def siamese_branches_in_one_backward(model: nn.Sequential, wrap: Wrap) -> Any:
     """A compiled module called twice, the loss outside."""
-    model = net()
     shared = wrap(model)
     a, b = shared(batch()[0]), shared(batch()[0])
     return after_backward(model, (a - b).square().mean())
 
 
-@quick
-def tied_weights_in_two_calls_of_one_backward(wrap: Wrap) -> Any:
+@habit
+def tied_weights_in_two_calls_of_one_backward(_: nn.Sequential, wrap: Wrap) -> Any:
     """A preference for one text over another: each call adds to the tied weight twice."""
     embedding, body = nn.Embedding(16, 16), nn.Linear(16, 16)
 
@@ -330,10 +300,8 @@ def tied_weights_in_two_calls_of_one_backward(wrap: Wrap) -> Any:
     return after_backward(nn.ModuleList([embedding, body]), loss)
 
 
-@quick
-def several_losses(wrap: Wrap) -> Any:
-    model = net()
-
+@habit
+def several_losses(model: nn.Sequential, wrap: Wrap) -> Any:
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = model(x)
         return F.cross_entropy(logits, y), logits.square().mean()
@@ -366,9 +334,7 @@ class _Output(ModelOutput):
 
 
 def _returning(make: Callable[..., Any], read: Callable[[Any], Any]) -> Habit:
-    def function(wrap: Wrap) -> Any:
-        model = net()
-
+    def function(model: nn.Sequential, wrap: Wrap) -> Any:
         def step(x: Tensor, y: Tensor) -> Any:
             logits = model(x)
             return make(loss=F.cross_entropy(logits, y), logits=logits)
@@ -386,23 +352,18 @@ def _fields(result: Any) -> tuple[Tensor, Tensor]:
 
 
 HABITS |= {
-    "results in a dict": (_returning(dict, lambda result: (result["loss"], result["logits"])), False),
-    "results in a dataclass": (_returning(_Result, _fields), False),
-    "results in a named tuple": (_returning(_Named, _fields), False),
-    "results in a ModelOutput": (_returning(_Output, _fields), True),
-    "results in nested lists": (
-        _returning(
-            lambda loss, logits: [None, ["text", 3, loss], {"logits": [logits]}], lambda r: (r[1][2], r[2]["logits"][0])
-        ),
-        False,
+    "results in a dict": _returning(dict, lambda result: (result["loss"], result["logits"])),
+    "results in a dataclass": _returning(_Result, _fields),
+    "results in a named tuple": _returning(_Named, _fields),
+    "results in a ModelOutput": _returning(_Output, _fields),
+    "results in nested lists": _returning(
+        lambda loss, logits: [None, ["text", 3, loss], {"logits": [logits]}], lambda r: (r[1][2], r[2]["logits"][0])
     ),
 }
 
 
 @habit
-def arguments_of_every_kind(wrap: Wrap) -> Any:
-    model = net()
-
+def arguments_of_every_kind(model: nn.Sequential, wrap: Wrap) -> Any:
     def step(
         x: Tensor, y: Tensor | None = None, *more: Tensor, scale: float = 1.0, mode: str = "mean", **rest: Any
     ) -> Tensor:
@@ -426,17 +387,16 @@ def arguments_of_every_kind(wrap: Wrap) -> Any:
 
 
 @habit
-def a_backward_from_results_that_are_no_scalar(wrap: Wrap) -> Any:
-    model = net()
+def a_backward_from_results_that_are_no_scalar(model: nn.Sequential, wrap: Wrap) -> Any:
     logits = wrap(model)(batch()[0])
     logits.backward(torch.randn(12, 4))
     return logits.detach(), state(model)
 
 
 @habit
-def detached_results_and_parts(wrap: Wrap) -> Any:
+def detached_results_and_parts(critic: nn.Sequential, wrap: Wrap) -> Any:
     """A generator and a critic: each step trains one of the two."""
-    generator, critic = nn.Sequential(net(), nn.Linear(4, 16)), net()
+    generator = nn.Sequential(net(), nn.Linear(4, 16))
     judge = wrap(lambda x: F.softplus(critic(x)).mean())
     make = wrap(lambda x: generator(x))
     left = []
@@ -452,18 +412,6 @@ def detached_results_and_parts(wrap: Wrap) -> Any:
 # What stands within a step
 
 
-@quick
-def checkpointed_parts(wrap: Wrap) -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = checkpoint(model[2:5], model[:2](x), use_reentrant=False)
-        return F.cross_entropy(checkpoint(model[5:], hidden, use_reentrant=False), y)
-
-    compiled = wrap(step)
-    return [after_backward(model, compiled(*batch())) for _ in range(2)]
-
-
 class _Attending(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -473,52 +421,6 @@ class _Attending(nn.Module):
         q, k, v = self.qkv(x).view(3, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
         return self.body(y.transpose(1, 2).reshape(12, 16))
-
-
-@habit
-def attention_with_dropout(wrap: Wrap) -> Any:
-    model = _Attending(0.3)
-    return after_backward(model, wrap(loss_of(model))(*batch()))
-
-
-@habit
-def attention_with_dropout_under_autocast(wrap: Wrap) -> Any:
-    """Made of several ops on the CPU, whose backward is traced; under autocast it would be another one."""
-    model = _Attending(0.3)
-    step = wrap(loss_of(model))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch())
-    return after_backward(model, loss)
-
-
-@habit
-def attention_without_dropout(wrap: Wrap) -> Any:
-    model = _Attending(0.0)
-    return after_backward(model, wrap(loss_of(model))(*batch()))
-
-
-@habit
-def multi_head_attention_module(wrap: Wrap) -> Any:
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-    x = torch.randn(3, 5, 16)
-    return after_backward(model, wrap(lambda x: model(x).square().mean())(x))
-
-
-@habit
-def weight_norm(wrap: Wrap) -> Any:
-    model = net()
-    nn.utils.parametrizations.weight_norm(model[0])
-    step = wrap(loss_of(model))
-    return [after_backward(model, step(*batch())) for _ in range(2)]
-
-
-@habit
-def spectral_norm(wrap: Wrap) -> Any:
-    """Its buffers change at each forward."""
-    model = net()
-    nn.utils.parametrizations.spectral_norm(model[4])
-    step = wrap(loss_of(model))
-    return [after_backward(model, step(*batch())) for _ in range(2)]
 
 
 class _Straight(torch.autograd.Function):
@@ -534,13 +436,6 @@ class _Straight(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return grad * ctx.factor * (x.abs() < 1), None
-
-
-@quick
-def custom_autograd_function(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(lambda x, y: F.cross_entropy(model[4:](_Straight.apply(model[:4](x), 0.5)), y))
-    return after_backward(model, step(*batch()))
 
 
 @torch.library.custom_op("checkmate_habits::cube", mutates_args=())
@@ -559,22 +454,15 @@ _cube.register_autograd(
 )
 
 
-@habit
-def custom_op(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(lambda x, y: F.cross_entropy(model[4:](_cube(model[:4](x))), y))
-    return after_backward(model, step(*batch()))
-
-
 @torch.library.custom_op("checkmate_habits::count_", mutates_args={"counter"})
 def _count(counter: Tensor, x: Tensor) -> None:
     counter += (x > 0).sum()
 
 
 @habit
-def custom_op_that_writes(wrap: Wrap) -> Any:
+def custom_op_that_writes(model: nn.Sequential, wrap: Wrap) -> Any:
     """It counts, once a step, and is not run again."""
-    model, counter = net(), torch.zeros((), dtype=torch.int64)
+    counter = torch.zeros((), dtype=torch.int64)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         hidden = model[:4](x)
@@ -585,53 +473,92 @@ def custom_op_that_writes(wrap: Wrap) -> Any:
     return [(after_backward(model, compiled(*batch())), counter.clone()) for _ in range(2)]
 
 
+def _checkpointed(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    hidden = checkpoint(model[2:5], model[:2](x), use_reentrant=False)
+    return F.cross_entropy(checkpoint(model[5:], hidden, use_reentrant=False), y)
+
+
+def _in_place(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model[:4](x).clone()
+    hidden[:, ::2] *= 2
+    hidden.view(-1)[3:7].add_(1.0)
+    hidden = hidden.relu_().index_add(0, torch.tensor([0, 0, 1]), hidden[2:5])
+    return F.cross_entropy(model[4:](hidden), y)
+
+
+def _drawing(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    x = x[torch.randperm(len(x))] + 0.1 * torch.randn_like(x)
+    hidden = F.rrelu(F.alpha_dropout(model[:4](x), 0.1, training=True), training=True)
+    hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.9)) + torch.empty_like(hidden).uniform_(-0.1, 0.1)
+    return F.cross_entropy(model[4:](hidden), y)
+
+
+def _between(op: Callable[[Tensor], Tensor]) -> Habit:
+    """What an op makes of the first layers goes into the last ones."""
+    return training(lambda model, x, y: F.cross_entropy(model[4:](op(model[:4](x))), y))
+
+
+def _normed(norm: Callable[[nn.Module], Any], layer: int) -> Habit:
+    """Buffers of some norms change at each forward."""
+
+    def make() -> nn.Module:
+        model = net()
+        norm(model[layer])
+        return model
+
+    return training(make=make, steps=2)
+
+
+def _images() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(8, 4, 3))
+    return model.to(memory_format=torch.channels_last)
+
+
+def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+HABITS |= {
+    "checkpointed parts": training(_checkpointed, steps=2),
+    "attention with dropout": training(make=lambda: _Attending(0.3)),
+    # made of several ops on the CPU, whose backward is traced; under autocast it would be another one
+    "attention with dropout under autocast": training(make=lambda: _Attending(0.3), around=AUTOCAST),
+    "attention without dropout": training(make=lambda: _Attending(0.0)),
+    "multi head attention module": training(
+        _mean_square,
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+        data=lambda: (torch.randn(3, 5, 16),),
+    ),
+    "weight norm": _normed(nn.utils.parametrizations.weight_norm, 0),
+    "spectral norm": _normed(nn.utils.parametrizations.spectral_norm, 4),
+    "custom autograd function": _between(lambda x: _Straight.apply(x, 0.5)),
+    "custom op": _between(_cube),
+    "in place ops and views": training(_in_place),
+    "random numbers within the step": training(_drawing, steps=2),
+    "tensors saved on the cpu": training(around=torch.autograd.graph.save_on_cpu),
+    "images with channels last": training(
+        _mean_square, _images, data=lambda: (torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),), steps=2
+    ),
+}
+
+
 @habit
-def in_place_ops_and_views(wrap: Wrap) -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model[:4](x).clone()
-        hidden[:, ::2] *= 2
-        hidden.view(-1)[3:7].add_(1.0)
-        hidden = hidden.relu_().index_add(0, torch.tensor([0, 0, 1]), hidden[2:5])
-        return F.cross_entropy(model[4:](hidden), y)
-
-    return after_backward(model, wrap(step)(*batch()))
-
-
-@habit
-def random_numbers_within_the_step(wrap: Wrap) -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        x = x[torch.randperm(len(x))] + 0.1 * torch.randn_like(x)
-        hidden = F.rrelu(F.alpha_dropout(model[:4](x), 0.1, training=True), training=True)
-        hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.9)) + torch.empty_like(hidden).uniform_(-0.1, 0.1)
-        return F.cross_entropy(model[4:](hidden), y)
-
-    compiled = wrap(step)
-    return [after_backward(model, compiled(*batch())) for _ in range(2)]
-
-
-@habit
-def compiled_within_compiled(wrap: Wrap) -> Any:
+def compiled_within_compiled(model: nn.Sequential, wrap: Wrap) -> Any:
     """The inner ones become part of the outer one's graph."""
-    model = net()
     inner, middle = (part if wrap is _plain else _compiled(part) for part in (model[:4], lambda x: model[4:6](x)))
     return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[6](middle(inner(x))), y))(*batch()))
 
 
 @habit
-def torch_compile_within_the_step(wrap: Wrap) -> Any:
-    model = net()
+def torch_compile_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
     body = torch.compile(model[:4], backend="eager")
     return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[4:](body(x)), y))(*batch()))
 
 
 @habit
-def gradients_off_within_the_step(wrap: Wrap) -> Any:
+def gradients_off_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
     """A teacher without gradients beside the student."""
-    model, teacher = net(), net()
+    teacher = net()
 
     def distill(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -641,21 +568,11 @@ def gradients_off_within_the_step(wrap: Wrap) -> Any:
     return after_backward(model, wrap(distill)(*batch())), state(teacher)
 
 
-@habit
-def tensors_saved_on_the_cpu(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
-    with torch.autograd.graph.save_on_cpu():
-        loss = step(*batch())
-    return after_backward(model, loss)
-
-
 # Around a step
 
 
 @habit
-def evaluation_between_steps(wrap: Wrap) -> Any:
-    model = net()
+def evaluation_between_steps(model: nn.Sequential, wrap: Wrap) -> Any:
     compiled, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1)
     left = []
     for evaluate in (torch.no_grad, torch.inference_mode):
@@ -674,8 +591,7 @@ def evaluation_between_steps(wrap: Wrap) -> Any:
 
 
 @habit
-def deep_copies(wrap: Wrap) -> Any:
-    model = net()
+def deep_copies(model: nn.Sequential, wrap: Wrap) -> Any:
     compiled = wrap(model)
     left = after_backward(model, compiled(batch()[0]).square().mean())
     twin = copy.deepcopy(compiled)
@@ -683,14 +599,13 @@ def deep_copies(wrap: Wrap) -> Any:
     return left, state(model)
 
 
-@quick
-def state_dict_and_back(wrap: Wrap) -> Any:
-    model, other = net(), net()
+@habit
+def state_dict_and_back(model: nn.Sequential, wrap: Wrap) -> Any:
     compiled, optimizer = wrap(model), torch.optim.AdamW(model.parameters())
     left = after_backward(model, compiled(batch()[0]).square().mean())
     optimizer.step()
     kept = copy.deepcopy((compiled.state_dict(), optimizer.state_dict()))
-    compiled.load_state_dict(other.state_dict())
+    compiled.load_state_dict(net().state_dict())
     left += after_backward(model, compiled(batch()[0]).square().mean())
     compiled.load_state_dict(kept[0], assign=True)  # other tensors in the place of the parameters
     optimizer = torch.optim.AdamW(model.parameters())
@@ -701,8 +616,7 @@ def state_dict_and_back(wrap: Wrap) -> Any:
 
 
 @habit
-def the_model_saved_and_loaded(wrap: Wrap) -> Any:
-    model = net()
+def the_model_saved_and_loaded(model: nn.Sequential, wrap: Wrap) -> Any:
     compiled = wrap(model)
     left = after_backward(model, compiled(batch()[0]).square().mean())
     loaded = []
@@ -726,10 +640,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _with_optimizers(wrap: Wrap) -> Any:
+@of_loop
+def _with_optimizers(model: nn.Sequential, step: Step) -> Any:
     """One compiled step serves them all in turn."""
-    model, left = net(), []
-    step = wrap(loss_of(model))
+    left = []
     for make in OPTIMIZERS.values():
         optimizer = make(model.parameters())
         for _ in range(2):
@@ -739,13 +653,12 @@ def _with_optimizers(wrap: Wrap) -> Any:
     return left, state(model)
 
 
-HABITS["optimizers, foreach and fused"] = _with_optimizers, True
+HABITS["optimizers, foreach and fused"] = _with_optimizers
 
 
-@habit
-def optimizer_with_a_closure(wrap: Wrap) -> Any:
-    model = net()
-    step, optimizer, (x, y) = wrap(loss_of(model)), torch.optim.LBFGS(model.parameters(), max_iter=3), batch()
+@loop
+def optimizer_with_a_closure(model: nn.Sequential, step: Step) -> Any:
+    optimizer, (x, y) = torch.optim.LBFGS(model.parameters(), max_iter=3), batch()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -756,10 +669,9 @@ def optimizer_with_a_closure(wrap: Wrap) -> Any:
     return optimizer.step(closure).detach(), state(model)
 
 
-@habit
-def optimizers_in_the_backward(wrap: Wrap) -> Any:
+@loop
+def optimizers_in_the_backward(model: nn.Sequential, step: Step) -> Any:
     """Each parameter is updated as soon as its gradient is there."""
-    model = net()
     for p in model.parameters():
         optimizer = torch.optim.SGD([p], 0.1)
 
@@ -768,14 +680,12 @@ def optimizers_in_the_backward(wrap: Wrap) -> Any:
             optimizer.zero_grad()
 
         p.register_post_accumulate_grad_hook(update)
-    step = wrap(loss_of(model))
     return [after_backward(model, step(*batch())) for _ in range(3)]
 
 
-@habit
-def averaged_copies(wrap: Wrap) -> Any:
-    model = net()
-    step, optimizer = wrap(loss_of(model)), torch.optim.SGD(model.parameters(), lr=0.1)
+@loop
+def averaged_copies(model: nn.Sequential, step: Step) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay, use_buffers=True)
     for _ in range(3):
@@ -787,10 +697,9 @@ def averaged_copies(wrap: Wrap) -> Any:
     return state(model), state(average), average(batch()[0]).detach()
 
 
-@habit
-def learning_rate_schedulers(wrap: Wrap) -> Any:
-    model = net()
-    step, optimizer = wrap(loss_of(model)), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+@loop
+def learning_rate_schedulers(model: nn.Sequential, step: Step) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
@@ -803,11 +712,9 @@ def learning_rate_schedulers(wrap: Wrap) -> Any:
     return left
 
 
-@habit
-def parts_replaced_between_steps(wrap: Wrap) -> Any:
+@loop
+def parts_replaced_between_steps(model: nn.Sequential, step: Step) -> Any:
     """A new head of another width; weights written through ``.data``."""
-    model = net()
-    step = wrap(loss_of(model))
     left = after_backward(model, step(*batch()))
     model[6] = nn.Linear(32, 7)
     model[0].weight.data.mul_(0.5)
@@ -817,101 +724,54 @@ def parts_replaced_between_steps(wrap: Wrap) -> Any:
 
 
 @habit
-def anomaly_detection(wrap: Wrap) -> Any:
-    model = net()
-    step = wrap(loss_of(model))
+def anomaly_detection(model: nn.Sequential, wrap: Wrap) -> Any:
     with torch.autograd.detect_anomaly(check_nan=True):
-        return after_backward(model, step(*batch()))
+        return training()(model, wrap)
 
 
-@habit
-def images_with_channels_last(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(8, 4, 3))
-    model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    step = wrap(lambda x: model(x).square().mean())
-    return [after_backward(model, step(x)) for _ in range(2)]
-
-
-@pytest.mark.parametrize("name", [name if fast else slow(name) for name, (_, fast) in HABITS.items()])
+@pytest.mark.parametrize("name", HABITS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_bits_of_plain_pytorch(name: str) -> None:
-    assert_same(HABITS[name][0])
+    compiled = []
+
+    def wrap(fn: Any) -> Any:
+        compiled.append(_compiled(fn))
+        return compiled[-1]
+
+    expected, found = _run(HABITS[name], _plain), _run(HABITS[name], wrap)
+    assert_same_bits(found, expected)
+    assert all(step.plans for step in compiled)
+    assert any(plan.modules.again for step in compiled for plan in step.plans), "nothing ran again"
 
 
 # What is refused, with what to do instead
 
 
-def _backward_within() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    return step
+def _backward_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(model, x, y)
+    loss.backward()
+    return loss
 
 
-def _optimizer_within() -> Any:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        return F.cross_entropy(model(x), y)
-
-    return step
+def _optimizer_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    SGD.zero_grad()
+    return cross_entropy(model, x, y)
 
 
-def _gradient_within() -> Any:
-    model = net()
-
-    def penalty(x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y), x, create_graph=True)
-        return grad.norm()
-
-    return penalty
+def _gradient_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(cross_entropy(model, x, y), x, create_graph=True)
+    return grad.norm()
 
 
-def _retained_gradient_within() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model[:4](x)
-        hidden.retain_grad()
-        return F.cross_entropy(model[4:](hidden), y)
-
-    return step
+def _retained_gradient_within(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model[:4](x)
+    hidden.retain_grad()
+    return F.cross_entropy(model[4:](hidden), y)
 
 
-def _own_generator() -> Any:
-    model, mine = net(), torch.Generator()
-    return lambda x, y: F.cross_entropy(model(x + torch.randn(x.shape, generator=mine)), y)
-
-
-def _random_numbers_of_python() -> Any:
-    model = net()
-    return lambda x, y: F.cross_entropy(model(x * 2 if random.gauss(0, 1) < 0.5 else x), y)
-
-
-def _computing_with_random_numbers_of_python() -> Any:
-    model = net()
-    return lambda x, y: F.cross_entropy(model(x ** random.randint(2, 3)), y)
-
-
-def _sparse_gradients() -> Any:
-    model, embedding = net(), nn.Embedding(4, 16, sparse=True)
-    return lambda x, y: F.cross_entropy(model(embedding(y)), y)
-
-
-def _scripted_module() -> Any:
-    model = torch.jit.script(net())
-    return lambda x, y: F.cross_entropy(model(x), y)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+SGD, MINE, SPARSE = torch.optim.SGD(net().parameters(), 0.1), torch.Generator(), nn.Embedding(4, 16, sparse=True)
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "backward within the step": (_backward_within, r"loss\.backward\(\)\nReturn the loss, and call backward"),
     "optimizer within the step": (_optimizer_within, "optimizer outside"),
     "gradient penalty within the step": (
@@ -919,21 +779,30 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"autograd\.grad\(\) on it outside|pass it in with requires_grad_",
     ),
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
-    "a generator of one's own": (_own_generator, "global generator"),
-    "random numbers of Python": (_random_numbers_of_python, "Draw with torch"),
-    "computing with random numbers of Python": (_computing_with_random_numbers_of_python, "Draw with torch"),
-    "sparse gradients": (_sparse_gradients, "sparse=False"),
-    "modules of torch.jit": (_scripted_module, "original eager nn.Module"),
+    "a generator of one's own": (
+        lambda model, x, y: cross_entropy(model, x + torch.randn(x.shape, generator=MINE), y),
+        "global generator",
+    ),
+    "random numbers of Python": (
+        lambda model, x, y: cross_entropy(model, x * 2 if random.gauss(0, 1) < 0.5 else x, y),
+        "Draw with torch",
+    ),
+    "computing with random numbers of Python": (
+        lambda model, x, y: cross_entropy(model, x ** random.randint(2, 3), y),
+        "Draw with torch",
+    ),
+    "sparse gradients": (lambda model, x, y: cross_entropy(model, SPARSE(y), y), "sparse=False"),
+    "modules of torch.jit": (cross_entropy, "original eager nn.Module"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_refused_with_what_to_do_instead(name: str) -> None:
-    make, words = REFUSED[name]
-    step = make()
+    loss, words = REFUSED[name]
+    model = torch.jit.script(net()) if "torch.jit" in name else net()
     with pytest.raises(checkmate.Unsupported, match=words) as caught:
-        _compiled(step)(*batch())
+        _compiled(lambda x, y: loss(model, x, y))(*batch())
     assert "test_habits.py" in str(caught.value)
 
 
@@ -961,7 +830,7 @@ def test_batch_norm_in_a_checkpointed_part_updates_its_statistics_once() -> None
     model = net()
     twin = copy.deepcopy(model)
     step = _compiled(lambda x, y: F.cross_entropy(checkpoint(model, x, use_reentrant=False), y))
-    found, expected = train(model, step), train(twin, loss_of(twin))
+    found, expected = train(model, step), train(twin, partial(cross_entropy, twin))
     assert_same_bits(found, expected)
     assert model[1].num_batches_tracked == 1
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,14 @@ ELSEWHERE: dict[str, Any] = {"host_budget": "1 MB", "host": "file:"}
 WAYS: dict[str, dict[str, Any]] = {"allocator": {"memory": "allocator"}, "second memory": ELSEWHERE}  # beside an arena
 
 
-class _Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
-
+class _Loss(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        return super().forward(x).square().mean()
 
 
-MODEL, BATCH = _Loss(), torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
+torch.manual_seed(0)
+MODEL = _Loss(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+BATCH = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
 
 
 def loss_fn(x: Tensor) -> Tensor:
@@ -49,13 +47,8 @@ def loss_fn(x: Tensor) -> Tensor:
     return MODEL(x)
 
 
-def _function(**options: Any) -> tuple[Any, Callable[[], object]]:
-    step = checkmate.compile(loss_fn, **options)
-    return step, lambda: step(BATCH).backward()
-
-
-def _module(**options: Any) -> tuple[Any, Callable[[], object]]:
-    step = checkmate.compile(MODEL, **options)
+def _compiled(what: Any, **options: Any) -> tuple[Any, Callable[[], object]]:
+    step = checkmate.compile(what, **options)
     return step, lambda: step(BATCH).backward()
 
 
@@ -64,7 +57,7 @@ def _whole(**options: Any) -> tuple[Any, Callable[[], object]]:
     return step, lambda: step(BATCH)
 
 
-KINDS = {"function": _function, "module": _module, "training step": _whole}
+KINDS = {"function": partial(_compiled, loss_fn), "module": partial(_compiled, MODEL), "training step": _whole}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +65,8 @@ def budgets() -> dict[str, int]:
     """For each way: one for which ops run again, and one which asks for the second memory, whatever its links take."""
     build.start()
     build.wait()
-    step, train = _function(budget="1 GB", time_limit=1, **ELSEWHERE)  # what a process has once is there from now on
-    train()
+    step, train = _compiled(loss_fn, budget="1 GB", time_limit=1, **ELSEWHERE)
+    train()  # what a process has once is there from now on
     (plan,) = step.plans
     there, here = plan.problem, plan.problem.with_host(None)
     least_there, least = (checkmate.min_budget(problem, time_limit=1).peak for problem in (there, here))
@@ -131,7 +124,7 @@ def test_what_a_deleted_step_held_is_given_back(kind: str, way: str, budgets: di
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_differentiated_yet_outlives_its_step(budgets: dict[str, int]) -> None:
-    step, _ = _function(budget=budgets["second memory"], time_limit=1, **ELSEWHERE)
+    step, _ = _compiled(loss_fn, budget=budgets["second memory"], time_limit=1, **ELSEWHERE)
     loss = step(BATCH)
     del step
     gc.collect()

@@ -30,7 +30,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() -> None:
     build.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from checkmate.capture.nodes import target_name
 from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import cost_cache, measure, trial
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import between
 from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
+from tests.support.whole_steps import assert_as_plain
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SECONDS = 0.3  # to plan
@@ -55,44 +56,41 @@ def loss_of(net: nn.Module, dtype: torch.dtype | None) -> Callable[[Tensor, Tens
     return loss
 
 
+def chain(
+    count: int, parts: Callable[[], tuple[nn.Module, ...]], *shape: int
+) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """Layers that repeat, an input, and the mean square of what they make of it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(part for _ in range(count) for part in parts())).cuda()
+    return net, torch.randn(*shape, device="cuda"), lambda x: net(x).square().mean()
+
+
+def least(step: Callable[[Tensor], Tensor], x: Tensor, **host: Any) -> int:
+    """The smallest budget that is quickly found."""
+    return checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=SECONDS).peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fused"), [long(None, True), long(torch.bfloat16, False), (torch.float16, None)])
 def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | None, fused: bool | None) -> None:
     """By each implementation of AdamW, in each precision; float16 with its scaler."""
-    ours = Net().cuda()
-    plain = copy.deepcopy(ours)
-    optimizers = [torch.optim.AdamW(net.parameters(), fused=fused) for net in (ours, plain)]
-    scalers = [torch.amp.GradScaler("cuda") for _ in optimizers] if dtype is torch.float16 else [None, None]
-    step = checkmate.training_step(loss_of(ours, dtype), optimizers[0], "1 GB", scaler=scalers[0])
     data = [batch() for _ in range(3)]
-    torch.manual_seed(1)
-    found = [step(*each).detach() for each in data]
-    torch.manual_seed(1)
-    for each, expected in zip(data, found, strict=True):
-        optimizers[1].zero_grad()
-        loss = loss_of(plain, dtype)(*each)
-        if scalers[1] is None:
-            loss.backward()
-            optimizers[1].step()
-        else:
-            scalers[1].scale(loss).backward()
-            scalers[1].step(optimizers[1])
-            scalers[1].update()
-        assert_same_bits(expected, loss.detach())
-    assert_same_bits(ours.state_dict(), plain.state_dict())
+
+    def train(make: Callable[..., Any]) -> Any:
+        net = Net().cuda()
+        scaler = torch.amp.GradScaler("cuda") if dtype is torch.float16 else None
+        step = make(loss_of(net, dtype), torch.optim.AdamW(net.parameters(), fused=fused), scaler=scaler)
+        torch.manual_seed(1)
+        return [step(*each) for each in data], net.state_dict()
+
+    assert_as_plain(train)
 
 
 @pytest.mark.slow
 def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
-    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
-    net, x = nn.Sequential(*layers).cuda(), torch.randn(2048, 256, device="cuda")
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
+    net, x, step = chain(6, lambda: (nn.Linear(256, 256), nn.GELU()), 2048, 256)
     host: dict[str, Any] = {"host_budget": "100 MB", "host": "pinned"}
-    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=SECONDS).peak
-    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=SECONDS).peak
+    alone, beside = least(step, x), least(step, x, **host)
     assert beside < alone
     compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=SECONDS, verify=True, **host)
     wanted = [*net.parameters()]
@@ -140,15 +138,8 @@ def test_a_step_on_another_device_than_the_current_one() -> None:
 @pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
 def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(share: float) -> None:
     """Weights of 1.54 MB and activations of 1.64 MB, of whose blocks the allocator keeps up to 1 MiB more."""
-    net = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(600, 600), nn.GELU()))).cuda()
-    x = torch.randn(640, 600, device="cuda")
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
-    problem = checkmate.trace(step, x)
-    least = checkmate.min_budget(problem, time_limit=SECONDS).peak
-    budget = least + int(share * (problem.keep_all_peak - least))
+    _, x, step = chain(8, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
+    budget = between(checkmate.trace(step, x), share, time_limit=SECONDS)
     try:
         report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
     except checkmate.InfeasibleBudget as refusal:  # in blocks of the allocator
@@ -203,15 +194,8 @@ def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
     draw: Callable[[], nn.Module], target: str, host: str | None
 ) -> None:
     """Its seed and offset are kept, and neither its result nor, where the budget is tight, its mask."""
-    torch.manual_seed(0)
-    blocks = [m for _ in range(4) for m in (nn.Linear(128, 128), nn.GELU(), draw())]
-    net, x = nn.Sequential(*blocks).cuda(), torch.randn(512, 128, device="cuda")
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
-    problem = checkmate.trace(step, x)
-    budget = checkmate.min_budget(problem, time_limit=SECONDS).peak
+    net, x, step = chain(4, lambda: (nn.Linear(128, 128), nn.GELU(), draw()), 512, 128)
+    budget = least(step, x)
     report = checkmate.verify(step, x, budget=budget, host_budget=host, time_limit=SECONDS)
     assert report.measured_peak <= budget
     compiled = checkmate.compile(step, budget=budget, host_budget=host, time_limit=SECONDS, wait="best")
@@ -220,7 +204,7 @@ def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
     found = torch.autograd.grad(compiled(x), wanted)
     after = torch.cuda.get_rng_state()
     solution = compiled.plans[0]
-    again = [op for op, runs in zip(problem.graph.ops, solution.schedule.R.sum(0), strict=True) if runs > 1]
+    again = [op for op, runs in zip(solution.problem.graph.ops, solution.schedule.R.sum(0), strict=True) if runs > 1]
     assert host or any(op.target == f"checkmate.{target}" for op in again)
     torch.manual_seed(1)
     assert_same_bits(found, torch.autograd.grad(step(x), wanted))
@@ -260,15 +244,10 @@ def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypa
     ticks = itertools.count(1)
     time_call = measure.time_on_accelerator
     monkeypatch.setattr(measure, "time_on_accelerator", lambda *about: time_call(*about) * (1 + next(ticks) / 8))
-    layers = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
-    net, x = nn.Sequential(*layers).cuda(), torch.randn(2, 4, 16, 16, device="cuda")
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
+    _, x, step = chain(3, lambda: (nn.Conv2d(4, 4, 3, padding=1), nn.GELU()), 2, 4, 16, 16)
     monkeypatch.setattr(cost_cache, "_known", {})
     problem = checkmate.trace(step, x)
-    budget = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
+    budget = between(problem, 0.5)
     origins = []
     for _ in range(2):
         monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
@@ -300,19 +279,14 @@ def test_another_kernel_of_a_convolution_is_timed_anew(tmp_path: Path, monkeypat
 
 def test_steps_on_two_streams_of_the_users() -> None:
     """One after the other, with nothing that has the second wait for the first: each has streams and values its own."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))).cuda()
-    xs, wanted = [torch.randn(2048, 256, device="cuda") for _ in range(2)], [*net.parameters()]
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
+    net, both, step = chain(4, lambda: (nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)), 2, 2048, 256)
+    xs, wanted = [*both], [*net.parameters()]
     expected = [torch.autograd.grad(step(x), wanted) for x in xs]
     streams = [torch.cuda.Stream() for _ in xs * 2]
     for stream in streams:  # on each, libraries take workspaces and keep them
         with torch.cuda.stream(stream):
             have_libraries_take_workspaces(xs[0].device)
-    budget = checkmate.min_budget(checkmate.trace(step, xs[0]), time_limit=SECONDS).peak
+    budget = least(step, xs[0])
     compiled, found = checkmate.compile(step, budget=budget, time_limit=SECONDS, wait="best"), []
     for x, stream in zip(xs * 2, streams, strict=True):
         with torch.cuda.stream(stream):
@@ -323,14 +297,8 @@ def test_steps_on_two_streams_of_the_users() -> None:
 
 def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device of 64 GB, most of it held elsewhere; or kept from PyTorch by a fraction for this process."""
-    net = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(600, 600), nn.GELU()))).cuda()
-    x = torch.randn(640, 600, device="cuda")
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
-    problem = checkmate.trace(step, x)
-    room = (checkmate.min_budget(problem, time_limit=SECONDS).peak + problem.keep_all_peak) // 2
+    _, x, step = chain(8, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
+    room = between(checkmate.trace(step, x), 0.5, time_limit=SECONDS)
     total = 64 * 10**9
     may_have = room + int(SHARE * total)  # with the margin
 
@@ -361,9 +329,9 @@ def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.Mon
 
 
 def test_a_device_that_nobody_else_holds_runs_nothing_again() -> None:
-    net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()).cuda(), torch.randn(128, 64, device="cuda")
+    net, x, loss = chain(1, lambda: (nn.Linear(64, 64), nn.GELU()), 128, 64)
     free, total = torch.cuda.mem_get_info()
-    step = checkmate.training_step(lambda x: net(x).square().mean(), torch.optim.AdamW(net.parameters()))
+    step = checkmate.training_step(loss, torch.optim.AdamW(net.parameters()))
     step(x)
     assert step.plans[0].schedule.recomputed.sum() == 0
     assert 0.8 * free <= step.plans[0].budget <= total

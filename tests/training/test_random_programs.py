@@ -43,21 +43,16 @@ NO_CHECKS = list(HealthCheck)  # a program takes a third of a second
 
 def drawn(count: int, first_seed: int) -> Callable[[Any], Any]:
     """Run a test on so many programs and budgets. Hypothesis draws them, from the seed and constants of our code."""
-
-    def decorate(test: Any) -> Any:
-        limits = settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            suppress_health_check=NO_CHECKS,
-            phases=[Phase.generate, Phase.shrink],
-            print_blob=False,
-        )
-        return seed(first_seed)(
-            limits(given(spec=programs(), budget=st.floats(0, 1), method=st.sampled_from(METHODS))(test))
-        )
-
-    return decorate
+    limits = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=NO_CHECKS,
+        phases=[Phase.generate, Phase.shrink],
+        print_blob=False,
+    )
+    cases = given(spec=programs(), budget=st.floats(0, 1), method=st.sampled_from(METHODS))
+    return lambda test: seed(first_seed)(limits(cases(test)))
 
 
 def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
@@ -116,11 +111,6 @@ def run(
 
 
 def check(spec: Spec, budget: float, method: str) -> None:
-    with patch.object(rewrite, "WORTH_BYTES", spec.seed % 2 * WORTH_BYTES):  # small masks are drawn again too in half
-        _check(spec, budget, method)
-
-
-def _check(spec: Spec, budget: float, method: str) -> None:
     plain, program = Program(spec), Program(spec)
     try:
         expected, _ = run(plain, plain, spec, metered=False)
@@ -128,7 +118,8 @@ def _check(spec: Spec, budget: float, method: str) -> None:
         return
     backend = Backend(solve_within(budget, method))
     step = capture(program, backend)
-    with offering_ways():
+    worth = spec.seed % 2 * WORTH_BYTES  # small masks are drawn again too in half
+    with offering_ways(), patch.object(rewrite, "WORTH_BYTES", worth):
         found, peak = run(program, step, spec, metered=spec.extra == "none")
 
     assert_same_bits(found, expected)

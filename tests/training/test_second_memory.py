@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
@@ -23,25 +24,17 @@ from tests.support.bits import assert_same_bits
 from tests.support.offers import offered
 from tests.support.stepping import assert_same, train
 from tests.support.transfers import as_run, with_transfers
+from tests.support.whole_steps import Scored, assert_as_plain, classifier, planned_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SECONDS = 0.4  # to plan
+THERE: dict[str, Any] = {"host_budget": "100 MB", "host": "file:/dev/shm"}
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Dropout and batch norm, and values that are cheap to send for their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(4))
-        self.drop, self.head = nn.Dropout(0.2), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.body:
-            x = x + self.drop(layer(x))
-        return F.cross_entropy(self.head(x), y)
+    return Scored(*classifier(blocks=4))
 
 
 def batch(size: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -50,21 +43,14 @@ def batch(size: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def least() -> int:
-    """The smallest budget without a second memory, about."""
-    return checkmate.min_budget(checkmate.trace(Net(), *batch()), time_limit=SECONDS).peak
-
-
-@functools.cache
 def below() -> int:
     """A budget that holds with a second memory only."""
-    problem = checkmate.trace(Net(), *batch(), host_budget="100 MB", host="file:/dev/shm")
-    return (checkmate.min_budget(problem, time_limit=SECONDS).peak + least()) // 2
+    problems = checkmate.trace(net(), *batch()), checkmate.trace(net(), *batch(), **THERE)
+    return sum(checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems) // 2
 
 
 def compiled(fn: Any) -> Any:
-    asked: dict[str, Any] = {"budget": below(), "host_budget": "100 MB", "host": "file:/dev/shm"}
-    return checkmate.compile(fn, time_limit=SECONDS, wait="best", **asked)
+    return checkmate.compile(fn, budget=below(), time_limit=SECONDS, wait="best", **THERE)
 
 
 @pytest.mark.slow
@@ -74,10 +60,10 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
     monkeypatch.setattr(opening, "_measured", {})
     with pytest.raises(InfeasibleBudget):
-        checkmate.compile(Net(), budget=budget, time_limit=SECONDS)(*batch())
-    plain = Net()
+        checkmate.compile(net(), budget=budget, time_limit=SECONDS)(*batch())
+    plain = net()
     expected = train(plain, plain, batch())
-    model = compiled(Net())
+    model = compiled(net())
 
     found = train(model, model, batch())
 
@@ -90,7 +76,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     assert "second memory" in str(model.memory())
 
     monkeypatch.setattr(opening, "_measured", {})  # as in another process
-    again = compiled(Net())
+    again = compiled(net())
     again(*batch()).backward()
     assert again.plans[0].plan == plan.plan
     assert again.plans[0].origin == "plan cache"
@@ -98,7 +84,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_batches_of_several_sizes_and_validation_between_them() -> None:
-    plain, model = Net(), compiled(Net())
+    plain, model = net(), compiled(net())
     left = []
     for one in (plain, model):
         torch.manual_seed(1)
@@ -115,47 +101,31 @@ def test_batches_of_several_sizes_and_validation_between_them() -> None:
 @pytest.mark.slow
 def test_whole_steps_with_gradients_that_are_accumulated() -> None:
     """Within a budget that holds with a second memory only."""
-    there: dict[str, Any] = {"host_budget": "100 MB", "host": "file:/dev/shm"}
 
-    def planned(model: Net, optimizer: torch.optim.Optimizer, budget: int, **options: Any) -> checkmate.TrainingStep:
-        about: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2, "time_limit": SECONDS, "wait": "best"}
-        return checkmate.training_step(model, optimizer, budget=budget, **about, **options)
-
-    def smallest(**options: Any) -> int:
-        model = Net()
-        step = planned(model, torch.optim.AdamW(model.parameters(), lr=0.01), 10**9)
-        return checkmate.min_budget(checkmate.trace(step, *batch(), **options), time_limit=SECONDS).peak
-
-    budget = (smallest() + smallest(**there)) // 2
-    left = []
-    for is_plain in (True, False):
-        model = Net()
+    def made(make: Callable[..., Any]) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return make(model, optimizer, clip_norm=1.0, accumulate=2), model, optimizer
+
+    def train(make: Callable[..., Any]) -> Any:
+        step, model, optimizer = made(make)
         torch.manual_seed(1)
-        step = None if is_plain else planned(model, optimizer, budget, **there)
-        for i in range(4):
-            if step is not None:
-                step(*batch(seed=i))
-                continue
-            if i % 2 == 0:
-                optimizer.zero_grad()
-            model(*batch(seed=i)).backward()
-            if i % 2:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        left.append((model.state_dict(), optimizer.state_dict()["state"]))
-        if step is not None:
-            assert all(plan.plan.sent for plan in step.plans)
-            assert len(step.memory().second_memories) == 1
-    assert_same_bits(*left)
+        losses = [step(*batch(seed=i)) for i in range(4)]
+        return losses, model.state_dict(), optimizer.state_dict()["state"]
+
+    problems = (checkmate.trace(made(planned_step)[0], *batch(), **options) for options in ({}, THERE))
+    budget = sum(checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems) // 2
+    step, _ = assert_as_plain(train, budget=budget, time_limit=SECONDS, **THERE)
+    assert all(plan.plan.sent for plan in step.plans)
+    assert len(step.memory().second_memories) == 1
 
 
 @pytest.mark.slow
 def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
-    plain, model = Net(), Net()
+    plain, model = net(), net()
     most = checkmate.trace(plain, *batch()).keep_all_peak
     with offered() as searches:
-        step = checkmate.compile(model, budget=most, host_budget="100 MB", host="file:/dev/shm", memory="allocator")
+        step = checkmate.compile(model, budget=most, memory="allocator", **THERE)
         left = []
         for one, run in ((plain, plain), (model, step)):
             torch.manual_seed(1)
@@ -181,29 +151,14 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
 
 @pytest.mark.slow
 def test_it_is_verified() -> None:
-    report = checkmate.verify(
-        Net(), *batch(), budget=below(), time_limit=SECONDS, host_budget="100 MB", host="file:/dev/shm"
-    )
+    report = checkmate.verify(net(), *batch(), budget=below(), time_limit=SECONDS, **THERE)
     assert report.measured_peak == report.predicted_peak
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"host": "file:"}, ValueError, "say how many bytes"),
-        ({"host_budget": "1 GB", "host": "/fast/disk"}, ValueError, "Unknown second memory '/fast/disk'"),
-        ({"host_budget": "much"}, checkmate.BudgetError, "much"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        checkmate.compile(Net(), budget="1 GB", **options)
 
 
 @pytest.mark.parametrize("where", ["file:/no/such/folder", "pinned"])
 def test_where_there_is_no_such_memory(where: str) -> None:
-    model = checkmate.compile(Net(), budget="1 GB", host_budget="1 GB", host=where)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = checkmate.compile(net(), budget="1 GB", host_budget="1 GB", host=where)
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(HostError, match="/no/such/folder" if where.startswith("file") else "CUDA"):
         model(*batch())
-    assert_same_bits(dict(model.state_dict()), before)
+    assert_same_bits(model.state_dict(), before)

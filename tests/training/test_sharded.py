@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,22 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkmate
-from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.plan import Start
-from checkmate.memory import measure_peak
 from examples.ranks import shard
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
-from tests.support.processes import own_cache, start_ranks
+from tests.support.processes import ROOT
+from tests.support.ranks import Net, batch, everywhere, local, play, torchrun
 from tests.support.sampling import long
-from tests.support.whole_steps import plain_step
+from tests.support.stepping import train
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, planned_step, train_whole
 
-ROOT = Path(__file__).parents[2]
-WIDTH, BATCH = 64, 48
+SECONDS = 0.3  # to plan
 PINNED = "exchanges data with other ranks"
 GATHERED, REDUCED, SUMMED = (
     f"_c10d_functional.{name}" for name in ("gather_parameter", "reduce_scatter_tensor", "all_reduce")
@@ -42,45 +38,19 @@ GATHERED, REDUCED, SUMMED = (
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
 
 
-class Net(nn.Module):
-    def __init__(self, classes: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.head = nn.Linear(WIDTH, classes)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + F.gelu(block(x))
-        return F.cross_entropy(self.head(x), y)
-
-
 class Parallel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.last = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.up, self.down, self.last = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.last(x + self.down(F.gelu(self.up(x)))), y)
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    """Another one on each rank."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    return torch.randn(BATCH, WIDTH, generator=generator), torch.randint(8, (BATCH,), generator=generator)
-
-
-def _local(tree: Any) -> Any:
-    """Shards with their placements, in place of what holds them."""
-    return torch.utils._pytree.tree_map_only(DTensor, lambda t: (t.to_local().clone(), str(t.placements)), tree)
-
-
-def _everywhere(thing: object) -> list[Any]:
-    """What each rank has for it."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
+@functools.cache
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def _of_first(find: Callable[[], Any]) -> Any:
@@ -90,52 +60,28 @@ def _of_first(find: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _adamw(parameters: Any) -> optim.Optimizer:
-    return optim.AdamW(parameters, lr=0.01)
+_adamw = functools.partial(optim.AdamW, lr=0.01)
+_sgd = functools.partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def _sgd(parameters: Any) -> optim.Optimizer:
-    return optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[list[Any], list[int]]:
-    """Losses, gradients, parameters and states of three steps, and the bytes of each after the first."""
-    optimizer = _adamw(model.parameters())
-    left, peaks = [], []
-
-    def step() -> Tensor:
-        loss: Tensor = model(*batch)
-        loss.backward()
-        return loss
-
-    for i in range(3):
-        use = measure_peak(step) if i else None
-        loss = step() if use is None else use.result
-        peaks += [] if use is None else [use.peak]
-        left += [loss.detach(), [p.grad for p in model.parameters()]]
-        optimizer.step()
-        left = _local(left)
-        optimizer.zero_grad()
-        del loss, use
-    return [left, _local([model.state_dict(), optimizer.state_dict()])], peaks
-
-
-def _smallest(make: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> int:
+def _smallest(make: Callable[[], nn.Module], data: tuple[Tensor, ...]) -> int:
     """The smallest budget that works, as a refusal names it: to all ranks the same."""
     with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
-        checkmate.compile(make(), budget=1000, time_limit=1)(*batch)
+        checkmate.compile(make(), budget=1000, time_limit=SECONDS)(*data)
     assert caught.value.min_budget is not None
     return caught.value.min_budget
 
 
-def _assert_as_plain(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], budget: int) -> checkmate.Solution:
-    """The bits of the plain model, and the predicted peak to the byte; gives the plan."""
-    compiled = checkmate.compile(make(), budget=budget, time_limit=1)
-    found, peaks = _train(compiled, batch)
-    expected, _ = _train(make(), batch)
-    assert_same_bits(found, expected)
+def _assert_as_plain(
+    make: Callable[[], nn.Module], data: tuple[Tensor, Tensor], budget: int, *, overlap: bool = False
+) -> checkmate.Solution:
+    """The bits of the plain model, and the predicted peak to the byte, or at most; gives the plan."""
+    compiled, plain = checkmate.compile(make(), budget=budget, time_limit=SECONDS, overlap=overlap), make()
+    found, expected = (train(model, model, data) for model in (compiled, plain))
+    assert_same_bits(*(local({**vars(trained), "peaks": None}) for trained in (found, expected)))
     (plan,) = compiled.plans
-    assert {plan.problem.resident + peak for peak in peaks} == {plan.peak}
+    took = {plan.problem.resident + peak for peak in found.peaks}
+    assert max(took) <= plan.peak if overlap else took == {plan.peak}
     return plan
 
 
@@ -152,113 +98,102 @@ def _gathers(plan: checkmate.Solution) -> list[int]:
     return [plan.plan.runs.count(k) for k, op in enumerate(ops) if op.target == GATHERED]
 
 
-def _gathered_again(mesh: Any) -> None:
+def _gathered_again() -> None:
     def make() -> nn.Module:
-        return shard(Net(), mesh)
+        return shard(Net(), _mesh())
 
-    budget = _smallest(make, _batch())
-    plan = _assert_as_plain(make, _batch(), budget)
+    budget = _smallest(make, batch())
+    plan = _assert_as_plain(make, batch(), budget)
     assert _pins(plan) == {GATHERED: {None}, REDUCED: {PINNED}}
     assert max(_gathers(plan)) > 1
     assert plan.peak < plan.problem.keep_all_peak
-    assert len(set(_everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
+    assert len(set(everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
     mine = budget if dist.get_rank() else 10**9  # one rank gathers again, another does not: nothing waits
     with pytest.raises(checkmate.Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
-        checkmate.compile(make(), budget=mine, time_limit=1)(*_batch())
+        checkmate.compile(make(), budget=mine, time_limit=SECONDS)(*batch())
 
 
-def _shards_of_different_sizes(mesh: Any) -> None:
+def _shards_of_different_sizes() -> None:
     """Plans differ from rank to rank, so that none gathers again."""
-    plan = _assert_as_plain(lambda: shard(Net(classes=9), mesh), _batch(), 10**9)
+    plan = _assert_as_plain(lambda: shard(Net(classes=9), _mesh()), batch(), 10**9)
     assert set().union(*_pins(plan).values()) == {PINNED}
 
 
-def _whole_steps(mesh: Any) -> None:
-    budget = 10**9
-    for name, new in (("AdamW", _adamw), ("AdamW", _adamw), ("SGD", _sgd)):
-        plain, model = shard(Net(), mesh), shard(Net(), mesh)
-        optimizers = [new(one.parameters()) for one in (plain, model)]
-        step = checkmate.training_step(model, optimizers[1], budget=budget, time_limit=1, wait="best")
-        loop, batch = plain_step(plain, optimizers[:1]), _batch()
-        for i in range(3):
-            use = measure_peak(lambda step=step, batch=batch: step(*batch)) if i else None
-            assert_same_bits(step(*batch) if use is None else use.result, loop(*batch))
-        left = [_local([m.state_dict(), o.state_dict()]) for m, o in zip((plain, model), optimizers, strict=True)]
-        assert_same_bits(left[1], left[0])
-        (plan,) = step.plans
-        assert plan.problem.resident + use.peak == plan.peak
-        if budget < 10**9:
-            assert max(_gathers(plan)) > 1
-        first_adamw = name == "AdamW" and budget == 10**9
-        budget = (
-            _of_first(lambda plan=plan: checkmate.min_budget(plan.problem, time_limit=1).peak) if first_adamw else 10**9
-        )
-    for name, given in (("clip_norm", 1.0), ("accumulate", 2), ("scaler", torch.amp.GradScaler("cpu"))):
+def _assert_whole_as_plain(new: Callable[[Any], optim.Optimizer] = _adamw, **planning: Any) -> checkmate.Solution:
+    """Whole steps of a sharded model leave the bits of plain ones, and take the planned bytes; gives the plan."""
+
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        model = shard(Net(), _mesh())
+        optimizer = new(model.parameters())
+        found = train_whole(make(model, optimizer), model, [optimizer], batch())
+        found.state = local(found.state)
+        return found
+
+    step, found = assert_as_plain(train, time_limit=SECONDS, **planning)
+    (plan,) = step.plans
+    took = plan.problem.resident + found.peaks[-1]
+    assert took <= plan.peak if "overlap" in planning else took == plan.peak
+    return plan
+
+
+def _whole_steps() -> None:
+    problem = _assert_whole_as_plain().problem
+    _assert_whole_as_plain(_sgd)
+    smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=SECONDS).peak)
+    assert max(_gathers(_assert_whole_as_plain(budget=smallest))) > 1
+    model = shard(Net(), _mesh())
+    for given in ({"clip_norm": 1.0}, {"accumulate": 2}, {"scaler": torch.amp.GradScaler("cpu")}):
+        (name,) = given
         with pytest.raises(checkmate.Unsupported, match=rf"{name}= looks at whole gradients.*outside of the plan"):
-            checkmate.training_step(model, optimizers[1], budget=budget, **{name: given})
+            planned_step(model, _adamw(model.parameters()), **given)
     with pytest.raises(checkmate.Unsupported, match="Adafactor reads rows, columns or norms of a whole parameter"):
-        checkmate.training_step(model, optim.Adafactor(model.parameters()), budget=budget)
+        planned_step(model, optim.Adafactor(model.parameters()))
 
 
-def _tied(mesh: Any) -> Any:
+def _tied() -> Any:
     net = Net()
     net.blocks[1].weight = net.blocks[0].weight
-    return shard(net, mesh)
+    return shard(net, _mesh())
 
 
-def _beside(mesh: Any) -> None:
+def _beside() -> None:
     """Gathers and sums go on beside ops: the same bits, in the planned bytes or fewer; two layers share a weight."""
 
     def starts(plan: checkmate.Solution) -> int:
         return sum(isinstance(step, Start) for step in plan.plan.steps)
 
-    about: dict[str, Any] = {"budget": 10**9, "time_limit": 1, "overlap": True}
-    compiled, plain = (_tied(mesh) for _ in range(2))
-    assert len([*plain.parameters()]) == len([*Net().parameters()]) - 1
-    compiled = checkmate.compile(compiled, **about)
-    found, peaks = _train(compiled, _batch())
-    expected, _ = _train(plain, _batch())
-    assert_same_bits(found, expected)
-    (plan,) = compiled.plans
-    assert plan.problem.resident + max(peaks) <= plan.peak
+    assert len([*_tied().parameters()]) == len([*Net().parameters()]) - 1
+    plan = _assert_as_plain(_tied, batch(), 10**9, overlap=True)
     assert {op.target for op in plan.problem.graph.ops if op.link} == {GATHERED, REDUCED}
     assert starts(plan) > 0
-    assert len(set(_everywhere(str(plan.plan)))) == 1
-    plain, model = shard(Net(), mesh), shard(Net(), mesh)
-    optimizers = [_adamw(one.parameters()) for one in (plain, model)]
-    step = checkmate.training_step(model, optimizers[1], **about)
-    loop, batch = plain_step(plain, optimizers[:1]), _batch()
-    for _ in range(2):
-        assert_same_bits(step(*batch), loop(*batch))
-    left = [_local([m.state_dict(), o.state_dict()]) for m, o in zip((plain, model), optimizers, strict=True)]
-    assert_same_bits(left[1], left[0])
-    assert starts(step.plans[0]) > 0
+    assert len(set(everywhere(str(plan.plan)))) == 1
+    assert starts(_assert_whole_as_plain(overlap=True)) > 0
 
 
-def _tensor_parallel(mesh: Any) -> None:
+def _tensor_parallel() -> None:
     def make() -> nn.Module:
-        return parallelize_module(Parallel(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return parallelize_module(Parallel(), _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    batch = torch.ones(BATCH, WIDTH, requires_grad=True), torch.arange(BATCH) % 8  # the same on all ranks
-    plan = _assert_as_plain(make, batch, _smallest(make, batch))
+    data = torch.ones(64, 64, requires_grad=True), torch.arange(64) % 8  # the same on all ranks
+    plan = _assert_as_plain(make, data, _smallest(make, data))
     summed = [k for k, op in enumerate(plan.problem.graph.ops) if op.target == SUMMED]
     assert [plan.problem.graph.ops[k].phase for k in summed] == ["forward", "backward"]
     assert [plan.plan.runs.count(k) for k in summed] == [1, 1]
     assert plan.schedule.recomputed.sum() > 0
 
 
-def _refused(mesh: Any) -> None:
+def _refused() -> None:
     net = Net()
     for block in net.blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=_mesh())
     with pytest.raises(checkmate.Unsupported, match=r'blocks.0 is a part.*"Sharded parameters in one plan" of docs'):
-        checkmate.compile(net, budget="1 GB")(*_batch())
-    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+        checkmate.compile(net, budget="1 GB")(*batch())
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), _mesh(), [Shard(0)]))
     with pytest.raises(checkmate.Unsupported, match=r"gives a DTensor.*to_local"):
         checkmate.compile(lambda: weight * 2.0, budget="1 GB")()
 
 
-def _the_recipe(mesh: Any) -> None:
+def _the_recipe() -> None:
     recipes.compare("Sharded parameters in one plan")
 
 
@@ -273,42 +208,13 @@ SCENES = (
 )
 
 
-def _run(rank: int, ranks: int, folder: str, names: tuple[str, ...] = ()) -> None:
-    """Scenes in one process: starting several takes longer than they do."""
-    os.environ["CHECKMATE_CACHE_DIR"] = own_cache(f"{folder}/{rank}")  # each measures for itself
-    logging.getLogger("checkmate").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    count_own_seconds()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    for scene in SCENES:
-        if names and scene.__name__ not in names:
-            continue
-        torch._dynamo.reset()
-        try:
-            scene(mesh)
-        except Exception as error:
-            raise AssertionError(scene.__name__) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.long
 def test_the_example(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples/ranks.py")]
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "verified: the same bits as plain PyTorch" in run.stdout
-    assert re.search(r"of 18 parameters [1-9]\d* are gathered again", run.stdout)
+    said = torchrun(str(ROOT / "examples/ranks.py"), folder=tmp_path)
+    assert "verified: the same bits as plain PyTorch" in said
+    assert re.search(r"of 18 parameters [1-9]\d* are gathered again", said)
 
 
 @pytest.mark.parametrize("ranks", [2, long(4)])
 def test_ranks(ranks: int, tmp_path: Path) -> None:
-    start_ranks(_run, ranks, ranks, str(tmp_path))
+    play(SCENES, ranks, tmp_path)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends import capture_cache, plan_swap
-from checkmate.backends.planner import Planner
+from checkmate.backends import capture_cache, plan_swap, planner
 from checkmate.memory import measure_peak
 from checkmate.solvers import plan_cache
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import between
 from tests.support.offers import Offers, begin_poorly, offered
+from tests.support.whole_steps import Scored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,21 +30,12 @@ def searches() -> Iterator[list[Offers]]:
         yield made
 
 
-class _Net(nn.Module):
-    """Dropout, batch norm, and a layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2)) for _ in range(3)
-        )
-        self.outer = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.inner:
-            x = self.outer(layer(x)).tanh()
-        return F.cross_entropy(x, y)
+def _net() -> nn.Module:
+    """Dropout, batch norm, and a layer that is used three times."""
+    torch.manual_seed(0)
+    outer = nn.Linear(32, 32)
+    inner = (nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
+    return Scored(*(part for layers in inner for part in (layers, outer, nn.Tanh())))
 
 
 def _batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,22 +44,26 @@ def _batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _ends() -> tuple[int, int]:
-    """The smallest budget, about, and that which keeps everything."""
-    problem = checkmate.trace(_Net(), *_batch(64, 0))
-    return checkmate.min_budget(problem, time_limit=0.1).peak, problem.keep_all_peak
+def _budget(share: float) -> int:
+    return between(checkmate.trace(_net(), *_batch(64, 0)), share, time_limit=0.1)
 
 
-def _compiled(share: float = 0.5, **options: Any) -> tuple[_Net, Any]:
-    module, (least, most) = _Net(), _ends()
-    return module, checkmate.compile(module, budget=int(least + share * (most - least)), **options)
+def _compiled(share: float = 0.5, **options: Any) -> tuple[nn.Module, Any]:
+    module = _net()
+    return module, checkmate.compile(module, budget=_budget(share), **options)
 
 
 def _grads(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-def _train(module: _Net, step: Any, searches: list[Offers], steps: int = 12) -> Any:
+def _once(module: nn.Module, step: Any, size: int = 64, seed: int = 0) -> None:
+    """A forward and a backward, whose gradients nobody uses."""
+    step(*_batch(size, seed)).backward()
+    module.zero_grad()
+
+
+def _train(module: nn.Module, step: Any, searches: list[Offers], steps: int = 8) -> Any:
     """Two batches to each step of the optimizer, of two sizes; another plan is offered all the time."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1)
@@ -87,8 +82,8 @@ def _train(module: _Net, step: Any, searches: list[Offers], steps: int = 12) -> 
 
 
 @pytest.mark.slow
-def test_a_dozen_steps_with_swaps_have_the_bits_of_plain_training(searches: list[Offers]) -> None:
-    plain, (module, step) = _Net(), _compiled()
+def test_steps_with_swaps_have_the_bits_of_plain_training(searches: list[Offers]) -> None:
+    plain, (module, step) = _net(), _compiled()
     found = _train(module, step, searches)
 
     assert len(searches) == 2
@@ -101,12 +96,12 @@ def test_each_plan_takes_what_it_says(searches: list[Offers]) -> None:
     """The peak of each step is that of the plan which runs, to the byte; `plans` shows that one."""
     module, step = _compiled()
     batch = _batch(64, 0)
-    step(*batch).backward()
+    _once(module, step)
     peaks = []
     for _ in range(3):
-        module.zero_grad()
         searches[0].offer()
         peaks.append(step.plans[0].problem.resident + measure_peak(lambda: step(*batch).backward()).peak)
+        module.zero_grad()
         assert peaks[-1] == step.plans[0].peak <= step.plans[0].budget
     assert len(set(peaks)) == 3
     assert step.planning[0].swaps == 3
@@ -114,7 +109,7 @@ def test_each_plan_takes_what_it_says(searches: list[Offers]) -> None:
 
 @pytest.mark.slow
 def test_no_plan_takes_over_while_a_backward_is_pending(searches: list[Offers]) -> None:
-    plain, (module, step) = _Net(), _compiled()
+    plain, (module, step) = _net(), _compiled()
     losses = []
     for model, run in ((plain, plain), (module, step)):
         torch.manual_seed(1)
@@ -122,7 +117,6 @@ def test_no_plan_takes_over_while_a_backward_is_pending(searches: list[Offers]) 
         for search in searches:
             search.offer()
         second = run(*_batch(64, 1))
-        assert not searches or step.planning[0].swaps == 0
         (first * second).backward(retain_graph=True)
         run(*_batch(64, 2))
         assert not searches or step.planning[0].swaps == 0
@@ -131,7 +125,7 @@ def test_no_plan_takes_over_while_a_backward_is_pending(searches: list[Offers]) 
     assert_same_bits(losses[1], losses[0])
     del first, second
     module.zero_grad()
-    step(*_batch(64, 3)).backward()
+    _once(module, step)
     assert step.planning[0].swaps == 1
 
 
@@ -146,14 +140,14 @@ def test_no_plan_takes_over_while_gradients_are_accumulated(searches: list[Offer
         if i % 4 == 3:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    step(*_batch(64, 8)).backward()
+    _once(module, step)
     assert swaps == [0, 0, 0, 0, 1, 1, 1, 1]
     assert step.planning[0].swaps == 2
 
 
 def test_a_backward_runs_the_code_of_its_own_forward(searches: list[Offers]) -> None:
     """What is saved is copied here, so that nobody knows that a backward is pending when another plan takes over."""
-    plain, (module, step) = _Net(), _compiled()
+    plain, (module, step) = _net(), _compiled()
     for run in (plain, step):
         torch.manual_seed(1)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -195,40 +189,35 @@ def test_writes_are_refused_by_what_the_plan_that_runs_needs(searches: list[Offe
 
 def test_the_end_of_planning_is_shown_and_what_it_needs_is_let_go(searches: list[Offers]) -> None:
     module, step = _compiled()
-    step(*_batch(64, 0)).backward()
+    _once(module, step)
     assert step.planning[0].goes_on
     assert not step.wait(0)
     searches[0].offer()
     searches[0].end()
     assert step.wait()
-    module.zero_grad()
-    step(*_batch(64, 0)).backward()
-    module.zero_grad()
-    step(*_batch(64, 0)).backward()
+    for _ in range(2):
+        _once(module, step)
     assert (step.planning[0].goes_on, step.planning[0].swaps) == (False, 1)
     searches[0].offer()
-    module.zero_grad()
-    step(*_batch(64, 0)).backward()
+    _once(module, step)
     assert step.planning[0].swaps == 1  # nothing is looked at any more
 
 
 @pytest.mark.slow
 def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> None:
     module, step = _compiled(max_plans=1)
-    step(*_batch(64, 0)).backward()
-    module.zero_grad()
+    _once(module, step)
     searches[0].offer()
-    step(*_batch(64, 0)).backward()
-    step(*_batch(48, 0)).backward()
+    _once(module, step)
+    _once(module, step, size=48)
     assert [search.goes_on for search in searches] == [False, True]
     assert len(step.plans) == len(step.planning) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "begin", begin_poorly)
-    plain, (module, step) = _Net(), _compiled(share=0.7)
+    plain, (module, step) = _net(), _compiled(share=0.7)
     found = [_train(module, step, [], steps=2)]
     first = step.plans[0]
     assert step.wait(100)
@@ -243,9 +232,8 @@ def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("searches")
-def test_the_line_says_that_training_has_begun() -> None:
+def test_the_line_says_that_training_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    _, step = _compiled()
     original = capture_cache.showing
 
     @contextmanager
@@ -254,15 +242,13 @@ def test_the_line_says_that_training_has_begun() -> None:
             yield
             shown.append(text())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_cache, "showing", watched)
-        step(*_batch(64, 0)).backward()
+    monkeypatch.setattr(capture_cache, "showing", watched)
+    _, step = _compiled()
+    step(*_batch(64, 0))
     assert shown == [f"training; planning goes on, gap {step.plans[0].gap:.2%}"]
 
 
 def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkmate.backends import planner
-
     waits: list[float] = []
 
     def begin(problem: checkmate.Problem, budget: int, *, wait: float, **options: object) -> tuple[Any, None]:
@@ -273,15 +259,14 @@ def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyP
     chain = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     for together in (False, True):
         monkeypatch.setattr(planner.ranks, "train_together", lambda together=together: together)
-        Planner(planner.Options(budget=4, wait="first")).plan(chain, go_on=True)
+        planner.Planner(planner.Options(budget=4, wait="first")).plan(chain, go_on=True)
     assert waits == [planner.FIRST_SECONDS, float("inf")]
 
 
 def test_where_nothing_is_open_no_process_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setattr(plan_swap, "Search", None)
     _, step = _compiled(share=1.0)
-    step(*_batch(64, 0)).backward()
+    step(*_batch(64, 0))
     assert step.wait()
     assert [(planning.goes_on, planning.gap) for planning in step.planning] == [(False, 0.0)]
 
@@ -295,9 +280,3 @@ def test_attributes_of_a_module_stay_its_own() -> None:
     compiled(torch.ones(2, 4)).sum().backward()
     assert compiled.wait() == "mine"
     assert len(compiled.planning) == 1
-
-
-@pytest.mark.parametrize("wait", ["soon", True, 0, -1, float("inf"), None])
-def test_what_is_no_wait_is_refused(wait: Any) -> None:
-    with pytest.raises(ValueError, match='wait is "first", "best", or a positive number of seconds'):
-        checkmate.compile(nn.Linear(4, 4), budget="1 MB", wait=wait)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,57 +20,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import checkmate
-from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.plan import Run
 from tests.support.bits import assert_same_bits
-from tests.support.processes import own_cache, start_ranks
+from tests.support.ranks import batch, everywhere, play
 from tests.support.sampling import long, slow
-from tests.support.whole_steps import plain_step, train_whole
+from tests.support.whole_steps import assert_as_plain, classifier, loss_of, plain_step, planned_step, train_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
-WIDTH = 48
 SECONDS = 0.3  # to plan
-PATIENCE = timedelta(minutes=5)  # with ranks that wait for each other in vain
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(3)]
-    return nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(WIDTH, 10))
-
-
-def _batch(size: int = 64) -> tuple[Tensor, Tensor]:
-    """Another one on each rank."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    return torch.randn(size, WIDTH, generator=generator), torch.randint(10, (size,), generator=generator)
+_batch = partial(batch, width=32)
+_planned = partial(planned_step, time_limit=SECONDS)
 
 
 def _assert_same_everywhere(model: nn.Module, optimizer: optim.Optimizer) -> None:
     """All ranks have one model, and one state of the optimizer."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, ([p.detach() for p in model.parameters()], optimizer.state_dict()))
-    for of_another in found:
-        assert_same_bits(of_another, found[0])
-
-
-def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda x, y: F.cross_entropy(model(x), y)
-
-
-def _planned(loss_fn: Any, optimizer: Any, **options: Any) -> checkmate.TrainingStep:
-    return checkmate.training_step(
-        loss_fn, optimizer, **{"budget": "1 GB", "wait": "best", "time_limit": SECONDS, **options}
-    )
+    first, *others = everywhere(([p.detach() for p in model.parameters()], optimizer.state_dict()))
+    for of_another in others:
+        assert_same_bits(of_another, first)
 
 
 def _like_ddp(model: nn.Module, loss_fn: Any, optimizer: optim.Optimizer, accumulate: int = 1, **options: Any) -> Any:
     """The plain loop around `DistributedDataParallel`, which sends gradients once for each update."""
     step, calls = plain_step(loss_fn, [optimizer], accumulate=accumulate, **options), []
 
-    def run(*batch: Tensor) -> Tensor:
+    def run(*given: Tensor) -> Tensor:
         calls.append(0)
         model.require_backward_grad_sync = len(calls) % accumulate == 0  # what `no_sync` sets
-        return step(*batch)
+        return step(*given)
 
     return run
 
@@ -88,21 +62,21 @@ def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = Non
 
     Gives the plan of each.
     """
-    plain = DistributedDataParallel(_model())
+    plain = DistributedDataParallel(classifier())
     optimizer = optim.AdamW(plain.parameters(), lr=1e-2)
     steps = 4 * options.get("accumulate", 1) + 1
-    loop = _like_ddp(plain, _loss_of(plain), optimizer, clip_norm=clip_norm, **options)
+    loop = _like_ddp(plain, loss_of(plain), optimizer, clip_norm=clip_norm, **options)
     expected = train_whole(loop, plain.module, [optimizer], _batch(), steps=steps, metered=False)
     plans = []
     for wrap in (DistributedDataParallel, lambda model: model):
-        model = _model()
+        model = classifier()
         inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
         if group and dist.get_rank():
             with torch.no_grad():
                 model[0][0].weight.zero_()  # those of the first rank are taken
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         about = {"clip_norm": clip_norm, "process_group": group, **options}
-        step = _planned(_loss_of(inner), optimizer, **about, **({} if budget is None else {"budget": budget}))
+        step = _planned(loss_of(inner), optimizer, **about, **({} if budget is None else {"budget": budget}))
         metered, evaluate = "accumulate" not in options, partial(_evaluate, inner)
         found = train_whole(step, model, [optimizer], _batch(), steps=steps, between=evaluate, metered=metered)
         assert_same_bits(found.bits(), expected.bits())
@@ -118,8 +92,8 @@ def _same_numbers() -> None:
     wrapped, plan = _assert_as_plain()
     problem = plan.problem
     sent = {k for k, op in enumerate(problem.graph.ops) if "over all ranks" in (op.pinned or "")}
-    assert len(sent) == 3 * 4 + 2
-    buckets = sum(p.nbytes for p in _model().parameters())
+    assert len(sent) == 2 * 4 + 2
+    buckets = sum(p.nbytes for p in classifier().parameters())
     assert wrapped.problem.resident == problem.resident + buckets
     _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
     assert sent.intersection(run.op for run in plan.plan.steps if isinstance(run, Run) and run.over is not None)
@@ -136,14 +110,12 @@ def _several_micro_batches_without_a_norm() -> None:
 
 def _with_a_scaler_and_an_average() -> None:
     """A gradient that is not finite on one rank has all of them skip the update, and scale less."""
-    left = []
-    for plainly in (True, False):
-        model, scaler = _model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-        inner = DistributedDataParallel(model)
+
+    def train(make: Callable[..., Any]) -> Any:
+        model, scaler = classifier(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer, averaged = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), AveragedModel(model)
-        options: dict[str, Any] = {"scaler": scaler, "clip_norm": 0.1, "ema": (averaged, model)}
-        make = _like_ddp if plainly else lambda ddp, *args, **options: _planned(*args, **options)
-        step = make(inner, _loss_of(inner), optimizer, **options)
+        loss_fn = loss_of(DistributedDataParallel(model))
+        step = make(loss_fn, optimizer, scaler=scaler, clip_norm=0.1, ema=(averaged, model))
         scales = []
         torch.manual_seed(dist.get_rank())
         for i in range(4):
@@ -152,36 +124,36 @@ def _with_a_scaler_and_an_average() -> None:
                 x[0, 0] = math.inf
             step(x, y)
             scales.append(scaler.get_scale())
-        left.append((copy.deepcopy(model.state_dict()), averaged.state_dict(), optimizer.state_dict(), scales))
-    assert_same_bits(*left)
-    assert left[0][-1] == [1024.0, 512.0, 512.0, 512.0]
-    _assert_same_everywhere(model, optimizer)
+        _assert_same_everywhere(model, optimizer)
+        return scales, averaged.state_dict(), model.state_dict(), optimizer.state_dict()
+
+    _, (scales, *_) = assert_as_plain(train, time_limit=SECONDS)
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
 
 
 def _batches_of_other_sizes() -> None:
     """Each rank has a plan of its own then, and sends its gradients in the same order all the same."""
-    left = []
-    for plainly in (True, False):
-        model = _model()
-        inner = DistributedDataParallel(model)
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        step = (plain_step if plainly else _planned)(_loss_of(inner), [optimizer])
+
+    def train(make: Callable[..., Any]) -> Any:
+        model = classifier()
+        step = make(loss_of(DistributedDataParallel(model)), optim.SGD(model.parameters(), lr=0.1))
         torch.manual_seed(3)
         for size in (64, 64 - 8 * dist.get_rank(), 40 + 8 * dist.get_rank()):
             step(*_batch(size))
-        left.append(copy.deepcopy(model.state_dict()))
-    assert_same_bits(left[1], left[0])
+        return model.state_dict()
+
+    assert_as_plain(train, time_limit=SECONDS)
 
 
 def _other_steps_are_refused() -> None:
     """A rank that uses other parameters has gradients that belong to no other: all are told, and nothing is updated."""
-    model = _model()
+    model = classifier()
     before = copy.deepcopy([*model.parameters()])
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     last = model[-1]
 
     def loss_fn(x: Tensor, y: Tensor, *, deep: bool) -> Tensor:
-        return F.cross_entropy(model(x) if deep else last(x[:, :WIDTH]), y)
+        return F.cross_entropy(model(x) if deep else last(x), y)
 
     for accumulate in (1, 2):
         step = _planned(loss_fn, optimizer, process_group=dist.group.WORLD, accumulate=accumulate)
@@ -195,10 +167,10 @@ def _other_steps_are_refused() -> None:
 def _verified() -> None:
     """The first step is compared with a plain one whose gradients are averaged one by one."""
     for wrap in (DistributedDataParallel, lambda model: model):
-        model = _model()
+        model = classifier()
         inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
         optimizer = optim.AdamW(model.parameters())
-        step = _planned(_loss_of(inner), optimizer, verify=True, clip_norm=0.1, process_group=group)
+        step = _planned(loss_of(inner), optimizer, verify=True, clip_norm=0.1, process_group=group)
         step(*_batch())
 
 
@@ -207,7 +179,7 @@ def _as_gradients_are_averaged_one_by_one() -> None:
     left = []
     for plainly in (True, False):
         torch.manual_seed(0)
-        parts = nn.ModuleList([_model(), nn.Linear(WIDTH, 10)])
+        parts = nn.ModuleList([classifier(), nn.Linear(32, 10)])
         optimizer = optim.AdamW(parts.parameters(), lr=1e-2)
 
         def loss_fn(x: Tensor, y: Tensor, *, both: bool, parts: nn.ModuleList = parts) -> Tensor:
@@ -245,38 +217,35 @@ def _average_update_and_forget(module: nn.Module, optimizer: optim.Optimizer) ->
 
 def _refused() -> None:
     """At once, and by name."""
-    model = _model()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    inner = DistributedDataParallel(model)
-    with pytest.raises(TypeError, match="init_process_group"):
-        _planned(_loss_of(model), optimizer, process_group=None)  # as `group.WORLD` is before there is one
-    with pytest.raises(ValueError, match="has a process group"):
-        _planned(_loss_of(inner), optimizer, process_group=dist.group.WORLD)
-    step = _planned(_loss_of(inner), optimizer)
+    model, inner, hooked = classifier(), *(DistributedDataParallel(classifier()) for _ in range(2))
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    own, other = type("Own", (DistributedDataParallel,), {})(classifier()), nn.Linear(32, 10 + dist.get_rank())
+    world = {"process_group": dist.group.WORLD}
+    refused: list[tuple[Any, str, nn.Module, dict[str, Any]]] = [
+        (TypeError, "init_process_group", model, {"process_group": None}),  # as `group.WORLD` is before there is one
+        (ValueError, "has a process group", inner, world),
+        (checkmate.Unsupported, r"communication hook.*reserve=", hooked, {}),
+        (checkmate.Unsupported, "A Own may do more", own, {}),
+        (ValueError, "different shapes", other, world),
+    ]
+    for error, words, made, about in refused:
+        with pytest.raises(error, match=words):
+            _planned(loss_of(made), optim.SGD(made.parameters(), lr=0.1), **about)
     with inner.no_sync(), pytest.raises(checkmate.Unsupported, match="accumulate=n"):
-        step(*_batch())
-    inner.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    with pytest.raises(checkmate.Unsupported, match=r"communication hook.*reserve="):
-        _planned(_loss_of(inner), optimizer)
-    own = type("Own", (DistributedDataParallel,), {})(_model())
-    with pytest.raises(checkmate.Unsupported, match="A Own may do more"):
-        _planned(_loss_of(own), optimizer)
+        _planned(loss_of(inner), optim.SGD(inner.parameters(), lr=0.1))(*_batch())
 
     def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
         return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
 
     with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
-        _planned(mean_of_all, optimizer, process_group=dist.group.WORLD)(*_batch())
-    other = nn.Linear(WIDTH, 10 + dist.get_rank())
-    with pytest.raises(ValueError, match="different shapes"):
-        _planned(_loss_of(other), optim.SGD(other.parameters(), lr=0.1), process_group=dist.group.WORLD)
+        _planned(mean_of_all, optim.SGD(model.parameters(), lr=0.1), **world)(*_batch())
 
 
 def _a_rank_that_dies() -> None:
     """The error of the exchange reaches the others."""
-    model = _model()
+    model = classifier()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    step = _planned(_loss_of(model), optimizer, process_group=dist.group.WORLD)
+    step = _planned(loss_of(model), optimizer, process_group=dist.group.WORLD)
     step(*_batch())
     if dist.get_rank():
         os._exit(0)
@@ -285,37 +254,19 @@ def _a_rank_that_dies() -> None:
     os._exit(0)
 
 
-SCENES = {
-    2: (
-        _same_numbers,
-        _several_micro_batches,
-        _with_a_scaler_and_an_average,
-        _batches_of_other_sizes,
-        _other_steps_are_refused,
-        _verified,
-        _refused,
-        _a_rank_that_dies,
-    ),
-    3: (_as_gradients_are_averaged_one_by_one,),
-}
-MORE = (_several_micro_batches_without_a_norm,)
+SCENES = (
+    _same_numbers,
+    _several_micro_batches,
+    _with_a_scaler_and_an_average,
+    _batches_of_other_sizes,
+    _other_steps_are_refused,
+    _verified,
+    _refused,
+    _a_rank_that_dies,
+)
+OF_THREE, MORE = (_as_gradients_are_averaged_one_by_one,), (_several_micro_batches_without_a_norm,)
 
 
-def _run(rank: int, ranks: int, scenes: Sequence[Callable[[], None]], meeting: str, folder: str) -> None:
-    os.environ["CHECKMATE_CACHE_DIR"] = own_cache(f"{folder}/{rank}")  # each measures for itself
-    logging.getLogger("checkmate").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    count_own_seconds()
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=PATIENCE)
-    for scene in scenes:
-        torch._dynamo.reset()
-        try:
-            scene()
-        except Exception as error:
-            raise AssertionError(scene.__name__) from error
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES[2]), long(3, SCENES[3]), long(2, MORE)])
+@pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES), long(3, OF_THREE), long(2, MORE)])
 def test_ranks(ranks: int, scenes: Sequence[Callable[[], None]], tmp_path: Path) -> None:
-    start_ranks(_run, ranks, ranks, scenes, str(tmp_path / "meeting"), str(tmp_path))
+    play(scenes, ranks, tmp_path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,46 +18,26 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import slow
 from tests.support.updated import BATCH, SMALLER, AllKinds
-from tests.support.whole_steps import plain_step, train_whole
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NewOptimizer = Callable[[Any], optim.Optimizer]
+_sgd, _adamw = partial(optim.SGD, lr=0.1, momentum=0.9), partial(optim.AdamW, lr=0.01)
 
 
-def _sgd(parameters: Any) -> optim.Optimizer:
-    return optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def _adamw(parameters: Any) -> optim.Optimizer:
-    return optim.AdamW(parameters, lr=0.01)
-
-
-def _loop(*, is_ours: bool, model: Any, optimizer: optim.Optimizer) -> Callable[..., torch.Tensor]:
-    if is_ours:
-        return checkmate.training_step(model, optimizer, budget="1 MB", time_limit=1.0)
-    return plain_step(model, [optimizer])
-
-
-def _assert_same(change: Callable[[int, Any, optim.Optimizer], None], new: NewOptimizer, batches: Any = None) -> Any:
+def _assert_same(
+    change: Callable[[int, Any, optim.Optimizer], None], new: NewOptimizer, batches: Any = (BATCH,) * 5
+) -> checkmate.TrainingStep:
     """Train five steps each way, with something changed before each."""
-    found, made = [], []
-    for is_ours in (True, False):
-        model = AllKinds()
+
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        model, number = AllKinds(), itertools.count()
         optimizer = new(model.parameters())
-        step = _loop(is_ours=is_ours, model=model, optimizer=optimizer)
-        number = iter(range(9))
+        step = make(model, optimizer)
+        one, between = lambda: step(*batches[next(number)]), lambda i: change(i, model, optimizer)
+        return train_whole(one, model, [optimizer], (), steps=5, between=between, metered=False)
 
-        def one(*batch: Any, step: Any = step, number: Any = number) -> torch.Tensor:
-            i = next(number)
-            return step(*(batch if batches is None else batches[i]))
-
-        def between(i: int, model: Any = model, optimizer: optim.Optimizer = optimizer) -> None:
-            change(i, model, optimizer)
-
-        found.append(train_whole(one, model, [optimizer], BATCH, steps=5, between=between, metered=False))
-        made.append(step)
-    assert_same_bits(found[0].bits(), found[1].bits())
-    return made[0]
+    return assert_as_plain(train)[0]
 
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
@@ -126,7 +108,7 @@ def test_checkpoints_interchange(ours_first: bool) -> None:
         for part, is_ours in enumerate(kinds):
             model = AllKinds()
             optimizer = _adamw(model.parameters())
-            step = _loop(is_ours=is_ours, model=model, optimizer=optimizer)
+            step = (planned_step if is_ours else plain_step)(model, optimizer)
             if part:
                 step(*BATCH)  # into the middle of training: the states that are there are replaced
                 saved.seek(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from checkmate.updates.optimizers import Update, about, checked
 from checkmate.updates.per_parameter import known
 from tests.support.bits import assert_same_bits
 from tests.support.updated import BATCH, AllKinds
-from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
 from tests.updates import own_optimizers as own
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Any], optim.Optimizer]
+_whole = partial(planned_step, alone=True)
 
 # As the page names them: those that are taken, in all their settings, and those that are not, with words of the error.
 TAKEN: dict[str, list[Make]] = {
@@ -58,17 +61,20 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.02}]
 
 
-def _made(make: Make, *, is_ours: bool, **how: Any) -> tuple[Any, nn.Module, optim.Optimizer]:
+def _made(make_step: Callable[..., Any], make: Make, **how: Any) -> tuple[Any, nn.Module, optim.Optimizer]:
     model = AllKinds()
     optimizer = make(_groups(model))
-    if is_ours:
-        how = {"budget": "1 MB", "time_limit": 1.0, "alone": True, **how}
-        return checkmate.training_step(model, optimizer, **how), model, optimizer
-    return plain_step(model, [optimizer], **how), model, optimizer
+    return make_step(model, optimizer, **how), model, optimizer
 
 
-def assert_same(found: TrainedWhole, expected: TrainedWhole) -> None:
-    """The same bits, also of what stands in groups and of the numbers that states count."""
+def _train(make_step: Callable[..., Any], make: Make, steps: int, **how: Any) -> TrainedWhole:
+    step, model, optimizer = _made(make_step, make, **how)
+    return train_whole(step, model, [optimizer], BATCH, steps=steps)
+
+
+def assert_same(train: Callable[[Callable[..., Any]], TrainedWhole], **planning: Any) -> None:
+    """Planned and plain leave the same bits, also of what stands in groups and of the numbers that states count."""
+    found, expected = train(partial(_whole, **planning)), train(plain_step)
     assert_same_bits(found.bits(), expected.bits())
     for one, other in zip(found.state["optimizers"], expected.state["optimizers"], strict=True):
         assert repr(one["param_groups"]) == repr(other["param_groups"])
@@ -78,19 +84,17 @@ def assert_same(found: TrainedWhole, expected: TrainedWhole) -> None:
 def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
     """Two groups over six steps, with a schedule where there is a rate: bits, states, counts, and the planned peak."""
     both = []
-    for is_ours in (True, False):
-        step, model, optimizer = _made(TAKEN[name][n], is_ours=is_ours)
-        schedule = None
-        if optimizer.param_groups[0]["lr"] is not None:
-            schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
-        def between(i: int, schedule: Any = schedule) -> None:
-            if i and schedule is not None:
-                schedule.step()
-
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        step, model, optimizer = _made(make, TAKEN[name][n])
+        has_rate = optimizer.param_groups[0]["lr"] is not None
+        schedules = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5)] if has_rate else []
+        between = lambda i: [schedule.step() for schedule in schedules if i]  # noqa: E731
         both.append((step, train_whole(step, model, [optimizer], BATCH, steps=6, between=between), optimizer))
+        return both[-1][1]
+
+    assert_same(train)
     (step, found, ours), (_, expected, plain) = both
-    assert_same(found, expected)
     assert getattr(ours, "steps", None) == getattr(plain, "steps", None)
     (plan,) = step.plans
     # the meter has not seen come what the first metered step replaces
@@ -107,72 +111,58 @@ def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
     ],
 )
 def test_what_else_a_step_does(make: Make, how: dict[str, Any]) -> None:
-    both = []
-    for is_ours in (True, False):
-        step, model, optimizer = _made(make, is_ours=is_ours, **how)
-        both.append(train_whole(step, model, [optimizer], BATCH, steps=6))
-    assert_same(*both)
+    assert_same(partial(_train, make=make, steps=6, **how))
 
 
 def test_gradients_may_be_left() -> None:
     """As they were given to the optimizer; one that may write over them could leave other ones in plain PyTorch."""
-    both = []
-    for is_ours in (True, False):
-        step, model, optimizer = _made(Adafactor, is_ours=is_ours, **({"gradients": True} if is_ours else {}))
+
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        step, model, optimizer = _made(make, Adafactor)
         found = train_whole(step, model, [optimizer], BATCH, steps=3)
         found.state["gradients"] = [p.grad for p in model.parameters()]
-        both.append(found)
-    assert_same(*both)
+        return found
+
+    assert_same(train, gradients=True)
     for make in (own.DecaysInGradients, own.LambByGroups):
         with pytest.raises(checkmate.Unsupported, match="may write over gradients"):
-            _made(make, is_ours=True, gradients=True)
+            _made(_whole, make, gradients=True)
 
 
 def test_a_skipped_update_counts_nothing() -> None:
     """With a scaler, as in plain PyTorch: neither in a state, nor in a group."""
-    both = []
-    for is_ours in (True, False):
+
+    def train(make: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        nn.init.ones_(model.weight)
-        nn.init.ones_(model.bias)
         optimizer, scaler = own.LambByGroups(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
-
-        def loss_fn(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
-            return model(x).square().mean()
-
-        step: Any = plain_step(loss_fn, [optimizer], scaler=scaler)
-        if is_ours:
-            step = checkmate.training_step(loss_fn, optimizer, budget="1 MB", scaler=scaler, time_limit=1.0, alone=True)
+        step = make(lambda x: model(x).square().mean(), optimizer, scaler=scaler)
         for factor in (1.0, float("inf"), 1.0):
             step(torch.full((2, 4), factor))
-        both.append((optimizer.state_dict(), model.state_dict(), scaler.get_scale()))
         assert optimizer.param_groups[0]["step"] == 2
-    assert_same_bits(*both)
+        return optimizer.state_dict(), model.state_dict(), scaler.get_scale()
+
+    assert_as_plain(train, alone=True)
 
 
 @pytest.mark.parametrize("make", [own.LambByGroups, Adafactor])
 def test_training_goes_on_from_a_checkpoint(make: Make) -> None:
     """Of either loop, in either loop."""
-    step, model, optimizer = _made(make, is_ours=False)
-    train_whole(step, model, [optimizer], BATCH, steps=2)
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    both = []
-    for is_ours in (True, False):
-        step, model, optimizer = _made(make, is_ours=is_ours, **({"verify": True} if is_ours else {}))
-        model.load_state_dict(kept[0])
-        optimizer.load_state_dict(copy.deepcopy(kept[1]))
-        both.append(train_whole(step, model, [optimizer], BATCH, steps=3))
-    assert_same(*both)
+    kept = _train(plain_step, make, steps=2).state
+
+    def train(make_step: Callable[..., Any]) -> TrainedWhole:
+        step, model, optimizer = _made(make_step, make)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizers"][0]))
+        return train_whole(step, model, [optimizer], BATCH, steps=3)
+
+    assert_same(train, verify=True)
 
 
 @pytest.mark.parametrize("make", [own.LambByGroups, own.DecaysInGradients])
 def test_verified_and_left_as_it_was(make: Make) -> None:
     """What is counted beside the states is put back, and states that are replaced are in the peak once."""
-    both = []
-    for options in ({"verify": True}, {}):
-        step, model, optimizer = _made(make, is_ours=True, **options)
-        both.append(train_whole(step, model, [optimizer], BATCH, steps=2))
-    assert_same(*both)
+    assert_same(partial(_train, make=make, steps=2), verify=True)
 
 
 @pytest.mark.parametrize("make", [own.OwnAdamW, own.Lamb, own.BeginsHeavily, own.DecaysInGradients, Adafactor])
@@ -181,9 +171,7 @@ def test_a_large_parameter(make: Any) -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(2000, 64)
     optimizer = make(embedding.parameters())
-    step = checkmate.training_step(
-        lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", time_limit=1.0, wait="best", alone=True
-    )
+    step = _whole(lambda x: embedding(x).square().sum(), optimizer)
     x = torch.arange(16)
     step(x)
     (plan,) = step.plans
@@ -202,8 +190,7 @@ def test_a_large_parameter(make: Any) -> None:
 def test_a_late_update_is_estimated_where_none_runs() -> None:
     """On another device, by the update of a small parameter in proportion: as measured, or little more."""
     embedding = nn.Embedding(2000, 64)
-    optimizer = own.OwnAdamW(embedding.parameters())
-    step = checkmate.training_step(lambda x: embedding(x).square().sum(), optimizer, budget="1 GB", alone=True)
+    step = _whole(lambda x: embedding(x).square().sum(), own.OwnAdamW(embedding.parameters()))
     measured, estimated = (checkmate.trace(step, torch.arange(16), profile=p) for p in ("measure", "roofline:h100"))
     temporary = embedding.weight.nbytes
     assert temporary <= max(measured.workspace) <= max(estimated.workspace) <= max(measured.workspace) + 1024
@@ -218,15 +205,8 @@ def test_a_class_that_changes_nothing_is_its_parent() -> None:
     for changes in ("step", "_init_group"):
         kind: Any = type("Changes", (optim.SGD,), {changes: lambda self, *args: None})
         assert known(kind(parameters, lr=0.1)) is None
-
-    def louder(step: Any) -> Any:
-        def call(self: Any) -> Any:
-            return step(self)
-
-        call.__dict__.update(step.__dict__, __wrapped__=step)
-        return call
-
-    assert known(type("Wrapped", (optim.SGD,), {"step": louder(optim.SGD.step)})(parameters, lr=0.1)) is None
+    louder = functools.wraps(optim.SGD.step)(lambda self: None)
+    assert known(type("Wrapped", (optim.SGD,), {"step": louder})(parameters, lr=0.1)) is None
 
 
 def test_another_code_is_measured_anew() -> None:
@@ -254,7 +234,7 @@ def test_refused_by_name_with_the_way_out(name: str) -> None:
     optimizer = make(_groups(model))
     groups = repr(optimizer.param_groups)
     with pytest.raises(checkmate.Unsupported, match=words) as error:
-        checkmate.training_step(model, optimizer, budget="1 MB", alone=True)
+        _whole(model, optimizer)
     assert type(optimizer).__name__ in str(error.value)
     assert "reserve=" in str(error.value)
     assert_same_bits((model.state_dict(), torch.get_rng_state()), (before, drawn))
@@ -276,7 +256,7 @@ def test_what_is_not_known_takes_a_promise(make: Make) -> None:
     """No trial on small copies could tell the first of these from the second: it does not update each alone."""
     model = AllKinds()
     with pytest.raises(checkmate.Unsupported, match=r"(?s)is not known to update .* alone=True.* reserve="):
-        checkmate.training_step(model, make(_groups(model)), budget="1 MB")
+        planned_step(model, make(_groups(model)))
     checked(make(_groups(model)), alone=True)
     checked(Adafactor(_groups(model)))
 

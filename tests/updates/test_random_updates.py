@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import nn, optim
+from torch import nn
 
-import checkmate
-from tests.support.bits import assert_same_bits
+from tests.support.budgets import between
 from tests.support.programs import Program, Spec, batch, programs
 from tests.support.updated import Setting, new_optimizers
-from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, train_whole
 from tests.updates.test_optimizers import HAS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -34,18 +35,14 @@ def _loss_of(model: nn.Module) -> Any:
     return loss_fn
 
 
-def _train(spec: Spec, settings: list[Setting], clip_norm: float | None, budget: Any) -> tuple[TrainedWhole, Any]:
-    """Plainly where the budget is None."""
+def _train(make: Callable[..., Any], spec: Spec, settings: list[Setting], clip_norm: float | None) -> TrainedWhole:
     model = Program(spec)
-    optimizers: list[optim.Optimizer] = new_optimizers(model, settings)
-    step: Any = plain_step(_loss_of(model), optimizers, clip_norm)
-    if budget is not None:
-        options: dict[str, Any] = {"time_limit": 1.0, "wait": "best", "cache": False}
-        step = checkmate.training_step(_loss_of(model), optimizers, budget=budget, clip_norm=clip_norm, **options)
+    optimizers = new_optimizers(model, settings)
+    step = make(_loss_of(model), optimizers, clip_norm=clip_norm)
     with torch.no_grad():
         inputs = [t.clone() for t in batch(spec)]
     inputs[0].requires_grad_(spec.input_grad)
-    return train_whole(step, model, optimizers, inputs, steps=5), step
+    return train_whole(step, model, optimizers, inputs, steps=5)
 
 
 @hypothesis.settings(max_examples=MANY, deadline=None, database=None, suppress_health_check=[*hypothesis.HealthCheck])
@@ -62,17 +59,14 @@ def test_same_bits_within_the_budget(
     """Between the smallest budget and that of keeping all."""
     if all(kind == "Muon" for kind, _ in settings):
         settings = [*settings, ("SGD", {})]
+    train = partial(_train, spec=spec, settings=settings, clip_norm=clip_norm)
     try:
-        expected, _ = _train(spec, settings, clip_norm, None)
+        train(plain_step)
     except RuntimeError:  # a program that plain PyTorch does not train a second time
         hypothesis.reject()
-    found, step = _train(spec, settings, clip_norm, "1 GB")
-    assert_same_bits(found.bits(), expected.bits())
-    problem = step.plans[0].problem
-    smallest = checkmate.min_budget(problem, time_limit=1.0).peak
-    budget = int(smallest + share * (problem.keep_all_peak - smallest))
-    found, step = _train(spec, settings, clip_norm, budget)
-    assert_same_bits(found.bits(), expected.bits())
+    step, _ = assert_as_plain(train, cache=False)
+    budget = between(step.plans[0].problem, share)
+    step, found = assert_as_plain(train, budget=budget, cache=False)
     (plan,) = step.plans
     assert plan.peak <= budget
     # what the first metered step frees of the one before, the norm, the meter has not seen come

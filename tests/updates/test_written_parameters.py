@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn, optim
 import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
-from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES = torch.tensor([[1, 2, 3], [3, 3, 19]])
@@ -35,52 +36,28 @@ class _Loss(nn.Module):
         return loss
 
 
-def _clamp(weight: Tensor, first: bool) -> None:
-    with torch.no_grad():
-        if first:
-            weight.clamp_(-0.5, 0.5)
-
-
-def _clear_a_row(weight: Tensor, first: bool) -> None:
-    with torch.no_grad():
-        if first:
-            weight[0].zero_()
-
-
 LOSSES: dict[str, Callable[[], _Loss]] = {
     "max_norm": lambda: _Loss(lambda weight, first: None, max_norm=0.5),
     "divided by its norm": lambda: _Loss(lambda weight, first: first and weight.data.div_(weight.data.norm())),
-    "clamped": lambda: _Loss(_clamp),
-    "a row of zeros": lambda: _Loss(_clear_a_row),
+    "clamped": lambda: _Loss(torch.no_grad()(lambda weight, first: first and weight.clamp_(-0.5, 0.5))),
+    "a row of zeros": lambda: _Loss(torch.no_grad()(lambda weight, first: first and weight[0].zero_())),
     "written after its use": lambda: _Loss(lambda weight, first: first or weight.data.clamp_(-0.5, 0.5)),
     "written twice": lambda: _Loss(lambda weight, first: weight.data.mul_(0.9)),
 }
 
 
-def _train(
-    step: Callable[..., Tensor], loss_fn: _Loss, optimizer: optim.Optimizer, *, metered: bool = True
-) -> TrainedWhole:
-    return train_whole(step, loss_fn, [optimizer], (PLACES,), steps=4, metered=metered)
-
-
-def _new(name: str) -> tuple[_Loss, optim.Optimizer]:
+def _train(make: Callable[..., Any], name: str, *, metered: bool = True, **options: Any) -> TrainedWhole:
     loss_fn = LOSSES[name]()
-    return loss_fn, optim.AdamW(loss_fn.parameters(), lr=0.1)
-
-
-def _plain(name: str, **options: Any) -> TrainedWhole:
-    loss_fn, optimizer = _new(name)
-    return _train(plain_step(loss_fn, [optimizer], **options), loss_fn, optimizer)
+    optimizer = optim.AdamW(loss_fn.parameters(), lr=0.1)
+    step = make(loss_fn, optimizer, **options)
+    return train_whole(step, loss_fn, [optimizer], (PLACES,), steps=4, metered=metered)
 
 
 @pytest.mark.parametrize("name", every(3, LOSSES))
 def test_whole_steps_train_as_plain_pytorch_does(name: str) -> None:
-    expected, budget = _plain(name), None
+    budget: int | str = "1 GB"
     for share in (1, 0):
-        loss_fn, optimizer = _new(name)
-        step = checkmate.training_step(loss_fn, optimizer, budget=budget or "1 GB", wait="best", time_limit=1)
-        found = _train(step, loss_fn, optimizer)
-        assert_same_bits(found.bits(), expected.bits())
+        step, found = assert_as_plain(partial(_train, name=name), budget=budget)
         (plan,) = step.plans
         assert {plan.problem.resident + peak for peak in found.peaks} == {plan.peak}, share
         budget = checkmate.min_budget(plan.problem, time_limit=1).peak
@@ -88,10 +65,7 @@ def test_whole_steps_train_as_plain_pytorch_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["max_norm", "clamped"])
 def test_several_calls_and_clipping(name: str) -> None:
-    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.1}
-    loss_fn, optimizer = _new(name)
-    step = checkmate.training_step(loss_fn, optimizer, budget="1 GB", time_limit=1, **options)
-    assert_same_bits(_train(step, loss_fn, optimizer, metered=False).bits(), _plain(name, **options).bits())
+    assert_as_plain(partial(_train, name=name, metered=False, accumulate=2, clip_norm=0.1))
 
 
 def test_what_is_stored_behind_the_forward_is_read_before_only() -> None:
