@@ -97,6 +97,7 @@ def test_each_name_is_needed_and_is_there_and_says_what_for() -> None:
     assert [row.name for row in ROWS if names.is_expected(row) != bool(_finds(row))] == []
     assert all(row.what and row.without for row in ROWS)
     assert names.LEFT_OUT == []
+    assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def _finds(row: Name) -> Any:
@@ -104,10 +105,6 @@ def _finds(row: Name) -> Any:
         return row.find()
     except LacksError:
         return None
-
-
-def test_no_name_has_two_rows() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def test_the_latest_place_that_there_is() -> None:
