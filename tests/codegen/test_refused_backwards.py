@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,29 +29,18 @@ def _compiled(step: Any) -> Any:
     return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
 
 
-def _with_logits(net: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def test_a_watched_result_below_the_loss_is_refused(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         return F.cross_entropy(logits, y), logits
 
-    return step
-
-
-WATCHES: dict[str, Callable[[Tensor], Any]] = {
-    "kept gradient": lambda logits: logits.retain_grad(),
-    "hook": lambda logits: logits.register_hook(lambda grad: None),
-}
-
-
-@pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES)
-@pytest.mark.parametrize("total", [lambda loss, logits: loss, lambda loss, logits: loss + logits.sum()])
-def test_a_watched_result_below_the_loss_is_refused(
-    watch: Callable[[Tensor], Any], total: Callable[..., Tensor], net: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
-    loss, logits = _compiled(_with_logits(net))(*batch)
-    watch(logits)
-    with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
-        total(loss, logits).backward()
+    compiled = _compiled(step)
+    for watch in (Tensor.retain_grad, lambda logits: logits.register_hook(lambda grad: None)):
+        for with_logits in (False, True):
+            loss, logits = compiled(*batch)
+            watch(logits)
+            with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
+                (loss + logits.sum() if with_logits else loss).backward()
 
 
 def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(
