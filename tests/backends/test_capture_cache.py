@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +20,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import checkmate
 from checkmate.backends.capture_cache import SELDOM, capture
 from checkmate.backends.compilation import Backend
-from checkmate.backends.tensor_state import same_bits
 from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+ROOFLINE: dict[str, Any] = {"budget": "1 MB", "time_limit": 1, "profile": "roofline:h100"}
 
 
 def _no_dynamo() -> bool:
@@ -31,30 +31,41 @@ def _no_dynamo() -> bool:
     return not torch._dynamo.utils.counters["frames"] and not torch._dynamo.utils.counters["stats"]
 
 
-def _assert_trains_alike(step: object, plain: object, twins: tuple[nn.Module, nn.Module], *batch: object) -> None:
+def _assert_alike(step: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> list[Tensor]:
+    """The same bits from the same random state; what both gave."""
+    results = []
+    for run in (step, plain):
+        torch.manual_seed(1)
+        results.append(run(*args))
+    assert_same_bits(*results)
+    return results
+
+
+def _assert_trains_alike(
+    step: Callable[..., Any], plain: Callable[..., Any], twins: tuple[nn.Module, nn.Module], *args: Any
+) -> None:
     """Loss and gradients, bit for bit."""
-    ours, theirs = twins
-    found, expected = step(*batch), plain(*batch)
-    assert same_bits(found, expected)
-    for loss, model in ((found, ours), (expected, theirs)):
+    for loss, model in zip(_assert_alike(step, plain, *args), twins, strict=True):
         model.zero_grad()
         loss.backward()
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert same_bits(mine.grad, other.grad)
+    assert_same_bits(*([p.grad for p in model.parameters()] for model in twins))
+
+
+def _encoder(layers: int) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    """Of a transformer, with a batch of padded sequences."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), layers).eval()
+    padding = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None]
+    return model, torch.randn(3, 7, 16), {"src_key_padding_mask": padding}
 
 
 @pytest.mark.parametrize("gradients_off", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_plain_module_runs(gradients_off: type) -> None:
     """The encoder takes another way then, by nested tensors, whose numbers are others in the last bits."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    x = torch.randn(3, 7, 16)
-    padding = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None]
+    model, x, padding = _encoder(2)
     compiled = checkmate.compile(model, budget=1)
     torch._dynamo.utils.counters.clear()
     with gradients_off():
-        found, expected = compiled(x, src_key_padding_mask=padding), model(x, src_key_padding_mask=padding)
-    assert same_bits(found, expected)
+        assert_same_bits(compiled(x, **padding), model(x, **padding))
     assert not compiled.plans
     assert _no_dynamo()
 
@@ -81,21 +92,17 @@ def test_generation_is_that_of_the_plain_model() -> None:
     options = {"min_new_tokens": 40, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **options)
     torch._dynamo.utils.counters.clear()
-    assert same_bits(checkmate.compile(model, budget=1).generate(prompt, **options), expected)
+    assert_same_bits(checkmate.compile(model, budget=1).generate(prompt, **options), expected)
     assert expected.shape[1] == 45
     assert _no_dynamo()
 
 
 @pytest.mark.slow
 def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
-    x = torch.randn(2, 5, 16)
-    padding = torch.arange(5)[None] >= torch.tensor([5, 3])[:, None]
-    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+    model, x, padding = _encoder(1)
+    compiled = checkmate.compile(model.requires_grad_(False), budget="1 MB", time_limit=1)
     for _ in range(2):
-        found = compiled(x, src_key_padding_mask=padding)
-        assert same_bits(found, model(x, src_key_padding_mask=padding))
+        assert_same_bits(compiled(x, **padding), model(x, **padding))
         torch._dynamo.utils.counters.clear()
     assert not compiled.plans
     model.requires_grad_(True)
@@ -147,23 +154,20 @@ def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
     assert losses(planned=True) == plain
 
 
-def test_twelve_lengths() -> None:
+def test_nine_lengths() -> None:
     """More than Dynamo compiles one function for; each is captured once."""
     model = nn.Linear(4, 4)
-    twin = copy.deepcopy(model)
-
-    def step_of(layer: nn.Module) -> object:
-        return lambda x: layer(x).square().mean()
-
-    step = checkmate.compile(step_of(model), budget="1 MB", time_limit=1, profile="roofline:h100")
-    batches = [torch.randn(n, 4) for n in range(1, 13)]
+    twins = model, copy.deepcopy(model)
+    plain = lambda x: twins[1](x).square().mean()  # noqa: E731
+    step = checkmate.compile(lambda x: model(x).square().mean(), **ROOFLINE)
+    batches = [torch.randn(n, 4) for n in range(1, 10)]
     for x in batches:
-        _assert_trains_alike(step, step_of(twin), (model, twin), x)
+        _assert_trains_alike(step, plain, twins, x)
     plans = list(step.plans)
     assert len(plans) == len(batches)
     torch._dynamo.utils.counters.clear()
     for x in batches:
-        _assert_trains_alike(step, step_of(twin), (model, twin), x)
+        _assert_trains_alike(step, plain, twins, x)
     assert _no_dynamo()
     assert all(a is b for a, b in zip(step.plans, plans, strict=True))
 
@@ -189,7 +193,7 @@ def test_the_least_recently_used_is_dropped_and_freed(caplog: pytest.LogCaptureF
     torch._dynamo.utils.counters.clear()
     step(batches[0]).backward()
     assert _no_dynamo()
-    assert same_bits(step(batches[1]), model(batches[1]).sum())
+    assert_same_bits(step(batches[1]), model(batches[1]).sum())
     assert not _no_dynamo()
 
 
@@ -201,27 +205,22 @@ def test_what_is_dropped_between_forward_and_backward_still_runs_backward() -> N
     loss = step(x)
     step(torch.randn(2, 4))
     gc.collect()
-    found = torch.autograd.grad(loss, [*model.parameters()])
-    assert all(map(same_bits, found, torch.autograd.grad(F.gelu(model(x)).sum(), [*model.parameters()])))
+    losses = loss, F.gelu(model(x)).sum()
+    assert_same_bits(*(torch.autograd.grad(each, [*model.parameters()]) for each in losses))
 
 
 @pytest.mark.slow
 def test_modes_within_one_length() -> None:
     """More states of one kind of input than Dynamo compiles one function for: each has its capture, and keeps it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 1))
-    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, profile="roofline:h100")
+    compiled = checkmate.compile(model, **ROOFLINE)
     x = torch.randn(3, 4)
-    for _ in range(2):
-        for frozen in range(4):
-            for training in (True, False):
-                for i in (0, 2):
-                    model[i].requires_grad_(bool(frozen >> (i // 2) & 1))
-                model.train(training)
-                with torch.autocast("cpu", enabled=frozen == 3):
-                    torch.manual_seed(1)
-                    found = compiled(x)
-                    torch.manual_seed(1)
-                    assert same_bits(found, model(x))
+    for frozen, training in [*itertools.product(range(4), (True, False))] * 2:
+        for i in (0, 2):
+            model[i].requires_grad_(bool(frozen >> (i // 2) & 1))
+        model.train(training)
+        with torch.autocast("cpu", enabled=frozen == 3):
+            _assert_alike(compiled, model, x)
     assert len(compiled.plans) == 8
 
 
@@ -237,9 +236,10 @@ class Annealed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.step, self.seen, self.beta, self.temperature = 0, 0.0, 0.25, 1.5
+        self.calls, self.step, self.seen, self.beta, self.temperature = 0, 0, 0.0, 0.25, 1.5
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
         self.step += 1
         self.seen += 0.5
         y = F.dropout(self.body(x), 0.1)
@@ -248,23 +248,15 @@ class Annealed(nn.Module):
 
 
 def test_numbers_that_change_are_inputs() -> None:
+    """Counters beside the computation cost one capture more."""
     model = Annealed()
     twin, x = copy.deepcopy(model), torch.randn(4, 8)
-    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, max_plans=1)
     for i, scale in enumerate([0.1, -0.0, 7.3, float("inf"), 1e-300]):
         for each in (model, twin):
             each.beta, each.temperature = 0.3 * i, 1.1**i
-        torch.manual_seed(i)
-        found = compiled(x, scale)
-        torch.manual_seed(i)
-        expected = twin(x, scale)
-        assert same_bits(found, expected)
-        model.zero_grad()
-        twin.zero_grad()
-        found.backward()
-        expected.backward()
-        assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        assert (model.step, model.seen, type(model.step)) == (twin.step, twin.seen, int)
+        _assert_trains_alike(compiled, twin, (model, twin), x, scale)
+        assert (model.calls, model.step, model.seen, type(model.step)) == (i + 1, twin.step, twin.seen, int)
         assert len(compiled.plans) == 1  # the second is for the first call too
         if i == 1:
             torch._dynamo.utils.counters.clear()
@@ -307,26 +299,6 @@ def test_what_is_copied_into_a_parameter_is_let_go_when_the_forward_returns() ->
     assert clamped.abs().max() == torch.tensor(0.3)
 
 
-def test_a_counter_beside_the_computation_costs_one_capture_more() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.step = nn.Linear(4, 4), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            return self.body(x)
-
-    model, x = Counting(), torch.randn(3, 4)
-    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, max_plans=1)
-    for i in range(1, 6):
-        assert same_bits(compiled(x), model.body(x))
-        assert model.step == i
-        if i == 2:
-            torch._dynamo.utils.counters.clear()
-    assert _no_dynamo()
-
-
 @pytest.mark.slow
 def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> None:
     """Branches, sizes, a switch of dropout, the types of integer tensors."""
@@ -337,14 +309,11 @@ def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> 
         whole = torch.arange(keep) * min(1, warmup / 2)
         return y.sum() * whole.sum() * (3.0 if warmup < 2 else p)
 
-    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+    compiled = checkmate.compile(step, **ROOFLINE)
     x = torch.randn(3, 8)
     values = [(8, 0.5, 1), (7, 0.5, 1), (7, 0.25, 1), (7, 1.0, 1), (7, 0.5, 2), (7, 0.5, 3), (8, 0.5, 1), (6, 0.1, 9)]
     for given in values:
-        torch.manual_seed(1)
-        found = compiled(x, *given)
-        torch.manual_seed(1)
-        assert same_bits(found, step(x, *given))
+        _assert_alike(compiled, step, x, *given)
 
 
 def test_at_the_limit_the_number_is_named() -> None:
@@ -366,18 +335,17 @@ def test_at_the_limit_the_number_is_named() -> None:
             return self.layers(x)
 
     model, x = Outer(), torch.randn(2, 8)
-    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=3)
+    compiled = checkmate.compile(model, **ROOFLINE, max_plans=3)
     for _ in range(3):
         compiled(x).backward()
     with pytest.raises(checkmate.Unsupported) as caught:
         compiled(x)
-    said = str(caught.value)
-    assert "self.layers[1].width changes from call to call of " in said
-    assert "max_plans=3" in said
-    assert "The last ones: 0, 1, 2, 3" in said
-    assert "self.width" in said
-    assert "test_capture_cache.py" in said
-    assert 'self.layers[1].register_buffer("width", torch.tensor(3))' in said.replace("'", '"')
+    said = str(caught.value).replace("'", '"')
+    for words in (
+        *("self.layers[1].width changes from call to call of ", "max_plans=3", "The last ones: 0, 1, 2, 3"),
+        *("self.width", "test_capture_cache.py", 'self.layers[1].register_buffer("width", torch.tensor(3))'),
+    ):
+        assert words in said
     assert model.layers[1].width == 3  # nothing has run
     model.layers[1].width = 1
     compiled(x).backward()  # those that are kept still run
@@ -389,10 +357,10 @@ def test_at_the_limit_an_argument_is_named() -> None:
     def step(x: Tensor, keep: int) -> Tensor:
         return model(x)[:, :keep].sum()
 
-    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=2)
+    compiled = checkmate.compile(step, **ROOFLINE, max_plans=2)
     x = torch.randn(2, 8)
     for keep in (5, 6, 5, 6):
-        assert same_bits(compiled(x, keep), step(x, keep))
+        assert_same_bits(compiled(x, keep), step(x, keep))
     with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
         compiled(x, 7)
 

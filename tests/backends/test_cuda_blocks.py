@@ -187,19 +187,22 @@ class Stand:
         return Used(plan.peak or 0, 0)
 
 
-def chain() -> checkmate.Problem:
-    """Of eight ops and back; of 8 bytes each value: from 40 to 72 bytes."""
-    deps = [[], *([k] for k in range(8)), *([k - 1, 16 - k] for k in range(9, 16))]
-    return checkmate.Problem.from_dag(deps, [1] * 16, [8] * 16, forward=9)
+DEPS = [[], *([k] for k in range(8)), *([k - 1, 16 - k] for k in range(9, 16))]  # eight ops and back
+CHAIN = checkmate.Problem.from_dag(DEPS, [1] * 16, [8] * 16, forward=9)  # from 40 to 72 bytes
 
 
 def planned(budget: int, *more: int) -> Solution:
     planner = Planner(Options(budget=budget, cache=False))
-    return plan_in_blocks(planner.plan, chain(), Stand(budget, *more))[0]
+    return plan_in_blocks(planner.plan, CHAIN, Stand(budget, *more))[0]
 
 
-def test_a_plan_is_taken_once_no_more_is_given_than_the_budget() -> None:
-    least, most = min_budget(chain()).peak, chain().keep_all_peak
+@pytest.fixture(scope="module")
+def least() -> int:
+    return min_budget(CHAIN).peak
+
+
+def test_a_plan_is_taken_once_no_more_is_given_than_the_budget(least: int) -> None:
+    most = CHAIN.keep_all_peak
     assert least + 16 <= most
     assert planned(most, 0).peak == most
     within = planned(most, 8, 8)
@@ -209,8 +212,8 @@ def test_a_plan_is_taken_once_no_more_is_given_than_the_budget() -> None:
     assert planned(least, 0).peak == least
 
 
-def test_the_lowest_plan_is_tried_last_and_a_refusal_says_what_it_takes() -> None:
-    least, most = min_budget(chain()).peak, chain().keep_all_peak
+def test_the_lowest_plan_is_tried_last_and_a_refusal_says_what_it_takes(least: int) -> None:
+    most = CHAIN.keep_all_peak
     assert planned(most, 999, most - least).peak == least  # what the first is given leaves nothing
     assert planned(most, 8, 16, 24, 32, 0).peak == least  # each is given more than the last
     for budget, more in ((least + 8, (99, 9)), (least - 1, (9,))):
@@ -221,7 +224,7 @@ def test_the_lowest_plan_is_tried_last_and_a_refusal_says_what_it_takes() -> Non
 
 
 def test_a_plan_that_is_found_later_is_refused_if_more_is_given_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = checkmate.solve(chain(), 1000)
+    plan = checkmate.solve(CHAIN, 1000)
     replays = Replays(DeviceState(), torch.device("cuda"), budget=100)
     monkeypatch.setattr(Replays, "steps", lambda self, plan: Used(100, 120))
     replays.check(plan)

@@ -18,9 +18,9 @@ from checkmate.backends import compilation
 from checkmate.memory.available import Available, Limit, rounded_down
 from checkmate.units import exact_bytes, format_bytes
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import in_turn
 
 ROWS, WIDE = 512, 64
-ASKED: tuple[Any, ...] = ("fits", "-5%", "120%", "%", 0.7, "", "0%")
 
 
 class There:
@@ -41,15 +41,11 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
     return made
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Dropout(0.1))))
-
-
 class Loss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = net()
+        parts = (part for _ in range(4) for part in (nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Dropout(0.1)))
+        self.net = nn.Sequential(*parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x).square().mean()
@@ -63,21 +59,17 @@ def bytes_of(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-def ways_in(loss: nn.Module) -> dict[str, Callable[..., Any]]:
-    optimizer = torch.optim.SGD(loss.parameters())
-    return {
-        "compile": lambda **options: checkmate.compile(loss, **options),
-        "training_step": lambda **options: checkmate.training_step(loss, optimizer, **options),
-        "verify": lambda **options: checkmate.verify(loss, batch(), **options),
-    }
-
-
-def test_what_is_no_budget_is_refused_at_once(there: There) -> None:
-    for budget in ASKED:
-        for name, way_in in ways_in(Loss()).items():
-            with pytest.raises(checkmate.BudgetError) as error:
-                way_in(budget=budget)
-            assert "70%" in str(error.value), name
+@in_turn(
+    budget=("fits", "-5%", "120%", "%", 0.7, "", "0%"),
+    way_in=(
+        lambda loss, budget: checkmate.compile(loss, budget=budget),
+        lambda loss, budget: checkmate.training_step(loss, torch.optim.SGD(loss.parameters()), budget=budget),
+        lambda loss, budget: checkmate.verify(loss, batch(), budget=budget),
+    ),
+)
+def test_what_is_no_budget_is_refused_at_once(budget: Any, way_in: Callable[..., Any], there: There) -> None:
+    with pytest.raises(checkmate.BudgetError, match="70%"):
+        way_in(Loss(), budget)
     assert there.asked == []
 
 
@@ -185,16 +177,13 @@ def test_what_serves_the_step_is_told(there: There) -> None:
 
 
 def test_by_the_name_that_torch_compile_knows(there: There, found_by_name: None) -> None:
-    loss = Loss()
-    torch.compile(loss, backend="checkmate")(batch()).backward()
+    torch.compile(Loss(), backend="checkmate")(batch()).backward()
     assert len(there.asked) == 1
 
 
 def test_without_data_nothing_says_what_there_is(there: There) -> None:
-    with (
-        FakeTensorMode(),
-        pytest.raises(checkmate.BudgetError, match="Without data a step runs nowhere: name the bytes"),
-    ):
+    nowhere = pytest.raises(checkmate.BudgetError, match="Without data a step runs nowhere: name the bytes")
+    with FakeTensorMode(), nowhere:
         checkmate.compile(Loss(), profile="roofline:h100")(torch.ones(ROWS, WIDE))
     assert there.asked == []
 

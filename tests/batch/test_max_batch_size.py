@@ -19,6 +19,7 @@ from checkmate.batch.size_search import ONE_FORWARD, SizeSearch, is_within, most
 from checkmate.core import simulator
 from tests.batch.test_sized_problems import grown
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import in_turn
 
 ROOFLINE = "roofline:h100"
 HIDDEN, LAYERS = 32, 3
@@ -78,20 +79,14 @@ def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None
 
 @pytest.mark.slow
 def test_what_keeps_all_is_found_exactly(found: LargestBatch) -> None:
-    peaks = {n: trace(_make_step(), _make_batch(n), profile=ROOFLINE).keep_all_peak for n in _around(found.keep_all)}
-    assert [peak <= BUDGET for peak in peaks.values()] == [True, False]
-    kept = found.baselines["checkpoint-all"]
-    assert kept is not None
-    assert found.size > found.keep_all == kept.size
-
-
-def _around(size: int | None) -> tuple[int, int]:
-    assert size is not None
-    return size, size + 1
+    sizes = found.keep_all, found.keep_all + 1
+    peaks = [trace(_make_step(), _make_batch(n), profile=ROOFLINE).keep_all_peak for n in sizes]
+    assert [peak <= BUDGET for peak in peaks] == [True, False]
+    assert found.size > found.keep_all == found.baselines["checkpoint-all"].size
 
 
 @pytest.mark.slow
-def test_the_curve_ends_at_the_answer_and_names_the_fastest(found: LargestBatch) -> None:
+def test_the_curve_ends_at_the_answer_and_names_the_fastest_and_no_baseline_is_larger(found: LargestBatch) -> None:
     sizes = [point.size for point in found]
     assert sizes == sorted(sizes)
     assert sizes[-1] == found.size
@@ -102,15 +97,9 @@ def test_the_curve_ends_at_the_answer_and_names_the_fastest(found: LargestBatch)
         assert point.throughput <= found.fastest.throughput
     assert found.fastest.traced
     assert found.points[-1].traced
-
-
-@pytest.mark.slow
-def test_no_method_is_better_than_all(found: LargestBatch) -> None:
     assert list(found.baselines) == list(BASELINES)
-    for name, point in found.baselines.items():
-        if point is not None:
-            assert point.traced
-            assert point.size <= found.size, name
+    baselines = [point for point in found.baselines.values() if point is not None]
+    assert all(point.traced and point.size <= found.size for point in baselines)
 
 
 def test_a_tighter_cap_gives_a_smaller_size(on_paper: Callable[[int], Problem]) -> None:
@@ -127,13 +116,8 @@ def test_any_integer_will_do() -> None:
         layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).to("meta")
         return lambda x: layer(x).sum()
 
-    found = _search(
-        "1 MB",
-        make_step=make_step,
-        make_batch=lambda n: torch.ones(2, n, 32, device="meta"),
-        smallest=100,
-        time_limit=60,
-    )
+    options = {"make_step": make_step, "make_batch": lambda n: torch.ones(2, n, 32, device="meta")}
+    found = _search("1 MB", smallest=100, time_limit=60, **options)
     assert found.size > found.keep_all > 100
     assert found.solution.peak <= 1_000_000
 
@@ -152,16 +136,15 @@ def test_a_step_that_changes_with_the_size_is_made_for_each() -> None:
     assert 2 * weights <= 100_000 < 2 * 4 * (found.size + 12) ** 2
 
 
-@pytest.mark.parametrize("batch", [tuple, dict, "list"], ids=str)
-def test_batches_of_all_kinds(batch: object) -> None:
+@in_turn(kind=[lambda named: tuple(named.values()), dict, lambda named: [*named.values()]])
+def test_batches_of_all_kinds(kind: Callable[[dict[str, Tensor]], Any]) -> None:
     model = nn.Linear(8, 3).to("meta")
 
     def step(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model(x), target)
 
     def make_batch(n: int) -> Any:
-        named = {"x": torch.ones(n, 8, device="meta"), "target": torch.zeros(n, dtype=torch.long, device="meta")}
-        return named if batch is dict else tuple(named.values()) if batch is tuple else list(named.values())
+        return kind({"x": torch.ones(n, 8, device="meta"), "target": torch.zeros(n, dtype=torch.long, device="meta")})
 
     assert _search(50_000, make_step=lambda: step, make_batch=make_batch, largest=2).size == 2
 
@@ -194,37 +177,20 @@ def test_a_module_is_a_step() -> None:
 def test_measured_costs_and_a_measured_peak() -> None:
     """On real tensors: the planned peak is the measured one, to the byte."""
     step = _make_step("cpu")
-    found = _search(
-        make_step=lambda: step,
-        make_batch=partial(_make_batch, device="cpu"),
-        profile="measure",
-        measure=True,
-        max_overhead=None,
-        smallest=100,
-        largest=101,
-        time_limit=60,
-    )
-    assert found.measured_peak is not None
-    assert found.measured_peak <= BUDGET
-    assert found.measured_peak == found.solution.peak
+    measured = {"make_batch": partial(_make_batch, device="cpu"), "profile": "measure", "measure": True}
+    options = {"max_overhead": None, "smallest": 100, "largest": 101, "time_limit": 60}
+    found = _search(make_step=lambda: step, **measured, **options)
+    assert found.measured_peak == found.solution.peak <= BUDGET
     assert found.solution.overhead > 0
 
 
 @pytest.mark.slow
 def test_measuring_changes_nothing() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = _search(
-        100_000,
-        make_step=lambda: lambda x: model(x).sum(),
-        make_batch=lambda n: torch.ones(n, 16),
-        profile="measure",
-        measure=True,
-        smallest=2,
-        largest=8,
-    )
+    measured = {"make_batch": lambda n: torch.ones(n, 16), "profile": "measure", "measure": True}
+    found = _search(100_000, make_step=lambda: lambda x: model(x).sum(), smallest=2, largest=8, **measured)
     assert found.measured_peak <= 100_000
     assert_same_bits(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -306,31 +272,39 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Excep
         _search(**options)
 
 
-def test_little_time_gives_an_answer_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
-) -> None:
-    monkeypatch.setattr(
-        "checkmate.batch.max_batch_size.SHARES", dict.fromkeys(("keep all", "largest", "plan", "baselines"), 0.0)
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> Callable[..., None]:
+    """Sets which share of the time is over when each part of a search ends: keep-all, largest, plan, baselines."""
+    parts = "keep all", "largest", "plan", "baselines"
+    return lambda *ends: monkeypatch.setattr(
+        "checkmate.batch.max_batch_size.SHARES", dict(zip(parts, ends, strict=True))
     )
+
+
+def test_little_time_gives_an_answer_that_says_so(shares: Callable[..., None]) -> None:
+    shares(0.0, 0.0, 0.0, 0.0)
     found = _search(90)
     assert (found.size, found.keep_all, found.next_size, found.ended) == (1, 1, "not looked at", "time limit")
     assert found.cut_short == ("checkpoint-all",)
     assert found.fastest.traced
 
 
-def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(
-    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
-) -> None:
+def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(shares: Callable[..., None]) -> None:
     """The search for it once ended at 16 where 136, traced as the fastest, kept everything too."""
-    shares = {"keep all": 0.0, "largest": 0.65, "plan": 0.7, "baselines": 0.9}
-    monkeypatch.setattr("checkmate.batch.max_batch_size.SHARES", shares)
+    shares(0.0, 0.65, 0.7, 0.9)
     found = _search(90, baselines=["checkpoint-all"])
     keeping = [point.size for point in found if point.traced and point.solution.problem.keep_all_peak <= 90]
     assert found.size > 20 >= found.keep_all == max(keeping) > 1
-    kept = found.baselines["checkpoint-all"]
-    assert kept is not None
-    assert kept.size == found.keep_all
+    assert found.baselines["checkpoint-all"].size == found.keep_all
     assert found.cut_short == ("checkpoint-all",)
+
+
+def test_a_baseline_that_finds_more_is_the_answer(shares: Callable[..., None]) -> None:
+    shares(0.4, 0.0, 0.0, 0.9)
+    found = _search(90, baselines=["next-use"])
+    assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
+    assert found.solution.method == "next-use"
+    assert found.points[-1].size == 26
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> None:
@@ -347,17 +321,6 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper:
     assert found.fastest.throughput > 0
     with pytest.raises(KeyboardInterrupt):
         _search(12)
-
-
-def test_a_baseline_that_finds_more_is_the_answer(
-    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
-) -> None:
-    shares = {"keep all": 0.4, "largest": 0.0, "plan": 0.0, "baselines": 0.9}
-    monkeypatch.setattr("checkmate.batch.max_batch_size.SHARES", shares)
-    found = _search(90, baselines=["next-use"])
-    assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
-    assert found.solution.method == "next-use"
-    assert found.points[-1].size == 26
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,24 +42,19 @@ def make_step(mesh: Any, size: int) -> tuple[Any, tuple[Tensor]]:
 def test_each_mesh_and_size_has_a_plan_or_says_why_not() -> None:
     with ThreadPoolExecutor(2) as client:
         found = sweep_meshes(make_step, [(2,), (2, 2)], [16, 4096], "1 MB", time_limit=2, client=client)
-    assert [(point.mesh, point.size) for point in found] == [
-        (mesh, size) for mesh in ((2,), (2, 2)) for size in (16, 4096)
-    ]
+    assert [(point.mesh, point.size) for point in found] == [*product(((2,), (2, 2)), (16, 4096))]
     targets = [{op.target for op in point.solution.problem.graph.ops} for point in found]
     assert all(GATHER in of for of in targets[:2])
     assert all(SUM in of and GATHER not in of for of in targets[2:])
     for point in found:
         if point.size == 16:
-            assert point.peak is not None
             assert point.peak <= 10**6
             assert point.throughput == 16 * point.mesh[0] / point.seconds
         else:
             assert (point.peak, point.throughput) == (None, 0.0)
             assert exact_bytes(point.solution.refusal.min_budget) in point.message
-    assert found.fastest is not None
     assert found.fastest.throughput == max(point.throughput for point in found)
-    assert "no plan" in str(found)
-    assert "2 x 2" in str(found)
+    assert all(words in str(found) for words in ("no plan", "2 x 2"))
     assert len(found.records()) == 4
     assert not dist.is_initialized()
 

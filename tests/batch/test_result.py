@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
-
 from checkmate import Problem, solve
 from checkmate.batch.result import LargestBatch, SizePoint
 
@@ -21,37 +19,18 @@ def _points() -> tuple[SizePoint, ...]:
 
 def _found() -> LargestBatch:
     points = _points()
-    return LargestBatch(
-        size=3,
-        solution=points[1].solution,
-        budget=9,
-        max_overhead="one-forward",
-        points=points,
-        keep_all=2,
-        fastest=points[1],
-        next_size="proven",
-        baselines={"ap-greedy": points[0], "chen-sqrt": None},
-        cut_short=(),
-        measured_peak=9,
-        seconds=0.25,
-        ended="",
-    )
+    asked = {"budget": 9, "max_overhead": "one-forward", "seconds": 0.25, "ended": "", "cut_short": ()}
+    answer = {"size": 3, "solution": points[1].solution, "next_size": "proven", "measured_peak": 9}
+    baselines = {"ap-greedy": points[0], "chen-sqrt": None}
+    return LargestBatch(**asked, **answer, points=points, keep_all=2, fastest=points[1], baselines=baselines)
 
 
 def test_a_point_is_what_its_solution_says() -> None:
     small, large = _points()
     assert (small.throughput, small.seconds, small.overhead, small.peak) == (0.5, 4.0, 0.0, 6)
     assert (large.throughput, large.peak, large.traced) == (0.75, 9, True)
-    assert large.record() == {
-        "size": 3,
-        "throughput": 0.75,
-        "seconds": 4.0,
-        "overhead": 0.0,
-        "peak": 9,
-        "gap": 0.0,
-        "method": "checkpoint-all",
-        "traced": True,
-    }
+    figures = {"size": 3, "throughput": 0.75, "seconds": 4.0, "overhead": 0.0, "peak": 9, "gap": 0.0}
+    assert large.record() == {**figures, "method": "checkpoint-all", "traced": True}
 
 
 def test_the_text_says_what_a_person_asks() -> None:
@@ -71,9 +50,8 @@ def test_the_text_says_what_a_person_asks() -> None:
     assert "<table>" in _found()._repr_html_()
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_what_is_different_is_said() -> None:
+    for change, says in (
         ({"max_overhead": None}, "any recomputation"),
         ({"max_overhead": 0.25}, "25.0% recomputation at most"),
         ({"keep_all": None}, "fits at no size"),
@@ -81,10 +59,8 @@ def test_the_text_says_what_a_person_asks() -> None:
         ({"cut_short": ("ap-greedy",)}, "2; its search was cut short"),
         ({"cut_short": ("checkpoint-all",)}, "times as large; its search was cut short"),
         ({"next_size": "not found"}, "not proven"),
-    ],
-)
-def test_what_is_different_is_said(change: dict[str, object], says: str) -> None:
-    assert says in repr(replace(_found(), **change))
+    ):
+        assert says in repr(replace(_found(), **change))
 
 
 def test_it_goes_to_json_and_is_a_row_of_points() -> None:

@@ -27,11 +27,6 @@ def _found(search: SizeSearch) -> Attempt:
     return answer
 
 
-def _beyond(search: SizeSearch) -> Attempt:
-    assert search.high is not None
-    return search.high
-
-
 def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
     return optimum(outcomes(problem), budget) <= min(most_seconds(problem, overhead), 1e300)
 
@@ -47,8 +42,8 @@ def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | Non
     assert _fits(grown(base, answer.size, block=4), budget, overhead)
     if answer.size < 60:
         assert not _fits(grown(base, answer.size + 1, block=4), budget, overhead)
-        assert _beyond(search).size == answer.size + 1
-        assert _beyond(search).refuted
+        assert search.high.size == answer.size + 1
+        assert search.high.refuted
 
 
 def _padded(to: int) -> Callable[[int], Problem]:
@@ -85,7 +80,7 @@ def test_where_the_graph_changes_with_the_size_each_is_traced() -> None:
 
     search = _search_sizes(trace, 100)
     assert _found(search).size == 25
-    assert _beyond(search).size == 26
+    assert search.high.size == 26
 
 
 def test_what_never_grows_ends_at_the_largest() -> None:
@@ -102,7 +97,7 @@ def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
     assert _found(_search_sizes(trace, 40, smallest=5)).size == 10
     search = _search_sizes(trace, 19, smallest=5)
     assert search.run() is None
-    assert _beyond(search).refuted
+    assert search.high.refuted
 
 
 def test_without_time_there_is_still_an_answer() -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from benchmarks.networks.dags import unet
 from checkmate import Problem
-from checkmate.batch.size_search import (
-    ONE_FORWARD,
-    check_overhead,
-    is_beyond,
-    is_within,
-    most_seconds,
-    plan_within,
-)
+from checkmate.batch.size_search import ONE_FORWARD, check_overhead, is_beyond, is_within, most_seconds, plan_within
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.problem import Profile
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
@@ -39,7 +33,6 @@ def test_an_estimate_of_what_is_affine_is_the_truth(base: Problem) -> None:
     problems.at(2), problems.at(5)
     for n in (1, 3, 4, 9, 100):
         estimate, truth = problems.estimate(n), grown(base, n)
-        assert estimate is not None
         assert estimate.sizes.tolist() == truth.sizes.tolist()
         assert estimate.workspace.tolist() == truth.workspace.tolist()
         assert estimate.resident == truth.resident
@@ -53,9 +46,7 @@ def test_an_estimate_between_two_traces_is_off_by_less_than_a_block_each() -> No
     problems = SizedProblems(lambda n: grown(base, n, block=8))
     problems.at(3), problems.at(11)
     for n in range(4, 11):
-        estimate = problems.estimate(n)
-        assert estimate is not None
-        assert np.abs(estimate.sizes - grown(base, n, block=8).sizes).max() <= 8
+        assert np.abs(problems.estimate(n).sizes - grown(base, n, block=8).sizes).max() <= 8
 
 
 def test_the_nearest_traces_count() -> None:
@@ -63,37 +54,25 @@ def test_the_nearest_traces_count() -> None:
     problems = SizedProblems(lambda n: Problem.from_dag([[]], [1], [n if n <= 10 else 100 * n]))
     for n in (1, 10, 20, 30):
         problems.at(n)
-    far, between = problems.estimate(40), problems.estimate(25)
-    assert far is not None
-    assert far.keep_all_peak == 4000
-    assert between is not None
-    assert between.keep_all_peak == pytest.approx(2500, rel=0.15)
+    assert problems.estimate(40).keep_all_peak == 4000
+    assert problems.estimate(25).keep_all_peak == pytest.approx(2500, rel=0.15)
 
 
 def test_there_is_no_estimate_from_one_trace_or_from_two_kinds_of_graph() -> None:
     problems = SizedProblems(lambda n: Problem.from_dag([[]] * min(n, 2), [1] * min(n, 2), [n] * min(n, 2)))
-    problems.at(1)
-    assert problems.estimate(3) is None
-    problems.at(2)
-    assert problems.estimate(3) is None
-    problems.at(4)
-    assert problems.estimate(3) is not None
+    for size, known in ((1, False), (2, False), (4, True)):
+        problems.at(size)
+        assert (problems.estimate(3) is not None) == known
 
 
 def test_a_size_is_traced_once() -> None:
-    calls: list[int] = []
-
-    def trace(n: int) -> Problem:
-        calls.append(n)
-        return Problem.from_dag([[]], [1], [n])
-
+    trace = Mock(side_effect=lambda n: Problem.from_dag([[]], [1], [n]))
     problems = SizedProblems(trace)
-    assert problems.at(3) is problems.at(3)
-    assert problems.estimate(3) is problems.at(3)
-    assert calls == [3]
+    assert problems.at(3) is problems.at(3) is problems.estimate(3)
+    trace.assert_called_once_with(3)
 
 
-@pytest.mark.parametrize("wrong", [True, -0.1, math.inf, math.nan, "two-forwards", [1]])
+@in_turn(wrong=[True, -0.1, math.inf, math.nan, "two-forwards", [1]])
 def test_a_cap_that_makes_no_sense_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="one-forward"):
         check_overhead(wrong)
@@ -134,6 +113,4 @@ def test_a_jump_between_neighbours_is_not_drawn_out() -> None:
     for size in (50, 100, 101):
         problems.at(size)
     assert problems.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()
-    far = problems.estimate(150)
-    assert far is not None
-    assert far.live_bytes.max() < 2 * trace(150).live_bytes.max()
+    assert problems.estimate(150).live_bytes.max() < 2 * trace(150).live_bytes.max()

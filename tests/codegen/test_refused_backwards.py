@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ import checkmate
 from checkmate.codegen.refused_backwards import computed_from
 from tests.support.bits import assert_same_bits
 
+X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
+
 
 @pytest.fixture
 def net() -> nn.Module:
@@ -21,43 +22,25 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 8), torch.randint(4, (6,))
-
-
 def _compiled(step: Any) -> Any:
     return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
 
 
-def _with_logits(net: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def test_a_watched_result_below_the_loss_is_refused(net: nn.Module) -> None:
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         return F.cross_entropy(logits, y), logits
 
-    return step
+    compiled = _compiled(step)
+    for watch in (Tensor.retain_grad, lambda logits: logits.register_hook(lambda grad: None)):
+        for with_logits in (False, True):
+            loss, logits = compiled(X, Y)
+            watch(logits)
+            with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
+                (loss + logits.sum() if with_logits else loss).backward()
 
 
-WATCHES: dict[str, Callable[[Tensor], Any]] = {
-    "kept gradient": lambda logits: logits.retain_grad(),
-    "hook": lambda logits: logits.register_hook(lambda grad: None),
-}
-
-
-@pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES)
-@pytest.mark.parametrize("total", [lambda loss, logits: loss, lambda loss, logits: loss + logits.sum()])
-def test_a_watched_result_below_the_loss_is_refused(
-    watch: Callable[[Tensor], Any], total: Callable[..., Tensor], net: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
-    loss, logits = _compiled(_with_logits(net))(*batch)
-    watch(logits)
-    with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
-        total(loss, logits).backward()
-
-
-def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(
-    net: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(net: nn.Module) -> None:
     """What the error advises."""
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,13 +48,11 @@ def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(
         logits.register_hook(lambda grad: grad * 2)
         return F.cross_entropy(logits, y), logits
 
-    found, expected = (torch.autograd.grad(run(*batch)[0], list(net.parameters())) for run in (_compiled(step), step))
+    found, expected = (torch.autograd.grad(run(X, Y)[0], list(net.parameters())) for run in (_compiled(step), step))
     assert_same_bits(found, expected)
 
 
-def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(
-    net: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(net: nn.Module) -> None:
     """Also with a result that comes from the logits, if nobody differentiates it."""
 
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,21 +61,21 @@ def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(
 
     grads = []
     for run in (_compiled(step), step):
-        logits, _ = run(batch[0])
+        logits, _ = run(X)
         logits.retain_grad()
-        F.cross_entropy(logits, batch[1]).backward()
+        F.cross_entropy(logits, Y).backward()
         grads.append(logits.grad)
     assert_same_bits(*grads)
 
 
-def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module) -> None:
     def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = net(x)
         return logits * 2, logits + 1, (logits * 2).detach().exp() * logits
 
     grads = []
     for run in (_compiled(step), step):
-        results = run(batch[0])
+        results = run(X)
         for result in results[:2]:
             result.retain_grad()
         torch.stack([result.sum() for result in results]).sum().backward()

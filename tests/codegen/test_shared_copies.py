@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,18 +43,15 @@ def _losses(first: Step, second: Step) -> tuple[Tensor, Tensor]:
         return first(X), second(X * 2)
 
 
-def _separately(losses: Sequence[Tensor], layer: nn.Linear) -> Any:
-    return [torch.autograd.grad(loss, [*layer.parameters()]) for loss in losses]
-
-
 @pytest.mark.slow
 def test_uses_of_a_weight_in_one_region(layer: nn.Linear, plain: Step, step: Step) -> None:
-    expected = _losses(plain, plain)
-    gradients = _separately(expected, layer)
-    for first, second in ((step, step), (step, plain), (plain, step)):
+    def separately(first: Step, second: Step) -> Any:
         losses = _losses(first, second)
-        assert_same_bits(losses, expected)
-        assert_same_bits(_separately(losses, layer), gradients)
+        return losses, [torch.autograd.grad(loss, [*layer.parameters()]) for loss in losses]
+
+    expected = separately(plain, plain)
+    for first, second in ((step, step), (step, plain), (plain, step)):
+        assert_same_bits(separately(first, second), expected)
         for meet in (lambda a, b: (a + b).backward(), lambda a, b: torch.autograd.backward([a, b])):
             with pytest.raises(checkmate.Unsupported, match=r"^weight is used by .* anew for each call"):
                 meet(*_losses(first, second))
@@ -102,10 +100,7 @@ def test_another_region_than_that_of_the_capture(layer: nn.Linear) -> None:
             return (layer(x.float()) * layer(x)).sum()
 
     def gradients(one: Step, x: Tensor, *, within: bool) -> Any:
-        if within:
-            with autocast(enabled=False):
-                loss = one(x)
-        else:
+        with autocast(enabled=False) if within else nullcontext():
             loss = one(x)
         return torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
 

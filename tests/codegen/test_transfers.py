@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -128,8 +129,7 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     assert plan.plan.sent
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
     assert memory.use.calls == 3
-    assert memory.use.peak == simulate(plan.plan, plan.problem).host_peak
-    assert memory.use.pending == 0
+    assert (memory.use.peak, memory.use.pending) == (simulate(plan.plan, plan.problem).host_peak, 0)
 
 
 def test_calls_that_wait_for_their_backwards_know_nothing_of_each_other() -> None:
@@ -203,32 +203,27 @@ def test_a_step_that_fails_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_threads_each_have_a_store() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()
     inputs = [torch.randn(4, 8, dtype=torch.double) for _ in range(4)]
-    step, memory = compiled(lambda x: model(x).square().sum(), sending(1))
-    step(inputs[0]).backward()
-    model.zero_grad()
-    expected = [torch.autograd.grad(model(x).square().sum(), [*model.parameters()]) for x in inputs]
-    found: list[Any] = [None] * len(inputs)
+    plain = lambda x: model(x).square().sum()  # noqa: E731
+    step, memory = compiled(plain, sending(1))
     together = threading.Barrier(len(inputs))
 
-    def run(i: int) -> None:
-        together.wait()
-        for _ in range(5):
-            found[i] = torch.autograd.grad(step(inputs[i]), [*model.parameters()])
+    def gradients(run: Any, x: Tensor) -> Any:
+        return torch.autograd.grad(run(x), [*model.parameters()])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_same_bits(found, expected)
+    def often(x: Tensor) -> Any:
+        together.wait()
+        return [gradients(step, x) for _ in range(5)]
+
+    gradients(step, inputs[0])
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        found = [*pool.map(often, inputs)]
+    assert_same_bits(found, [[gradients(plain, x)] * 5 for x in inputs])
     assert memory.use.pending == 0
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_part_of_the_backward(which: int) -> None:
+def test_a_part_of_the_backward() -> None:
     """Where results have no gradient, what only their gradients need is neither made nor sent."""
 
     class Two(nn.Module):
@@ -241,11 +236,11 @@ def test_a_part_of_the_backward(which: int) -> None:
             return [head(hidden).tanh().exp().tanh().sum() for head in self.heads]
 
     for seed in range(3):
-        torch.manual_seed(0)
         model, other, step, memory = pair(seed, Two())
-        both_left(lambda run: run(batch(0))[which].backward(), model, other, step)
-        both_left(lambda run: sum(run(batch(1))).backward(), model, other, step)
-        assert memory.use.pending == 0
+        for which in (0, 1):
+            both_left(lambda run: run(batch(0))[which].backward(), model, other, step)  # noqa: B023
+            both_left(lambda run: sum(run(batch(1))).backward(), model, other, step)
+            assert memory.use.pending == 0
 
 
 def test_within_a_checkpoint() -> None:

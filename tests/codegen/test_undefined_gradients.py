@@ -13,13 +13,17 @@ from torch import Tensor, nn
 import checkmate
 from tests.support.bits import assert_same_bits
 
+Step = Callable[..., tuple[Tensor, ...]]
 
-def _grads(step: Callable[..., tuple[Tensor, ...]], weights: list[Tensor], used: tuple[int, ...]) -> list[bytes | None]:
+
+def _grads(
+    step: Callable[..., tuple[Tensor, ...]], weights: list[Tensor], used: tuple[int, ...]
+) -> list[Tensor | None]:
     for weight in weights:
         weight.grad = None
     results = step(*weights)
     torch.stack([results[i].sum() for i in used]).sum().backward()
-    return [None if w.grad is None else w.grad.numpy().tobytes() for w in weights]
+    return [w.grad for w in weights]
 
 
 def _zero_times_infinity(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,17 +50,12 @@ def _parts(w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return tuple((w * v).exp().split([1, 2]))
 
 
-STEPS = [_zero_times_infinity, _minus_zero, _own_parameter, _view, _parts]
-
-
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("step", STEPS)
-def test_gradients_are_those_of_plain_pytorch(step: Callable[..., tuple[Tensor, ...]], used: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("step", [_zero_times_infinity, _minus_zero, _own_parameter, _view, _parts])
+def test_gradients_are_those_of_plain_pytorch(step: Step) -> None:
     weights = [torch.tensor([0.0, 1.0, 2.0], requires_grad=True), torch.ones(3, requires_grad=True)]
     compiled = checkmate.compile(step, budget="1 MB")
-    assert _grads(compiled, weights, used) == _grads(step, weights, used)
-    assert _grads(compiled, weights, (0, 1)) == _grads(step, weights, (0, 1))  # the whole backward is still there
-    assert _grads(compiled, weights, used) == _grads(step, weights, used)
+    for used in ((1,), (0, 1), (1,), (0,), (0, 1), (0,)):  # the whole backward is still there afterwards
+        assert_same_bits(_grads(compiled, weights, used), _grads(step, weights, used))
 
 
 def test_a_parameter_that_no_loss_reaches_is_not_decayed() -> None:
@@ -83,27 +82,24 @@ class _Twice(torch.autograd.Function):
         return 2 * grad
 
 
-def test_what_a_step_reads_and_never_differentiates_is_left_alone() -> None:
-    """Its hooks are not called, and what made it has no gradient."""
-    trained, read, source = (torch.ones(3, requires_grad=True) for _ in range(3))
+def test_what_a_step_never_differentiates_is_left_alone() -> None:
+    """Read or handed out: its hooks are not called, and what made it has no gradient."""
+    trained, read, source, shown = (torch.ones(3, requires_grad=True) for _ in range(4))
     made, seen = _Twice.apply(source), []
-    step = checkmate.compile(lambda x: (trained * x * read.detach() * made.detach()).sum(), budget="1 MB")
-    for tensor in (trained, read, made):
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (trained * x * read.detach() * made.detach()).sum(), shown.detach().view(3, 1)
+
+    step = checkmate.compile(plain, budget="1 MB")
+    for tensor in (trained, read, made, shown):
         tensor.register_hook(lambda grad: seen.append(grad.sum().item()))
-    step(torch.ones(3)).backward()
+    loss, detached = step(torch.ones(3))
+    loss.backward()
     assert seen == [6.0]
-    assert read.grad is source.grad is None
-    torch.autograd.backward((step(torch.ones(3)), read.sum()))
+    assert read.grad is source.grad is shown.grad is None
+    assert_same_bits(detached, torch.ones(3, 1))
+    torch.autograd.backward((step(torch.ones(3))[0], read.sum()))
     assert seen[1:] == [3.0, 6.0]
-
-
-def test_what_is_handed_out_detached_is_left_alone_too() -> None:
-    read, trained, seen = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), []
-    read.register_hook(seen.append)
-    step = checkmate.compile(lambda: ((trained * 2).sum(), read.detach().view(3, 1)), budget="1 MB")
-    step()[0].backward()
-    assert seen == []
-    assert_same_bits(step()[1], torch.ones(3, 1))
 
 
 def test_a_step_that_leads_to_no_gradient_can_be_differentiated() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -113,11 +115,8 @@ def test_what_fails_fails_alone_and_says_why() -> None:
     assert (raised.verdict, raised.found) == ("failed", "ValueError: what is wrong")
     assert "and more of it" in raised.facts["traceback"]
     assert (passed.verdict, passed.found) == (also_passed.verdict, also_passed.found) == ("passed", "cpu")
-    assert (died.verdict, died.found, died.facts) == (
-        "failed",
-        "its process died (exit code 3)",
-        {"printed": "last words"},
-    )
+    assert (died.verdict, died.found) == ("failed", "its process died (exit code 3)")
+    assert died.facts == {"printed": "last words"}
     assert (hung.verdict, hung.found) == ("failed", "it had not ended after 2 s")
     assert "--time-limit 4" in hung.advice
     assert str(hung).startswith("FAILED   _hangs")
@@ -151,47 +150,51 @@ _badly.register_autograd(lambda ctx, grad: grad)
 _kernel: dict[str, Callable[[Tensor], Tensor]] = {}
 
 
-def _with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[Tensor], Tensor]) -> None:
-    monkeypatch.setattr(checks, "network", lambda name, setting: (None, lambda x: _badly(x).sum(), (_ones(),)))
-    monkeypatch.setitem(_kernel, "of badly", kernel)
+def _asserts(x: Tensor) -> Tensor:
+    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
-def _ones() -> Tensor:
-    return torch.ones(3, requires_grad=True)
-
-
-def test_an_op_that_does_not_repeat_its_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = itertools.count()
-    _with_kernel(monkeypatch, lambda x: x + next(runs))
+def test_an_op_that_does_badly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones, runs = torch.ones(3, requires_grad=True), itertools.count()
+    monkeypatch.setattr(checks, "network", lambda name, setting: (None, lambda x: _badly(x).sum(), (ones,)))
+    monkeypatch.setitem(_kernel, "of badly", lambda x: x + next(runs))
     finding = checks.ops_of("any", CPU)
     assert finding.passed is False
     assert "do not repeat their bits: checkmate_tests.badly.default" in finding.found
     assert "use_deterministic_algorithms" in finding.advice
-
-
-def test_an_op_that_stops_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asserts(x: Tensor) -> Tensor:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    _with_kernel(monkeypatch, asserts)
+    monkeypatch.setitem(_kernel, "of badly", _asserts)
     with pytest.raises(RuntimeError, match=r"checkmate_tests\.badly.* has stopped the device"):
         checks.ops_of("any", CPU)
 
 
-def test_attention_that_wavers_on_the_cpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = F.scaled_dot_product_attention
-    wavers = lambda *args, **kwargs: plain(*args, **kwargs) * torch.rand([])  # noqa: E731
-    monkeypatch.setattr(checks.F, "scaled_dot_product_attention", wavers)
-    finding = checks.attention(CPU)
-    assert finding.passed is False
-    assert "math float32" in finding.facts["strays"]
+def _wavers(*args: Any, **kwargs: Any) -> Tensor:
+    return F.softmax(args[0] @ args[1].mT, -1) @ args[2] * torch.rand([])
 
 
-def test_a_draw_that_is_another_the_second_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_draws, "draw_again", random_draws.draw_saved)
-    finding = checks.dropout(CPU)
+def _differs(*args: Any, **kwargs: Any) -> Any:
+    raise VerificationError("output 0 differs")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "broken", "check", "says"),
+    [
+        (checks.F, "scaled_dot_product_attention", _wavers, checks.attention, "math float32"),
+        (random_draws, "draw_again", random_draws.draw_saved, checks.dropout, r"^0 of 12 masks"),
+        (checks, "same_bytes", lambda a, b: False, checks.copies, "OTHER bits"),
+        (
+            *(checks, "verify", _differs, functools.partial(checks.within_budgets, "chain")),
+            rf"(?s)(VerificationError: output 0 differs.*){{{len(checks.SHARES)}}}",
+        ),
+    ],
+    ids=["attention", "draws", "copies", "numbers"],
+)
+def test_what_is_broken_fails(
+    where: Any, name: str, broken: Any, check: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, broken)
+    finding = check(CPU)
     assert finding.passed is False
-    assert finding.found.startswith("0 of 12 masks")
+    assert re.search(says, " ".join((finding.found, *finding.facts.get("strays", ()))))
 
 
 def test_bytes_beyond_what_is_predicted_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,23 +210,6 @@ def test_bytes_beyond_what_is_predicted_fail(monkeypatch: pytest.MonkeyPatch) ->
     assert finding.passed is False
     assert "reserve= to 4.10 kB" in finding.advice
     assert checks.within_budgets("chain", CPU).passed  # not what other networks are held to
-
-
-def test_a_step_with_other_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def differs(*args: Any, **kwargs: Any) -> Any:
-        raise VerificationError("output 0 differs")
-
-    monkeypatch.setattr(checks, "verify", differs)
-    finding = checks.within_budgets("chain", CPU)
-    assert finding.passed is False
-    assert finding.found.count("VerificationError: output 0 differs") == len(checks.SHARES)
-
-
-def test_other_bytes_that_come_back_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "same_bytes", lambda a, b: False)
-    finding = checks.copies(CPU)
-    assert finding.passed is False
-    assert "OTHER bits" in finding.found
 
 
 def test_what_is_asked_wrongly_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -336,6 +336,14 @@ def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
     return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
 
 
+def _added(ops: list[Op], values: list[Value], name: str, reads: list[int], size: int, phase: Phase, link: str) -> int:
+    """The value of a new op; sums over ranks run once."""
+    values.append(Value(f"{name}'s", size, len(ops)))
+    pinned = "sums over ranks" if name.startswith("sum") else None
+    ops.append(Op(name, name, tuple(reads), (len(values) - 1,), phase, pinned, link=link))
+    return len(values) - 1
+
+
 def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
     """A small training step whose parameters are gathered from other ranks, and whose gradients are summed over them.
 
@@ -348,11 +356,8 @@ def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
     seconds: list[float] = []
 
     def add(name: str, reads: list[int], size: int, phase: Phase, link: str = "") -> int:
-        values.append(Value(f"{name}'s", size, len(ops)))
-        pinned = "sums over ranks" if name.startswith("sum") else None
-        ops.append(Op(name, name, tuple(reads), (len(values) - 1,), phase, pinned, link=link))
         seconds.append(float(rng.integers(1, 6)))
-        return len(values) - 1
+        return _added(ops, values, name, reads, size, phase, link)
 
     layers = int(rng.integers(1, most_layers + 1))
     values += [Value(f"shard{i}", 1, None, "parameter") for i in range(layers)]
@@ -380,21 +385,18 @@ def random_chain_split_over_ranks(seed: int) -> Problem:
     ops: list[Op] = []
     values = [Value("batch", 1, None, "input")]
 
-    def add(name: str, reads: list[int], phase: Phase, *, of_link: bool = False) -> int:
-        values.append(Value(f"{name}'s", int(rng.integers(1, 8)), len(ops)))
-        pinned = "sums over ranks" if of_link else None
-        link = "ranks" if of_link else ""
-        ops.append(Op(name, name, tuple(reads), (len(values) - 1,), phase, pinned, link=link))
-        return len(values) - 1
+    def add(name: str, reads: list[int], phase: Phase) -> int:
+        link = "ranks" if name.startswith("sum") else ""
+        return _added(ops, values, name, reads, int(rng.integers(1, 8)), phase, link)
 
     made = [0]
     layers = int(rng.integers(1, 3))
     for i in range(layers):
-        made.append(add(f"sum{i}", [add(f"layer{i}", made[-1:], "forward")], "forward", of_link=True))
+        made.append(add(f"sum{i}", [add(f"layer{i}", made[-1:], "forward")], "forward"))
     gradient, results = made.pop(), list[int]()
     for i in reversed(range(layers)):
         of_input = add(f"of_input{i}", [gradient], "backward")
-        summed = add(f"sum_back{i}", [of_input], "backward", of_link=True)
+        summed = add(f"sum_back{i}", [of_input], "backward")
         results.append(add(f"of_weight{i}", [gradient, made[i]], "backward"))
         gradient = summed
     graph = Graph(tuple(ops), tuple(values), (*results, gradient))

@@ -39,9 +39,59 @@ class Pools:
     integers: list[Tensor]  # (ROWS,), from 0 to WIDTH - 1
     masks: list[Tensor] = field(default_factory=list)  # (ROWS, WIDTH)
 
+    def index(self, n: int) -> Tensor:
+        return self.integers[n % len(self.integers)]
+
 
 Operation = Callable[["Program", Pools, Tensor, Tensor, int], "Tensor | None"]
-OPS: dict[str, Operation] = {}
+OPS: dict[str, Operation] = {
+    # Chains and joins
+    "matmul": lambda program, pools, a, b, n: a @ program.weights[n % 3],
+    "join": lambda program, pools, a, b, n: torch.tanh(a) * b + a,
+    "attention": lambda program, pools, a, b, n: torch.softmax(a @ b.t(), dim=-1) @ torch.sigmoid(b),
+    "softmax_and_exp": lambda program, pools, a, b, n: F.log_softmax(a, dim=1) + b.clamp(-3, 3).exp().sqrt(),
+    "layer_norm": lambda program, pools, a, b, n: F.layer_norm(a, (WIDTH,)) + F.gelu(b),
+    "batch_norm": lambda program, pools, a, b, n: program.norms[n % 2](a),
+    "group_norm": lambda program, pools, a, b, n: F.group_norm(a, 3) * 0.5 + b,
+    "convolution": lambda program, pools, a, b, n: F.silu(F.conv1d(a[:, None], program.filter, padding=1)).squeeze(1),
+    # Several outputs
+    "extreme": lambda program, pools, a, b, n: (
+        b * (a.max, a.min, a.median, lambda: a.abs().add(0.9).prod(1, keepdim=True))[n % 4]().tanh()
+    ),
+    "pooled": lambda program, pools, a, b, n: (
+        F.max_unpool1d(*F.max_pool1d(a.unsqueeze(1), 2, return_indices=True), 2).squeeze(1) + b
+    ),
+    # Views
+    "transposed": lambda program, pools, a, b, n: (a * 1.1).t().contiguous().t(),
+    "window": lambda program, pools, a, b, n: torch.cat([a, b], dim=1)[:, n % 8 : n % 8 + WIDTH],
+    "spread": lambda program, pools, a, b, n: a.mean(dim=0).expand(ROWS, WIDTH),
+    "alias": lambda program, pools, a, b, n: (
+        a.view(ROWS, 2, HALF).view(ROWS, WIDTH) if a.is_contiguous() else a.detach()
+    ),
+    "product_of_views": lambda program, pools, a, b, n: torch.einsum("rc,sc->rs", a, b)[:, :1] * b,
+    # Writes in place
+    "in_place": lambda program, pools, a, b, n: (a + 0.5).add_(b).relu_(),
+    "scatter": lambda program, pools, a, b, n: a.clone().scatter_add_(1, pools.index(n).unsqueeze(1), b[:, :1]),
+    "write_by_index": lambda program, pools, a, b, n: a.index_put((pools.index(n) % ROWS,), b, accumulate=True),
+    # Random numbers
+    "dropout": lambda program, pools, a, b, n: F.dropout(a.clamp(max=3.0), 0.1 + 0.1 * (n % 9), program.training),
+    "dropout_in_place": lambda program, pools, a, b, n: F.dropout(a * 1.2, 0.3, program.training, inplace=True),
+    "dropout_of_channels": lambda program, pools, a, b, n: F.dropout1d(
+        a.view(ROWS, 3, 4) if a.is_contiguous() else a.reshape(ROWS, 3, 4), 0.3
+    ).reshape(ROWS, WIDTH),
+    "alpha_dropout": lambda program, pools, a, b, n: F.alpha_dropout(F.selu(a), 0.2, program.training),
+    "noise": lambda program, pools, a, b, n: a + 0.1 * (torch.rand_like(a) + torch.randn(WIDTH)) * torch.sigmoid(b),
+    "random_in_place": lambda program, pools, a, b, n: (
+        torch.empty_like(a).normal_(0.0, 0.1) * b + torch.zeros_like(b).uniform_()
+    ),
+    "random_leaky_relu": lambda program, pools, a, b, n: F.rrelu(a.contiguous(), training=program.training),
+    # Integers and masks
+    "lookup": lambda program, pools, a, b, n: program.table(pools.index(n)) * torch.softmax(b, dim=1),
+    "one_hot": lambda program, pools, a, b, n: F.one_hot(pools.index(n), WIDTH).to(a.dtype) * a,
+    "cross_entropy": lambda program, pools, a, b, n: b * F.cross_entropy(a, pools.index(n)),
+    # Without gradient
+    "detached": lambda program, pools, a, b, n: a.detach() * b,
+}
 
 
 class Program(nn.Module):
@@ -117,46 +167,6 @@ def _op(fn: Operation) -> Operation:
 
 
 @_op
-def _matmul(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return a @ program.weights[n % 3]
-
-
-@_op
-def _join(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return torch.tanh(a) * b + a
-
-
-@_op
-def _attention(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return torch.softmax(a @ b.t(), dim=-1) @ torch.sigmoid(b)
-
-
-@_op
-def _softmax_and_exp(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.log_softmax(a, dim=1) + b.clamp(-3, 3).exp().sqrt()
-
-
-@_op
-def _layer_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.layer_norm(a, (WIDTH,)) + F.gelu(b)
-
-
-@_op
-def _batch_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return program.norms[n % 2](a)
-
-
-@_op
-def _group_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.group_norm(a, 3) * 0.5 + b
-
-
-@_op
-def _convolution(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.silu(F.conv1d(a.unsqueeze(1), program.filter, padding=1)).squeeze(1)
-
-
-@_op
 def _half_precision(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.relu(a @ program.weights[n % 3]).float()
@@ -170,11 +180,6 @@ def _checkpointed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) 
 
 
 # Several outputs
-
-
-@_op
-def _extreme(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return b * (a.max, a.min, a.median, lambda: a.abs().add(0.9).prod(1, keepdim=True))[n % 4]().tanh()
 
 
 @_op
@@ -209,12 +214,6 @@ def _rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tenso
     return torch.stack([*rows[1:], rows[0] * b[0]])
 
 
-@_op
-def _pooled(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    values, where = F.max_pool1d(a.unsqueeze(1), 2, return_indices=True)
-    return F.max_unpool1d(values, where, 2).squeeze(1) + b
-
-
 # Views
 
 
@@ -224,37 +223,7 @@ def _views(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tens
     return torch.cat([right, left.flip(1)], dim=1).view(ROWS, 3, 4).transpose(1, 2).reshape(ROWS, WIDTH)
 
 
-@_op
-def _transposed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return (a * 1.1).t().contiguous().t()
-
-
-@_op
-def _window(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return torch.cat([a, b], dim=1)[:, n % 8 : n % 8 + WIDTH]
-
-
-@_op
-def _spread(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return a.mean(dim=0).expand(ROWS, WIDTH)
-
-
-@_op
-def _alias(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return a.view(ROWS, 2, HALF).view(ROWS, WIDTH) if a.is_contiguous() else a.detach()
-
-
-@_op
-def _product_of_views(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return torch.einsum("rc,sc->rs", a, b)[:, :1] * b
-
-
 # Writes in place
-
-
-@_op
-def _in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return (a + 0.5).add_(b).relu_()
 
 
 @_op
@@ -270,7 +239,7 @@ def _write_where_it_lies(program: Program, pools: Pools, a: Tensor, b: Tensor, n
     """In the strides of what is written."""
     copy = a * 1.1
     part = (copy, copy[:, 2:9], copy[:, ::2], copy.t())[n % 4]
-    rows = pools.integers[n % len(pools.integers)][:4] % len(part)
+    rows = pools.index(n)[:4] % len(part)
     other = b[: len(part), : part.shape[1]] if n % 4 < 3 else b.t()
     (
         lambda: part.masked_fill_(other > 0.3, 0.5),
@@ -290,18 +259,6 @@ def _write_what_was_read(program: Program, pools: Pools, a: Tensor, b: Tensor, n
     read = copy * 3
     copy.add_(1)
     return read * 0.5 + copy.sin()
-
-
-@_op
-def _scatter(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    index = pools.integers[n % len(pools.integers)].unsqueeze(1)
-    return a.clone().scatter_add_(1, index, b[:, :1])
-
-
-@_op
-def _write_by_index(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    index = pools.integers[n % len(pools.integers)] % ROWS
-    return a.index_put((index,), b, accumulate=True)
 
 
 @_op
@@ -329,31 +286,6 @@ def _write_the_input(program: Program, pools: Pools, a: Tensor, b: Tensor, n: in
 
 
 @_op
-def _dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.dropout(a.clamp(max=3.0), 0.1 + 0.1 * (n % 9), program.training)
-
-
-@_op
-def _dropout_in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.dropout(a * 1.2, 0.3, program.training, inplace=True)
-
-
-@_op
-def _dropout_of_channels(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.dropout1d(a.view(ROWS, 3, 4) if a.is_contiguous() else a.reshape(ROWS, 3, 4), 0.3).reshape(ROWS, WIDTH)
-
-
-@_op
-def _alpha_dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.alpha_dropout(F.selu(a), 0.2, program.training)
-
-
-@_op
-def _noise(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return a + 0.1 * (torch.rand_like(a) + torch.randn(WIDTH)) * torch.sigmoid(b)
-
-
-@_op
 def _random_rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     pools.integers.append(torch.randint(WIDTH, (ROWS,)))
     return a[torch.randperm(ROWS)]
@@ -365,11 +297,6 @@ def _random_in_a_part(program: Program, pools: Pools, a: Tensor, b: Tensor, n: i
     part = noise[:, 1:8] if n % 2 else noise.t()
     (part.normal_, part.uniform_, part.bernoulli_, part.exponential_)[n % 4]()
     return b * noise
-
-
-@_op
-def _random_in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return torch.empty_like(a).normal_(0.0, 0.1) * b + torch.zeros_like(b).uniform_()
 
 
 @_op
@@ -385,27 +312,12 @@ def _attention_with_dropout(program: Program, pools: Pools, a: Tensor, b: Tensor
     return F.scaled_dot_product_attention(q, k, k, dropout_p=p, is_causal=n % 3 == 0).reshape(ROWS, WIDTH)
 
 
-@_op
-def _random_leaky_relu(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.rrelu(a.contiguous(), training=program.training)
-
-
 # Integers and masks
-
-
-@_op
-def _lookup(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return program.table(pools.integers[n % len(pools.integers)]) * torch.softmax(b, dim=1)
 
 
 @_op
 def _arguments(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
     pools.integers.append((a.argmax(dim=1) + pools.integers[-1]) % WIDTH)
-
-
-@_op
-def _one_hot(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return F.one_hot(pools.integers[n % len(pools.integers)], WIDTH).to(a.dtype) * a
 
 
 @_op
@@ -420,17 +332,7 @@ def _masked(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Ten
     return a.masked_fill(mask, 0.0) + (~mask).to(a.dtype).cumsum(dim=1)
 
 
-@_op
-def _cross_entropy(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return b * F.cross_entropy(a, pools.integers[n % len(pools.integers)])
-
-
 # Without gradient
-
-
-@_op
-def _detached(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    return a.detach() * b
 
 
 @_op

@@ -26,6 +26,15 @@ from checkmate.verification.compare import compare_with_spread, distance, names_
 from checkmate.verification.state import StepState
 from tests.support.bits import assert_same_bits
 
+Step = Callable[..., Tensor]
+Run = Callable[[list[Any]], Any]
+Change = Callable[[Run, list[Any], bool], Any]  # runs a module's code otherwise; whether it is a backward
+REDRAWN = lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p)  # noqa: E731
+SCALED_OTHERWISE = lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1)  # noqa: E731
+
+
+X, Y = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
+
 
 @pytest.fixture
 def net() -> nn.Sequential:
@@ -34,95 +43,113 @@ def net() -> nn.Sequential:
 
 
 @pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(24, 16), torch.randint(4, (24,))
+def step(net: nn.Module) -> Step:
+    return lambda x, y: F.cross_entropy(net(x), y)
 
 
-def _tight(step: object, batch: tuple[Tensor, ...]) -> int:
-    return checkmate.min_budget(checkmate.trace(step, *batch)).peak
+def _tight(step: Step) -> int:
+    return checkmate.min_budget(checkmate.trace(step, X, Y)).peak
 
 
 @pytest.mark.slow
-def test_passes_and_leaves_no_trace(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_passes_and_leaves_no_trace(net: nn.Module, step: Step) -> None:
     twin = copy.deepcopy(net)
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    compiled = checkmate.compile(step, budget=_tight(step, batch), verify=True)
+    compiled = checkmate.compile(step, budget=_tight(step), verify=True)
     torch.manual_seed(5)
-    compiled(*batch).backward()
+    compiled(X, Y).backward()
     state = torch.get_rng_state()
     torch.manual_seed(5)
-    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    F.cross_entropy(twin(X), Y).backward()
     assert_same_bits(torch.get_rng_state(), state)
     assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in twin.parameters()))
     assert_same_bits(net.buffers(), twin.buffers())
 
 
-@pytest.mark.slow
-def test_modules_are_verified_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    compiled = checkmate.compile(net, budget=_tight(net, batch[:1]), verify=True)
-    assert compiled(batch[0]).shape == (24, 4)
-    assert net[1].num_batches_tracked == 1
-
-
-def test_redrawn_dropout_is_caught(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p))
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    with pytest.raises(checkmate.VerificationError, match=r"differs|random"):
-        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
-
-
-def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
-    """Have each module run as ``change(run, inputs, is_backward)``."""
+def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Have each module run otherwise."""
     boxed = runtime.boxed
 
-    def changed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    def changed(module: torch.fx.GraphModule) -> Run:
         run = boxed(module)
         is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
-
-        @takes_one_list
-        def instead(inputs: list[Any]) -> Any:
-            return change(run, inputs, is_backward)
-
-        return instead
+        return takes_one_list(lambda inputs: change(run, inputs, is_backward))
 
     monkeypatch.setattr("checkmate.backends.compilation.writing_over", changed)
 
 
-def _next_bit(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else torch.nextafter(grad, torch.full_like(grad, 9.0))
+def _with_gradients(wrong: Callable[[Tensor], Tensor | None]) -> Change:
+    def spoil(run: Run, inputs: list[Any], is_backward: bool) -> Any:
+        grads = run(inputs)
+        return tuple(grad if grad is None else wrong(grad) for grad in grads) if is_backward else grads
+
+    return spoil
 
 
-@pytest.mark.parametrize("wrong", [_next_bit, lambda grad: None], ids=["one bit off", "missing"])
-def test_a_wrong_gradient_is_caught(
-    wrong: Callable[..., Any], net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+def _next_bit(grad: Tensor) -> Tensor:
+    return torch.nextafter(grad, torch.full_like(grad, 9.0))
+
+
+def _holding(count: int) -> Change:
+    """So many numbers more than the plan says."""
+
+    def hoard(run: Run, inputs: list[Any], is_backward: bool) -> Any:
+        held = torch.zeros(count)
+        result = run(inputs)
+        del held
+        return result
+
+    return hoard
+
+
+def _drawing(draw: Callable[[], float]) -> Change:
+    return lambda run, inputs, is_backward: (draw(), run(inputs))[1]
+
+
+OUTSIDE = r"gradient of 4\.weight of shape \(4, 32\) .* outside the graph"
+FIRST = r"first value that differs is native_dropout_\w+ of .*3 \(Dropout, test_compare.py:\d+\)"
+CHANGED = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as another computation"
+
+
+@pytest.mark.parametrize(
+    ("change", "budget", "words"),
+    [
+        pytest.param(_with_gradients(_next_bit), "1 MB", OUTSIDE, id="one bit off"),
+        pytest.param(_with_gradients(lambda grad: None), "1 MB", "gradient", id="missing"),
+        pytest.param(_holding(200_000), "500 kB", "peak", id="above the budget"),
+        pytest.param(_holding(20_000), "10 MB", "above the predicted one", id="above the prediction"),
+        pytest.param(_drawing(np.random.rand), "1 MB", "draws from NumPy's global gen.*Draw with torch", id="NumPy"),
+        pytest.param(_drawing(random.random), "1 MB", "draws from Python's random.*Draw with torch", id="Python"),
+    ],
+)
+def test_what_a_module_does_otherwise_is_caught(
+    change: Change, budget: str, words: str, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
-        return tuple(map(wrong, run(inputs))) if is_backward else run(inputs)
+    """In the first call of a step, and by `verify`, which leaves no trace in generators."""
+    _run_instead(monkeypatch, change)
+    state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.verify(step, X, Y, budget=budget)
+    assert random.getstate() == state
+    assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
 
-    _run_instead(monkeypatch, spoil)
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    with pytest.raises(checkmate.VerificationError, match="gradient"):
-        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
 
-
-def test_a_peak_above_the_budget_is_caught(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("scale_mask", "tight", "words"),
+    [
+        pytest.param(REDRAWN, True, FIRST, id="the first op that the plan spoils"),
+        pytest.param(SCALED_OTHERWISE, False, CHANGED, id="the first op that the capture changed"),
+    ],
+)
+def test_what_is_computed_otherwise_is_named(
+    scale_mask: Any, tight: bool, words: str, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = []
-
-    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
-        held.append(torch.zeros(200_000))
-        return run(inputs)
-
-    _run_instead(monkeypatch, hoard)
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    with pytest.raises(checkmate.VerificationError, match="peak"):
-        checkmate.compile(step, budget="500 kB", verify=True)(*batch)
+    """Noise that is drawn again when it is computed again, in a plan that does so; another scale than PyTorch's."""
+    monkeypatch.setattr(rewrite, "scale_mask", scale_mask)
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.compile(step, budget=_tight(step) if tight else "1 MB", verify=True)(X, Y)
 
 
-def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, step: Step) -> None:
     """A plain step that stops half way has changed the statistics of batch norm: they are put back."""
     before = [tensor.clone() for tensor in net.buffers()]
     calls = itertools.count()
@@ -135,9 +162,9 @@ def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tupl
 
     fails_later.register_fake(torch.empty_like)
     fails_later.register_autograd(lambda ctx, grad: grad)
-    step = lambda x, y: fails_later(F.cross_entropy(net(x), y))  # noqa: E731
+    failing = lambda x, y: fails_later(step(x, y))  # noqa: E731
     with pytest.raises(RuntimeError, match="half way"):
-        checkmate.compile(step, budget="1 MB", verify=True, profile="roofline:h100")(*batch)
+        checkmate.compile(failing, budget="1 MB", verify=True, profile="roofline:h100")(X, Y)
     assert next(calls) == 2  # the compiled step, which plans, and the plain one
     assert_same_bits(net.buffers(), before)
 
@@ -157,7 +184,7 @@ def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable
         setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
     )
 
-    def mark(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+    def mark(run: Run, inputs: list[Any], is_backward: bool) -> Any:
         compiled["running"] = True
         try:
             return run(inputs)
@@ -186,52 +213,48 @@ def test_only_cuda_may_waver_and_not_when_told_to_be_deterministic() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_on_the_cpu_no_spread_is_allowed(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wavering_sum = _wavering_sum(monkeypatch)
-    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
-    with pytest.raises(
-        checkmate.VerificationError, match=r"output 0 .* does not give the same bits twice.*wavering_sum"
-    ):
-        compiled(batch[0])
-
-
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_told(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    net: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wavering_sum = _wavering_sum(monkeypatch)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
     with caplog.at_level(logging.WARNING, logger="checkmate.verification"):
-        compiled(batch[0])
+        compiled(X)
     (record,) = caplog.records
     assert "Plain PyTorch does not repeat its own numbers" in record.getMessage()
     assert "output 0 by 0.0003" in record.getMessage()
     assert "within that spread" in record.getMessage()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_as_on_cuda")
-def test_more_than_the_spread_is_caught(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("off", "on_cuda", "words"),
+    [
+        (0.0, False, r"output 0 .* does not give the same bits twice.*wavering_sum"),
+        (0.01, True, r"output 0 .* runs of it differ by 0.0003 at most"),
+    ],
+    ids=["on the CPU any", "more than the spread"],
+)
+def test_a_spread_is_caught(
+    off: float, on_cuda: bool, words: str, net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wavering_sum = _wavering_sum(monkeypatch, off=0.01)
+    monkeypatch.setattr(verification, "may_waver", lambda device: on_cuda or device.type == "cuda")
+    wavering_sum = _wavering_sum(monkeypatch, off=off)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* runs of it differ by 0.0003 at most"):
-        compiled(batch[0])
+    with pytest.raises(checkmate.VerificationError, match=words):
+        compiled(X)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wavering_sum = _wavering_sum(monkeypatch)
-    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
+    monkeypatch.setattr(rewrite, "scale_mask", SCALED_OTHERWISE)
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
     with pytest.raises(checkmate.VerificationError, match=r"repeats its own bits"):
-        compiled(batch[0].requires_grad_())
+        compiled(X.clone().requires_grad_())
 
 
 def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[StepState]:
@@ -298,11 +321,10 @@ def test_distance(a: Tensor, b: Tensor | None, expected: float) -> None:
 
 
 @pytest.mark.slow
-def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+def test_verify_reports_what_it_compared(net: nn.Module, step: Step) -> None:
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    state, budget = torch.get_rng_state(), _tight(step, batch)
-    report = checkmate.verify(step, *batch, budget=budget)
+    state, budget = torch.get_rng_state(), _tight(step)
+    report = checkmate.verify(step, X, Y, budget=budget)
     assert (report.outputs, report.gradients, report.tensors) == (1, 6, 6 + 3 + 2)
     assert report.repeats
     assert report.spread == 0
@@ -316,8 +338,8 @@ def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Te
     assert lines[-2].split()[0] == "measured"
 
 
-def test_verify_takes_modules_and_keywords(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    report = checkmate.verify(net, input=batch[0], budget="1 MB")
+def test_verify_takes_modules_and_keywords(net: nn.Module) -> None:
+    report = checkmate.verify(net, input=X, budget="1 MB")
     assert report.measured_peak is None  # the loss is outside
     assert "not compared" in str(report)
 
@@ -325,81 +347,3 @@ def test_verify_takes_modules_and_keywords(net: nn.Module, batch: tuple[Tensor, 
 def test_verify_of_what_needs_no_gradient() -> None:
     report = checkmate.verify(lambda x: x * 2, torch.ones(3), budget="1 MB")
     assert (report.gradients, report.budget) == (0, None)
-
-
-def test_the_state_of_python_and_numpy_comes_back_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    def step(x: Tensor) -> Tensor:
-        return (net(x) * random.random()).sum()
-
-    state = random.getstate()
-    try:
-        checkmate.verify(step, batch[0], budget="1 MB")
-    except checkmate.Unsupported as error:
-        assert "random" in str(error)  # noqa: PT017
-    assert random.getstate() == state
-
-
-@pytest.mark.parametrize(
-    ("draw", "generator"), [(np.random.rand, "NumPy's global generator"), (random.random, "Python's random")]
-)
-def test_draws_from_other_generators_are_compared(
-    draw: Callable[[], float], generator: str, net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: Any
-) -> None:
-    _run_instead(monkeypatch, lambda run, inputs, is_backward: (draw(), run(inputs))[1])
-    state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with pytest.raises(checkmate.VerificationError, match=f"draws from {generator}.*Draw with torch"):
-        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
-    assert random.getstate() == state
-    assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
-
-
-@pytest.mark.slow
-def test_the_first_op_that_the_plan_spoils_is_named(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Noise that is drawn again when it is computed again, in a plan that does so."""
-    wrong = lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p)  # noqa: E731
-    monkeypatch.setattr(rewrite, "scale_mask", wrong)
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    words = r"first value that differs is native_dropout_\w+ of .*3 \(Dropout, test_compare.py:\d+\)"
-    with pytest.raises(checkmate.VerificationError, match=words):
-        checkmate.verify(step, *batch, budget=_tight(step, batch))
-
-
-@pytest.mark.slow
-def test_the_first_op_that_the_capture_changed_is_named(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
-    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    words = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as another computation"
-    with pytest.raises(checkmate.VerificationError, match=words):
-        checkmate.verify(step, *batch, budget="1 MB")
-
-
-@pytest.mark.slow
-def test_a_difference_outside_the_graph_says_so(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
-        return tuple(map(_next_bit, run(inputs))) if is_backward else run(inputs)
-
-    _run_instead(monkeypatch, spoil)
-    with pytest.raises(
-        checkmate.VerificationError, match=r"gradient of 4\.weight of shape \(4, 32\) .* outside the graph"
-    ):
-        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
-
-
-def test_a_peak_above_the_predicted_one_is_caught_within_the_budget(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
-        held = torch.zeros(20_000)
-        result = run(inputs)
-        del held
-        return result
-
-    _run_instead(monkeypatch, hoard)
-    with pytest.raises(checkmate.VerificationError, match="above the predicted one"):
-        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="10 MB")

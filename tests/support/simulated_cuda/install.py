@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,7 @@ def install() -> None:
         return
     _lib = declared(ctypes.CDLL(str(library())))
     _answer_for_cuda()
-    measure.DEVICE_SECONDS_PER_OP = (
-        0.0  # its clock says the same each time, and to run an op takes the processor longer
-    )
+    measure.DEVICE_SECONDS_PER_OP = 0.0  # its clock says the same each time, and the processor takes longer to run it
 
 
 def declared(loaded: Any) -> Any:
@@ -139,9 +138,7 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """`torch.cuda.Event` over PyTorch's event of any device."""
 
-    def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> Event:
+    def __new__(cls, enable_timing: bool = False, **unused: bool) -> Event:
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
@@ -194,27 +191,17 @@ class Cudart:
 def properties(device: Any = None) -> Any:
     """As those of an H100, of which the product reads some."""
     index = torch.cuda._get_device_index(device, optional=True)
-    return types.SimpleNamespace(
-        name=NAME,
-        major=9,
-        minor=0,
-        total_memory=int(_lib.simulated_capacity(index)),
-        L2_cache_size=1 << 20,
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
-        gcnArchName="",
-        uuid="simulated",
-        is_integrated=0,
-        is_multi_gpu_board=0,
-    )
+    named = {"name": NAME, "major": 9, "minor": 0, "gcnArchName": "", "uuid": "simulated"}
+    sizes = {"total_memory": int(_lib.simulated_capacity(index)), "L2_cache_size": 1 << 20, "warp_size": 32}
+    processors = {"multi_processor_count": 132, "max_threads_per_multi_processor": 2048}
+    registers = {"regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 232448}
+    kind = {"is_integrated": 0, "is_multi_gpu_board": 0}
+    return types.SimpleNamespace(**named, **sizes, **processors, **registers, **kind)
 
 
-def _check(status: int, what: str) -> None:
-    if status:
-        raise RuntimeError(f"{what}: refused by the simulated device")
+def _of_pool(verb: str, device: int, pool: tuple[int, int]) -> None:
+    if getattr(_lib, f"simulated_{verb}_pool")(device, *pool):
+        raise RuntimeError(f"to {verb} a pool: refused by the simulated device")
 
 
 def _snapshot(which: Any = None, *_: Any) -> dict[str, Any]:
@@ -230,22 +217,21 @@ def _snapshot(which: Any = None, *_: Any) -> dict[str, Any]:
 
 def _answer_for_cuda() -> None:
     """Put this device's answers where `torch.cuda` looks for the C++ ones."""
-    stream_now = lambda device: (int(_lib.simulated_stream(device)), device, 1)  # noqa: E731
+    set_stream = _lib.simulated_set_stream
+    exchange = lambda device: int(_lib.simulated_exchange_device(device))  # noqa: E731
     answers: dict[str, Any] = {
         "_cuda_init": lambda: None,
         "_cuda_getDeviceCount": lambda: DEVICES,
         "_cuda_getDevice": lambda: int(_lib.simulated_device()),
-        "_cuda_setDevice": lambda device: int(_lib.simulated_exchange_device(device)) * 0,
-        "_cuda_exchangeDevice": lambda device: int(_lib.simulated_exchange_device(device)),
-        "_cuda_maybeExchangeDevice": lambda device: int(_lib.simulated_exchange_device(device)),
+        "_cuda_setDevice": lambda device: exchange(device) * 0,
+        "_cuda_exchangeDevice": exchange,
+        "_cuda_maybeExchangeDevice": exchange,
         "_cuda_hasPrimaryContext": lambda device: True,
         "_cuda_synchronize": lambda: _lib.simulated_synchronize(int(_lib.simulated_device())),
-        "_cuda_getCurrentStream": stream_now,
+        "_cuda_getCurrentStream": lambda device: (int(_lib.simulated_stream(device)), device, 1),
         "_cuda_getDefaultStream": lambda device: (0, device, 1),
         "_cuda_getCurrentRawStream": lambda device: int(_lib.simulated_stream(device)),
-        "_cuda_setStream": lambda stream_id, device_index, device_type: _lib.simulated_set_stream(
-            device_index, stream_id
-        ),
+        "_cuda_setStream": lambda stream_id, device_index, device_type: set_stream(device_index, stream_id),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_memoryStats": lambda device: json.loads(_lib.simulated_stats(device)),
         "_cuda_resetPeakMemoryStats": lambda device: _lib.simulated_reset_peaks(device),
@@ -255,29 +241,20 @@ def _answer_for_cuda() -> None:
         "_cuda_memorySnapshot": _snapshot,
         "_cuda_setMemoryFraction": lambda fraction, device: _lib.simulated_set_fraction(device, fraction),
         "_cuda_getMemoryFraction": lambda device: float(_lib.simulated_fraction(device)),
-        "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: _check(
-            _lib.simulated_begin_pool(device, *pool), "beginAllocateToPool"
-        ),
-        "_cuda_endAllocateToPool": lambda device, pool: _check(
-            _lib.simulated_end_pool(device, *pool), "endAllocateToPool"
-        ),
-        "_cuda_releasePool": lambda device, pool: _check(_lib.simulated_release_pool(device, *pool), "releasePool"),
+        "_cuda_beginAllocateCurrentThreadToPool": partial(_of_pool, "begin"),
+        "_cuda_endAllocateToPool": partial(_of_pool, "end"),
+        "_cuda_releasePool": partial(_of_pool, "release"),
         "_cuda_clearCublasWorkspaces": lambda: _lib.simulated_clear_workspaces(),
         "_has_cudnn": True,
         "_get_cudnn_batch_norm_reserve_space_size": _reserve_bytes,
     }
-    modules = (torch._C, torch.cuda, torch.cuda.memory, torch.cuda.graphs)
     for name, answer in answers.items():
-        setattr(torch._C, name, answer)
-        for module in modules[1:]:
-            if hasattr(module, name):
+        for module in (torch._C, torch.cuda, torch.cuda.memory, torch.cuda.graphs):
+            if module is torch._C or hasattr(module, name):
                 setattr(module, name, answer)
     # What `torch.cuda` takes out of these when it is imported, and what it is itself.
     cuda: Any = torch.cuda
-    cuda._exchange_device, cuda._maybe_exchange_device = (
-        answers["_cuda_exchangeDevice"],
-        answers["_cuda_maybeExchangeDevice"],
-    )
+    cuda._exchange_device = cuda._maybe_exchange_device = exchange
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
     cuda.MemPool = cuda.memory.MemPool = MemPool
@@ -290,8 +267,7 @@ def _answer_for_cuda() -> None:
     torch._use_cudnn_rnn_flatten_weight = lambda: False  # there are no RNNs of cuDNN
     cuda.default_generators = tuple(torch.ops.simulated_cuda.generator(device) for device in range(DEVICES))
     cuda._initialized = True
-    seeds = [call for call, _ in cuda._lazy_seed_tracker.get_calls()]
-    for call in seeds:  # a seed that was set before there was a device
+    for call, _ in [*cuda._lazy_seed_tracker.get_calls()]:  # a seed that was set before there was a device
         call()
 
 

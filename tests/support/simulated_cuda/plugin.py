@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.simulated_cuda.install import install, unpinned_early
+from tests.support.simulated_cuda.install import install, is_installed, unpinned_early
+
+
+def needed() -> pytest.MarkDecorator:
+    """Skip tests of the device itself where there is none."""
+    return pytest.mark.skipif(not is_installed(), reason="tests of the simulated CUDA device")
 
 
 @pytest.hookimpl(tryfirst=True)

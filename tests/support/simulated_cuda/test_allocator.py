@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.sampling import in_turn
 from tests.support.simulated_cuda import install
+from tests.support.simulated_cuda.plugin import needed
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, needed()]
 
 MIB = 1 << 20
 OTHER = 1  # the device that no other test uses
@@ -48,18 +47,13 @@ def stats(name: str) -> int:
     return torch.cuda.memory_stats(OTHER)[name]
 
 
-def used() -> tuple[int, int, int]:
+def used() -> tuple[int, ...]:
     """Requested, allocated, reserved."""
-    return (
-        stats("requested_bytes.all.current"),
-        torch.cuda.memory_allocated(OTHER),
-        torch.cuda.memory_reserved(OTHER),
-    )
+    return tuple(stats(f"{what}_bytes.all.current") for what in ("requested", "allocated", "reserved"))
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "allocated", "reserved"),
-    [
+@in_turn(
+    case=[
         (1, 512, 2 * MIB),
         (513, 1024, 2 * MIB),
         (MIB, MIB, 2 * MIB),
@@ -70,7 +64,8 @@ def used() -> tuple[int, int, int]:
         (33 * MIB - 5, 34 * MIB, 34 * MIB),
     ],
 )
-def test_blocks_and_segments(nbytes: int, allocated: int, reserved: int) -> None:
+def test_blocks_and_segments(case: tuple[int, int, int]) -> None:
+    nbytes, allocated, reserved = case
     kept = take(nbytes)
     assert used() == (nbytes, allocated, reserved)
     del kept

@@ -40,11 +40,7 @@ assert least < 0.8 * most, (least, most)
 @pytest.mark.long
 def test_bits_and_bytes_on_a_device_that_only_torch_accelerator_knows() -> None:
     """At the smallest budget, between, and with room for all: dropout runs again as well."""
-    run_fresh_python(
-        "-c",
-        BEGIN
-        + A_BUDGET
-        + """
+    code = """
 for budget in (least, (least + most) // 2, most):
     compiled = checkmate.compile(step, budget=budget, time_limit=5)
     found = checkmate.verify(step, x, budget=budget, time_limit=5)
@@ -63,33 +59,26 @@ for budget in (least, (least + most) // 2, most):
     assert_same_bits(grads, [p.grad.cpu() for p in net.parameters()])
     assert_same_bits(drawn, torch.sim.get_rng_state(SIM))
     net.zero_grad(set_to_none=True)
-""",
-    )
+"""
+    run_fresh_python("-c", BEGIN + A_BUDGET + code)
 
 
 @pytest.mark.long
 def test_values_wait_in_pinned_memory_beside_it() -> None:
     """Copies run as late as they may, and an access that nothing orders is an error."""
-    run_fresh_python(
-        "-c",
-        BEGIN
-        + A_BUDGET
-        + """
+    code = """
 late = lib.simulated_late_tasks()
 budget = (least + most) // 2
 found = checkmate.verify(step, x, budget=budget, host_budget="1 GB", time_limit=5)
 assert found.spread == 0 and found.measured_peak <= budget, found
 assert lib.simulated_late_tasks() > late
-""",
-    )
+"""
+    run_fresh_python("-c", BEGIN + A_BUDGET + code)
 
 
 @pytest.mark.long
 def test_a_device_whose_allocator_keeps_no_counts_is_refused() -> None:
-    run_fresh_python(
-        "-c",
-        BEGIN
-        + """
+    code = """
 def refuse(device=None):
     raise RuntimeError("Allocator for sim is not a DeviceAllocator.")
 
@@ -105,5 +94,5 @@ for says, run in (
         assert says in str(error), error
     else:
         raise AssertionError(says)
-""",
-    )
+"""
+    run_fresh_python("-c", BEGIN + code)

@@ -11,11 +11,9 @@ from torch import Tensor
 from checkmate.host import Store, open_store, pinned_mover
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda import install
+from tests.support.simulated_cuda.plugin import needed
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, needed()]
 
 SIZE = 100_000
 
@@ -28,16 +26,17 @@ def _as_before() -> Iterator[None]:
         install.set_option(option, True)
 
 
-def tensors() -> tuple[Tensor, Tensor]:
-    return torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory()
-
-
-def test_a_copy_that_waits_is_in_order() -> None:
-    source, to = tensors()
-    side = torch.cuda.Stream()
+def copying() -> tuple[Tensor, Tensor, torch.cuda.Stream]:
+    """What a stream beside copies, and to where; it waits for what the current one has written."""
+    source, to, side = torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         to.copy_(source, non_blocking=True)
+    return source, to, side
+
+
+def test_a_copy_that_waits_is_in_order() -> None:
+    source, to, side = copying()
     torch.cuda.current_stream().wait_stream(side)
     source.zero_()
     torch.cuda.synchronize()
@@ -45,30 +44,20 @@ def test_a_copy_that_waits_is_in_order() -> None:
 
 
 def test_a_copy_that_starts_too_early_is_an_error() -> None:
-    source, to = tensors()
-    with (
-        torch.cuda.stream(torch.cuda.Stream()),
-        pytest.raises(RuntimeError, match="does not wait for what stream 0 writes to"),
-    ):
+    source, to = torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory()
+    early = pytest.raises(RuntimeError, match="does not wait for what stream 0 writes to")
+    with torch.cuda.stream(torch.cuda.Stream()), early:
         to.copy_(source, non_blocking=True)
 
 
 def test_a_write_that_does_not_wait_for_a_copy_is_an_error() -> None:
-    source, to = tensors()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
+    source, *_kept = copying()
     with pytest.raises(RuntimeError, match="reads from the same memory"):
         source.zero_()
 
 
 def test_memory_that_is_freed_too_early_is_found_where_it_is_used_again() -> None:
-    source, to = tensors()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
+    source, *_kept = copying()
     place = source.data_ptr()
     del source
     other = torch.empty(SIZE, device="cuda")
@@ -78,11 +67,7 @@ def test_memory_that_is_freed_too_early_is_found_where_it_is_used_again() -> Non
 
 
 def test_memory_recorded_on_a_stream_stays_until_that_has_come_so_far() -> None:
-    source, to = tensors()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
+    source, to, side = copying()
     source.record_stream(side)
     place = source.data_ptr()
     del source
@@ -104,11 +89,7 @@ def test_a_stream_s_memory_is_its_own() -> None:
 def test_without_clocks_late_copies_show_in_the_bits() -> None:
     """The second way to see it, which knows nothing of who accesses what."""
     install.set_option("clocks", False)
-    source, to = tensors()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
+    source, to, side = copying()
     assert not side.query()
     source.fill_(7)
     torch.cuda.synchronize()
@@ -117,13 +98,8 @@ def test_without_clocks_late_copies_show_in_the_bits() -> None:
 
 
 def test_the_host_may_read_what_it_has_waited_for() -> None:
-    source, to = tensors()
-    event = torch.cuda.Event()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        to.copy_(source, non_blocking=True)
-        event.record()
+    source, to, side = copying()
+    event = side.record_event()
     assert not event.query()
     assert (to == 0).all()
     event.synchronize()
@@ -144,6 +120,19 @@ def test_events_time_the_device_s_work_and_not_the_host_s() -> None:
     assert begin.elapsed_time(middle) == pytest.approx(2e-3, rel=0.01)  # ms: a launch
 
 
+def opened() -> Store:
+    return open_store("pinned", 4 << 20, torch.device("cuda", 0))
+
+
+def back_from(store: Store) -> Tensor:
+    """Where a value comes back that was sent."""
+    back = torch.empty(SIZE, device="cuda")
+    store.fetch(0, back.untyped_storage())
+    store.wait(0)
+    store.drop(0)
+    return back.clone()
+
+
 def send_and_fetch(store: Store) -> None:
     """A value goes, its memory is used again, and it comes back."""
     value = torch.randn(SIZE, device="cuda")
@@ -153,11 +142,7 @@ def send_and_fetch(store: Store) -> None:
     store.wait(0)
     del value
     torch.randn(SIZE, device="cuda")
-    back = torch.empty(SIZE, device="cuda")
-    store.fetch(0, back.untyped_storage())
-    store.wait(0)
-    store.drop(0)
-    assert_same_bits(back.clone(), before.to("cuda"))
+    assert_same_bits(back_from(store), before.to("cuda"))
 
 
 def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +161,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
     install.set_option("clocks", clocks)
     late, checked = install.lib().simulated_late_tasks(), install.lib().simulated_orders_checked()
-    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+    store = opened()
     send_and_fetch(store)
     store.close()
     assert install.lib().simulated_late_tasks() == late + 2
@@ -186,23 +171,19 @@ def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
 
 def test_pinned_memory_is_used_from_one_stream_and_then_from_another() -> None:
     """What the first stream's copies still read is not written to, though nobody has waited for that stream."""
-    store, found = open_store("pinned", 4 << 20, torch.device("cuda", 0)), []
+    store, found = opened(), []
     for number in (1.0, 2.0):
         with torch.cuda.stream(torch.cuda.Stream()):
             store.send(0, torch.full((SIZE,), number, device="cuda").untyped_storage())
             store.wait(0)
-            back = torch.empty(SIZE, device="cuda")
-            store.fetch(0, back.untyped_storage())
-            store.wait(0)
-            store.drop(0)
-            found.append(back.clone())
+            found.append(back_from(store))
     torch.cuda.synchronize()
     store.close()
     assert [{*t.tolist()} for t in found] == [{1.0}, {2.0}]
 
 
 def test_pinned_memory_without_a_wait_is_found_by_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+    store = opened()
     install.set_option("clocks", False)
     without_waits(monkeypatch)
     with pytest.raises(AssertionError):
@@ -215,7 +196,7 @@ def test_pinned_memory_is_not_let_go_of_while_a_copy_is_under_way(monkeypatch: p
     for waits, early in ((True, 0), (False, 1)):
         if not waits:
             monkeypatch.setattr(pinned_mover.PinnedMover, "finish", lambda self: None)
-        store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+        store = opened()
         store.send(0, torch.randn(SIZE, device="cuda").untyped_storage())
         store.close()
         assert install.unpinned_early() == early

@@ -37,14 +37,8 @@ def test_what_is_marked_cuda_runs_on_the_simulated_device(tmp_path: Path) -> Non
     """All of it: nothing is skipped. Where there is a compiler, and it fails, so does this, with what it says."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "-m", "cuda and not long"]
-    run = subprocess.run(
-        [*command, f"--basetemp={tmp_path / 'base'}", *files()],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += [f"--basetemp={tmp_path / 'base'}", *files()]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-20_000:]
     counts = run.stdout.splitlines()[-1]
     assert int(re.search(r"(\d+) passed", counts)[1]) > len(files())

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +44,10 @@ from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
 from tests.support.simulated_cuda import install
+from tests.support.simulated_cuda.plugin import needed
 from tests.support.transfers import as_run, with_transfers
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, needed()]
 
 ROOT = Path(__file__).parents[3]
 DEVICE = torch.device("cuda", 0)
@@ -92,6 +89,16 @@ def comes_back(store: Store) -> Tensor:
     store.fetch(0, landing.untyped_storage())
     store.wait(0)
     return landing.clone()
+
+
+def let_go_too_early(to: Tensor) -> torch.cuda.Stream:
+    """The stream that still copies a value there, which nobody else holds."""
+    source, side = value(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    return side
 
 
 def a_value_goes_and_comes_back() -> None:
@@ -187,9 +194,8 @@ def sending_step() -> Sending:
 
     second_memories = SecondMemories("pinned", 10**9, cache=False)
     backend = Backend(sending, profile=DEVICES["h100"], second_memories=second_memories)
-    made = Sending(
-        CompiledStep(plain, Options("1 TB"), backend), plain, torch.randn(512, 64).cuda(), [*net.parameters()]
-    )
+    compiled = CompiledStep(plain, Options("1 TB"), backend)
+    made = Sending(compiled, plain, torch.randn(512, 64).cuda(), [*net.parameters()])
     torch.autograd.grad(made.compiled(made.x), made.weights)
     return made
 
@@ -243,15 +249,9 @@ def an_op_is_timed() -> None:
 
 def an_op_is_counted_while_other_streams_end() -> None:
     """What another stream still uses when it is let go of is taken off the count when that stream has come so far."""
-    sides, runs = {run: torch.cuda.Stream() for run in (2, 3)}, iter(range(10**6))  # those that are counted
-    pinned = [torch.zeros(SIZE).pin_memory() for _ in sides]
-    for side, to in zip(sides.values(), pinned, strict=True):
-        source = value()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            to.copy_(source, non_blocking=True)
-        source.record_stream(side)
-        del source
+    counted, runs = (2, 3), iter(range(10**6))
+    pinned = [torch.zeros(SIZE).pin_memory() for _ in counted]
+    sides = dict(zip(counted, map(let_go_too_early, pinned), strict=True))
 
     def run() -> Tensor:
         if (side := sides.get(next(runs))) is not None:
@@ -410,13 +410,11 @@ ROWS = [
     Row("checkmate/codegen/second_memory.py", "finish", called_by("finish", Store, "reset"),
         a_step_is_left_after_its_forward, "already", HostError),
     *(
-        Row("checkmate/host/opening.py seconds _synchronize", when,
-            called_by("seconds", opening, "_synchronize", turn), links_are_timed, "at work", AssertionError)
-        for turn, when in enumerate(("before the clock is read", "before it is read again"))
-    ),
-    *(
-        Row("checkmate/demo/training.py seconds _synchronize", when,
-            called_by("seconds", training, "_synchronize", turn), steps_are_timed, "at work", AssertionError)
+        Row(f"checkmate/{file}.py seconds _synchronize", when, called_by("seconds", where, "_synchronize", turn), run,
+            "at work", AssertionError)
+        for file, where, run in (
+            ("host/opening", opening, links_are_timed), ("demo/training", training, steps_are_timed)
+        )
         for turn, when in enumerate(("before the clock is read", "before it is read again"))
     ),
     Row("profiling/measure.py time_on_accelerator synchronize", "before events are asked",
@@ -501,26 +499,17 @@ def test_a_plan_without_one_of_its_waits_is_no_plan() -> None:
 
 def test_the_allocator_waits_for_other_streams_where_its_cache_is_emptied() -> None:
     """So neither the meter nor a replay waits itself before it reads what is in use."""
-
-    def let_go_too_early() -> Tensor:
-        source, to = value(), torch.zeros(SIZE).pin_memory()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            to.copy_(source, non_blocking=True)
-        source.record_stream(side)
-        return to
-
+    pinned = [torch.zeros(SIZE).pin_memory() for _ in range(2)]
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    kept = [let_go_too_early()]
+    let_go_too_early(pinned[0])
     assert torch.cuda.memory_stats()["requested_bytes.all.current"] > before
     use = measure_peak(lambda: None, DEVICE)
     assert (use.before, use.peak) == (before, 0)
-    kept.append(let_go_too_early())
+    let_go_too_early(pinned[1])
     replays = Replays.now(DEVICE, 0)
     assert replays is not None
     assert sum(replays.state.asked) == before
-    assert SimpleNamespace(ended=[{*to.tolist()} for to in kept]).ended == [{1.0}, {1.0}]
+    assert [{*to.tolist()} for to in pinned] == [{1.0}, {1.0}]
