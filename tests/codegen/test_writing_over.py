@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,19 +58,19 @@ def _compiled(step: Callable[..., Any], budget: int | str = "1 GB", **options: A
     return checkmate.compile(step, budget=budget, time_limit=1, cache=False, **options)
 
 
+def _writing(module: fx.GraphModule, **options: bool) -> int:
+    """How many ops of the code that runs write over an input."""
+    return sum("out" in node.kwargs or "grad_input" in node.kwargs for node in written(module, **options).graph.nodes)
+
+
 def _writes(solution: Solution) -> tuple[int, int]:
-    """How many ops write over an input in the forward and in the backward."""
-    modules = solution.modules
-    nodes = [written(module).graph.nodes for module in (modules.forward, modules.backward)]
-    forward, backward = (sum("out" in n.kwargs or "grad_input" in n.kwargs for n in found) for found in nodes)
-    return forward, backward
+    """How many do in the forward, and in the backward."""
+    return _writing(solution.modules.forward), _writing(solution.modules.backward)
 
 
 def _saved_are_written(solution: Solution) -> bool:
     backward = solution.modules.backward
-    both = written(backward), written(backward, spare=True)
-    whole, sparing = (sum("out" in n.kwargs or "grad_input" in n.kwargs for n in m.graph.nodes) for m in both)
-    return whole > sparing
+    return _writing(backward) > _writing(backward, spare=True)
 
 
 def _grads(model: nn.Module) -> list[Tensor | None]:
@@ -95,13 +97,15 @@ def _plain() -> list[Tensor | None]:
     return _grads(net)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_the_peak_is_the_plans_to_the_byte(share: float) -> None:
+@pytest.mark.parametrize(("share", "default_device"), [(1.0, False), (1.0, True), (0.4, False), (0.0, False)])
+def test_the_peak_is_the_plans_to_the_byte(share: float, default_device: bool) -> None:
+    """Also where PyTorch has a default device."""
     net = _Net()
     problem = checkmate.trace(net, X)
     least = checkmate.min_budget(problem, time_limit=0.2).peak
     step = _compiled(net, int(least + share * (problem.keep_all_peak - least)))
-    peak = _peak(net, step)
+    with torch.device("cpu") if default_device else nullcontext():
+        peak = _peak(net, step)
     (plan,) = step.plans
     assert all(_writes(plan))
     assert _saved_are_written(plan)
@@ -158,11 +162,13 @@ def test_a_graph_that_is_retained_serves_again() -> None:
         assert_same_bits(_grads(net), _plain())
 
 
-def _kept_by_hooks(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
+def _kept_by_hooks(
+    step: Callable[..., Tensor], held: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> tuple[list[Tensor], Tensor]:
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        kept.append(held(tensor))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -171,14 +177,7 @@ def _kept_by_hooks(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
 
 def _kept_by_hooks_elsewhere(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
     """The hook keeps another tensor in the same storage than it hands back."""
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.view(-1))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return kept, step(X)
+    return _kept_by_hooks(step, lambda tensor: tensor.view(-1))
 
 
 def _asked_for(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -246,14 +245,6 @@ def test_what_a_mode_has_seen_stays_as_it_was(kind: Callable[[], Any], also_forw
     assert_same_bits(_grads(net), _plain())
 
 
-@pytest.mark.slow
-def test_a_default_device_is_no_reason_to_take_more() -> None:
-    net = _Net()
-    step = _compiled(net)
-    with torch.device("cpu"):
-        assert _peak(net, step) == step.plans[0].peak
-
-
 def test_results_made_over_views_can_be_written_to() -> None:
     """What a module hands out is no view, whatever it was written over: views of a custom function cannot be."""
     layer = nn.Linear(8, 6)
@@ -280,82 +271,70 @@ def test_results_made_over_views_can_be_written_to() -> None:
 @pytest.mark.slow
 def test_gradients_that_are_handed_out_one_by_one_are_whole() -> None:
     """A weight that a step uses again and again, and two calls before one backward."""
-    nets = [_Net(), _Net()]
-    x, y = X, X.flip(0)
-
-    def twice(net: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: net(x) + net(x * 0.5) * 0.3
-
-    steps = [_compiled(twice(nets[0])), twice(nets[1])]
-    for step in steps:
-        (step(x) + step(y)).backward()
-    assert all(_writes(steps[0].plans[0]))
-    assert_same_bits(_grads(nets[0]), _grads(nets[1]))
+    net = _Net()
+    plain = lambda x: net(x) + net(x * 0.5) * 0.3  # noqa: E731
+    compiled, found = _compiled(plain), []
+    for step in (compiled, plain):
+        net.zero_grad()
+        (step(X) + step(X.flip(0))).backward()
+        found.append(_grads(net))
+    assert all(_writes(compiled.plans[0]))
+    assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
-def test_results_without_gradients_leave_no_trace(used: tuple[int, ...]) -> None:
-    nets = [_Net(), _Net()]
+def test_results_without_gradients_leave_no_trace() -> None:
+    net = _Net()
 
-    def of(net: _Net) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        def step(x: Tensor) -> tuple[Tensor, Tensor]:
-            h = (net.layers[0](x) + 1).relu()
-            return net(h), (net.layers[1](h).exp() - h).tanh()
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = (net.layers[0](x) + 1).relu()
+        return net(h), (net.layers[1](h).exp() - h).tanh()
 
-        return step
-
-    steps = [_compiled(of(nets[0])), of(nets[1])]
-    for step in steps:
-        results = step(X)
-        torch.stack([results[i].sum() for i in used]).sum().backward()
-    assert all(_writes(steps[0].plans[0]))
-    assert_same_bits(_grads(nets[0]), _grads(nets[1]))
+    compiled = _compiled(plain)
+    for used in ((0,), (1,), (0, 1)):
+        found = []
+        for step in (compiled, plain):
+            net.zero_grad()
+            results = step(X)
+            torch.stack([results[i].sum() for i in used]).sum().backward()
+            found.append(_grads(net))
+        assert_same_bits(*found)
+    assert all(_writes(compiled.plans[0]))
 
 
 def test_a_backward_that_fails_half_way_can_be_tried_again() -> None:
     """With its graph retained; without, plain PyTorch refuses a second one, too."""
-    net, fails = _Net(), [True]
+    net, fails = _Net(), [False]
 
-    @torch.library.custom_op("checkmate_tests::fails_once", mutates_args=())
-    def fails_once(x: Tensor) -> Tensor:
-        return x.clone()
-
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return fails_now(grad)
-
-    @torch.library.custom_op("checkmate_tests::fails_now", mutates_args=())
-    def fails_now(x: Tensor) -> Tensor:
+    @torch.library.custom_op("checkmate_tests::fails_when_told", mutates_args=())
+    def fails_when_told(x: Tensor) -> Tensor:
         if fails[0]:
             raise RuntimeError("half way")
         return x.clone()
 
-    fails_once.register_fake(torch.empty_like)
-    fails_now.register_fake(torch.empty_like)
-    fails_once.register_autograd(backward)
+    fails_when_told.register_fake(torch.empty_like)
+    fails_when_told.register_autograd(lambda ctx, grad: fails_when_told(grad))
 
     def step(x: Tensor) -> Tensor:
-        return net(fails_once(net.layers[0](x)))
+        return net(fails_when_told(net.layers[0](x)))
 
-    fails[0] = False
     compiled = _compiled(step)
     compiled(X)
     for retain in (True, False):
         net.zero_grad()
-        loss = compiled(X)
-        fails[0] = True
+        loss, fails[0] = compiled(X), True
         with pytest.raises(RuntimeError, match="half way"):
             loss.backward(retain_graph=retain)
         fails[0] = False
-        if not retain:
+        if retain:
+            net.zero_grad()
+            loss.backward()
+            found = _grads(net)
+            net.zero_grad()
+            step(X).backward()
+            assert_same_bits(found, _grads(net))
+        else:
             with pytest.raises(RuntimeError, match="second time"):
                 loss.backward()
-            continue
-        net.zero_grad()
-        loss.backward()
-        found = _grads(net)
-        net.zero_grad()
-        step(X).backward()
-        assert_same_bits(found, _grads(net))
 
 
 def test_some_gradients_and_anomaly_mode() -> None:
@@ -368,18 +347,18 @@ def test_some_gradients_and_anomaly_mode() -> None:
         assert_same_bits(torch.autograd.grad(step(X), weights), expected)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_step_within_a_checkpoint(reentrant: bool) -> None:
+def test_a_step_within_a_checkpoint() -> None:
     net = _Net()
     step = _compiled(net)
-    found: list[Any] = []
-    for run in (step, net):
-        x = X.clone().requires_grad_()
-        checkpoint(run, x, use_reentrant=reentrant).backward()
-        found += [[x.grad, *_grads(net)]]
-        net.zero_grad()
-    assert _saved_are_written(step.plans[0])
-    assert_same_bits(*found)
+    for reentrant in (True, False):
+        found: list[Any] = []
+        for run in (step, net):
+            net.zero_grad()
+            x = X.clone().requires_grad_()
+            checkpoint(run, x, use_reentrant=reentrant).backward()
+            found += [[x.grad, *_grads(net)]]
+        assert_same_bits(*found)
+    assert all(map(_saved_are_written, step.plans))
 
 
 @pytest.mark.slow
@@ -444,28 +423,25 @@ def test_a_kernel_that_gives_other_bits_in_place_is_named(monkeypatch: pytest.Mo
         step(X)
 
 
-def _problem() -> Problem:
+@pytest.fixture
+def problem() -> Problem:
     x = torch.randn(4, 8, requires_grad=True)
     return checkmate.trace(lambda: (x.exp().relu() * 2).sum(), profile="roofline:laptop")
 
 
-def test_a_plan_that_reads_what_was_written_over_is_refused() -> None:
-    problem = _problem()
+def test_a_plan_that_reads_what_was_written_over_is_refused(problem: Problem) -> None:
     graph = problem.graph
     step = next(way for way in problem.profile.ways if graph.ops[way.op].name == "relu")
     (reader,) = (k for k in graph.users[step.makes] if graph.ops[k].phase == "backward")
     assert step.makes in graph.ops[reader].inputs
     runs = [Run(k, step.over) if k == step.op else Run(k) for k in range(len(graph.ops))]
-    assert problem.codegen is not None
     with pytest.raises(SolverError, match=r"not at hand|is needed afterwards"):
         problem.codegen(Plan((*runs, Run(step.op)), graph.forward_length))
 
 
-def test_a_plan_that_writes_over_what_no_way_does_is_refused() -> None:
-    problem = _problem()
+def test_a_plan_that_writes_over_what_no_way_does_is_refused(problem: Problem) -> None:
     graph = problem.graph
     k = next(k for k, op in enumerate(graph.ops) if op.target.startswith("aten.sum"))
     runs = [Run(i, graph.ops[i].inputs[0] if i == k else None) for i in range(len(graph.ops))]
-    assert problem.codegen is not None
     with pytest.raises(SolverError, match="write over what it must not"):
         problem.codegen(Plan(tuple(runs), graph.forward_length))
