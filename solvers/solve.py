@@ -190,7 +190,9 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
         below = "it" if ends.proven else exact_bytes(ends.bound)
         way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
     proven = alone or solution.status is Status.INFEASIBLE
-    claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
+    claim = f"No schedule fits {format_bytes(budget)}: {reason}."
+    if not proven:
+        claim = f"{solution.method} found no schedule within {format_bytes(budget)}: {reason}."
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
     without = smallest_without(problem, patience) if ends.peak > budget else {}
     refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
@@ -202,7 +204,7 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     rules = " No rule is in the way: the smallest budget is no smaller without them." if without else ""
     if parts:
         rules = f" Rules are in the way: {'; '.join(parts)}."
-    message = f"{failures}{claim} {format_bytes(budget)}: {reason}. {way_out}{rules}"
+    message = f"{failures}{claim} {way_out}{rules}"
     return replace(solution, refusal=refusal, message=message)
 
 

@@ -89,7 +89,7 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
     step: Any = plain
     if backend == OURS:
         add_up(compilation.Backend, "__call__", spent, "backend").start()
-        add_up(compilation, "problem_of", spent, "measure").start()
+        add_up(step_problem, "problem_of", spent, "measure").start()
         add_up(Planner, "plan", spent, "plan").start()
         add_up(step_problem, "emit", spent, "code").start()
         add_up(compilation, "writing_over", spent, "code").start()
