@@ -24,7 +24,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -224,7 +223,11 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
         ALL_REDUCE: lambda: dist.all_reduce(all_of_it, group=group),
     }[collective]
     on_cpu = device.type == "cpu"
-    finish: Callable[[], object] = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
+
+    def finish() -> None:
+        if not on_cpu:
+            torch.accelerator.synchronize(device)
+
     run()  # the first one connects the ranks
     times = []
     for _ in range(REPEATS if whole < LARGE else REPEATS_OF_LARGE):

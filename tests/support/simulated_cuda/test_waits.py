@@ -429,7 +429,7 @@ ROWS = [
 THEMSELVES = {
     "checkmate/host/opening.py _synchronize synchronize",
     "checkmate/demo/training.py _synchronize synchronize",
-    "profiling/mesh.py _finish synchronize",
+    "profiling/mesh.py finish synchronize",
 }
 WAITS = {"wait_event", "wait_stream", "synchronize", "_synchronize", "record_stream"}
 
