@@ -309,7 +309,7 @@ class Waits:
         self._patch, now = monkeypatch, torch.accelerator.current_stream
         for method in ("out", "back", "finish"):
             monkeypatch.setattr(pinned_mover.PinnedMover, method, self._listing(method))
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self._as(now(device), "step"))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self._as(now(device), "step"))
 
     def _listing(self, method: str) -> Callable[..., Any]:
         really = getattr(pinned_mover.PinnedMover, method)
