@@ -299,7 +299,7 @@ def test_every_error_is_on_the_page_of_refusals_and_every_public_name_on_that_of
     assert {*re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", api, flags=re.M)} >= {*checkmate.__all__} - errors
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
     run_fresh_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path))
     page = (tmp_path / "api.html").read_text()
