@@ -61,55 +61,22 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
 
     Args:
         fn: a module, or any function of tensors; a loss that is computed inside it is within the plan too.
-        budget: bytes at any moment of the step, parameters, buffers and inputs included; "8 GB", or "8G", is 8e9.
-            "fit" is the memory that there is when the first call plans, and "70%" that share of it: on CUDA what
-            neither others hold nor `torch.cuda.set_per_process_memory_fraction` keeps from PyTorch; on the CPU what the
-            machine, the control groups (cgroups) of this process and its limits (ulimit) still give, and what the step
-            holds already. A margin is left (`checkmate.memory.available` says how much, and why). The bytes are rounded
-            down, by a 64th at most, hold for further captures, are logged at INFO (``checkmate.backends.planner``), and
-            stand in ``.plans[0].budget``, less the reserve. A step that fits as it is runs nothing again. Ranks on one
-            machine share its memory; those that exchange data within the step take the least that one of them finds.
-        method: how to plan; see `checkmate.solve`.
-        time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
-            saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
-        reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
-            from one step to the next, a loss outside ``fn``. On CUDA only what comes after the first plan: the budget
-            leaves out what is on the device already. None leaves two numbers for each trained parameter, for an
-            optimizer such as Adam, where the budget names no bytes; 0 leaves nothing.
-        verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
-            bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
-            difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
-            None compares nothing, but on a version of PyTorch that checkmate has not been tried on: there each graph,
-            before it trains, where the memory of a plain step can be had.
-        profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
-            measured as the step runs: an estimate knows no workspaces.
-        cache: take costs that were measured and plans that were made on this machine before, in any process, and keep
-            new ones (`checkmate.core.files` says where). False measures and plans anew and keeps nothing.
-        max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
-            recently used goes first.
-        memory: what serves the step's allocations: ``"arena"``, one mapping in which each has a planned address, so
-            that the process takes little more than the plan counts, where malloc may take twice as much; or
-            ``"allocator"``, PyTorch's own. None: an arena where one can be had, on the CPU under Linux, with a C++
-            compiler, which is needed once; elsewhere PyTorch's allocator, and the log says why.
-        wait: ``"first"`` trains with the first plan that fits, after about a second. Where another could still save 1 %
-            of the step or more, planning goes on in a process of its own, of low priority; such a plan takes over
-            between two steps, with the same bits. ``"best"`` waits until planning has ended, a number so many seconds
-            at most. These wait as with ``"best"``: a method other than "auto", ranks that train together, and a graph
-            with numbers that change or with subclasses of tensors.
-        rules: what you know of the step: a dict of patterns, each with what every plan does with the ops it names. A
-            pattern is a module's name (``"blocks.3"``, ``"blocks.*.attn"``), an op's (``"aten.convolution*"``) or that
-            of a `tag`; ``"keep"`` and ``"once"`` have its values kept until they are read last, ``"recompute"`` has
-            them made again in the backward, and a number says how often the op runs at most. Of several patterns that
-            name an op the last one holds.
-        host_budget: bytes of a second memory, in which values may wait that are not needed for a while; None: nothing
-            waits elsewhere. They are sent there and fetched back beside the step, where that costs less than to run ops
-            again, and below the smallest budget without. A step can be differentiated once for each call then. If
-            several calls are begun before a backward, each has so many bytes there.
-        host: where that is: ``"file:/fast/disk"``, a folder on a fast disk in which a file without a name is kept, or
-            ``"file:"``, the folder of temporary files, for a step on the CPU; ``"pinned"``, memory of the host, on
-            CUDA. None: ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
-        overlap: have what sharded parameters are gathered and reduced by go on beside other ops, where the plan has it:
-            started before it is needed, and waited for later. The peak then is what was planned or less.
+        budget: bytes at any moment of the step, such as ``"8 GB"``; ``"fit"`` and ``"70%"`` of what there then is.
+        method: the way of planning: a name in `checkmate.methods`.
+        time_limit: seconds to plan one captured graph, at most; Ctrl-C ends planning with the best plan so far.
+        reserve: bytes of the budget to leave for what the graph does not know, such as the optimizer's state.
+        verify: compare the first training call with plain PyTorch, bit for bit; None: on versions not tried yet.
+        profile: the source of the costs of ops; see `checkmate.trace`.
+        cache: take costs and plans from disk, and keep new ones there.
+        max_plans: captured graphs that are kept with their plans, one for each kind of input.
+        memory: ``"arena"`` or ``"allocator"``, which serves the step; None: an arena where one can be had.
+        wait: ``"first"``, ``"best"``, or seconds to wait for a better plan before the first call trains.
+        rules: from names of modules, ops or tags to ``"keep"``, ``"once"``, ``"recompute"`` or a number of runs.
+        host_budget: bytes of a second memory, in which values may wait; None: nothing waits elsewhere.
+        host: that memory: ``"file:/fast/disk"`` on the CPU, ``"pinned"`` on CUDA.
+        overlap: gather and reduce sharded parameters beside other ops.
+
+    The page docs/options.md says more of each option, and where to read on.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute

@@ -90,8 +90,7 @@ def training_step(
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
             `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
             known to update each parameter alone, and the Adafactor of transformers. Any other takes ``alone``.
-        budget: bytes at any moment of the step, as for `checkmate.compile`. Nothing is reserved for the optimizer,
-            whose state is in the plan.
+        budget: bytes at any moment of the step, the optimizer's state included.
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm; ``math.inf``: the largest element.
         error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
@@ -99,17 +98,13 @@ def training_step(
         accumulate: how many calls make one update.
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
-        process_group: of ranks that train together, `torch.distributed.group.WORLD` for all, where ``loss_fn`` calls
-            its model as it is; False: there are none, or the model is wrapped. Parameters, and buffers of modules that
-            ``loss_fn`` holds, are those of the first rank from now on; buffers at each update.
+        process_group: the ranks that train together, where ``loss_fn`` calls its model as it is; False: none. They
+            begin with the parameters of the first rank, and take its buffers at each update.
         alone: you know that each optimizer of another library, or your own, computes of a parameter nothing but from
             its gradient, its state and the settings of its group, and draws no random numbers.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
-        verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
-            gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
-            with the planned one. Needs the memory of a plain step, once. None: as for `checkmate.compile`, where it
-            can be compared.
-        options: others of `checkmate.compile`.
+        options: others of `checkmate.compile`; ``verify`` compares parameters, buffers, the optimizer's state and the
+            norm, too.
 
     Returns:
         A function of a batch. It gives what ``loss_fn`` gives, detached, after the parameters were updated. Its
