@@ -10,7 +10,7 @@ import pytest
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, live_peak, overlaps, place_blocks
 from checkmate.solvers.search.packing import pack
-from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, assert_within, cut_up, drawn, least_height
+from tests.solvers.blocks import NINE_ALIVE_TEN_NEEDED, assert_within, cut_up, drawn, least_height
 from tests.support.sampling import in_turn
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,14 +18,17 @@ from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.schedules import cost_of, obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
+from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
+from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, run_pass
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
+from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_problem_with_overwrites
 from tests.support.sampling import in_turn, long, slow
-from tests.support.searches import found_from
 
 SEEDS = [*range(2), *map(long, range(2, 4)), *map(slow, range(4, 12))]
 
@@ -86,7 +89,7 @@ def check_parts(problem: Problem) -> Iterator[tuple[Task, np.ndarray, float]]:
         fitting = [R for R in good if peak_of(problem, R) <= budget]
         task, best = Task(problem, budget, Clock(5.0)), min(cost_of(problem, R) for R in fitting)
         dearest = max(fitting, key=lambda R: float(R.sum()))
-        for found in found_from(task, dearest, every):
+        for found in _found_from(task, dearest, every):
             assert found is None or not wrong(problem, found, budget)
         assert moment_bound(task, Incumbent(task), most=5).value <= best * (1 + 1e-6)
         yield task, dearest, best
@@ -163,3 +166,18 @@ def test_gradients_that_wait_for_their_norm_are_made_a_second_time() -> None:
     assert sum(name.startswith("gradient") for name in again) >= 4
     assert plan.cost < 2 * problem.keep_all_cost
     assert not wrong(problem, plan.schedule.R, gradients // 3)
+
+
+def _found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> Iterator[np.ndarray | None]:
+    """The answers of searches that begin with a schedule.
+
+    Args:
+        dearest: of the schedules within the budget, that with the most runs.
+        every: all schedules, within the budget or not.
+    """
+    yield exchange(task, dearest)
+    yield drop_runs(task.problem, task.budget, dearest, Clock(1.0))
+    yield adapt(task, dearest)
+    yield adapt(task, max(every, key=lambda R: float(R.sum())))
+    yield TiltedPasses(task).search(Clock(0.05))
+    yield Neighbourhoods(task).search(dearest, Clock(0.2))

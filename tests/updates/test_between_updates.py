@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import slow
-from tests.support.updated import BATCH, SMALLER, AllKinds
 from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
+from tests.updates.updated import BATCH, SMALLER, AllKinds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NewOptimizer = Callable[[Any], optim.Optimizer]

@@ -17,8 +17,8 @@ from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
-from tests.support.updated import BATCH, AllKinds, Setting, new_optimizers
 from tests.support.whole_steps import TrainedWhole, plain_step, planned_step, train_whole
+from tests.updates.updated import BATCH, AllKinds, Setting, new_optimizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,9 +22,9 @@ from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update, about, checked
 from checkmate.updates.per_parameter import known
 from tests.support.bits import assert_same_bits
-from tests.support.updated import BATCH, AllKinds
 from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
 from tests.updates import own_optimizers as own
+from tests.updates.updated import BATCH, AllKinds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Any], optim.Optimizer]

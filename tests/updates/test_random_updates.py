@@ -18,9 +18,9 @@ from torch import nn
 
 from tests.support.budgets import between
 from tests.support.programs import Program, Spec, batch, programs
-from tests.support.updated import Setting, new_optimizers
 from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, train_whole
 from tests.updates.test_optimizers import HAS
+from tests.updates.updated import Setting, new_optimizers
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 MANY = int(os.environ.get("CHECKMATE_UPDATES", "2"))

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from benchmarks.networks.triton_norm import TritonRMSNorm
-from tests.support.interpreted_triton import interpreted
+from tests.capture.higher_order.interpreted_triton import interpreted
 from tests.support.simulated_cuda.install import is_installed
 
 WIDTH, ROWS = 24, 6

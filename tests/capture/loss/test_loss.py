@@ -22,8 +22,8 @@ from checkmate.capture.loss.kernels import (
     row_sums,
 )
 from checkmate.memory import measure_peak
+from tests.capture.loss.products import OneOrder
 from tests.support.bits import assert_same_bits
-from tests.support.products import OneOrder
 from tests.support.sampling import in_turn, long
 
 aten = torch.ops.aten

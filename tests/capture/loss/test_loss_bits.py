@@ -17,7 +17,7 @@ from checkmate.capture.loss import kernels as functions
 from checkmate.capture.loss.find import Loss, losses
 from checkmate.capture.loss.kernels import length, slices
 from checkmate.capture.loss.write import LOSS_SPLITS, LossSplit, loss_splits_of
-from tests.support.products import OneOrder
+from tests.capture.loss.products import OneOrder
 from tests.support.sampling import few
 
 ROWS, LENGTH, DEPTH, CLASSES = 3, 19, 24, 171  # none a power of two

@@ -15,7 +15,7 @@ import pytest
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.search import packing
 from checkmate.solvers.search.packing import contract, fill, pack
-from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, assert_within, cut_up, drawn, least_height
+from tests.solvers.blocks import NINE_ALIVE_TEN_NEEDED, assert_within, cut_up, drawn, least_height
 from tests.support.sampling import in_turn
 
 
