@@ -105,7 +105,7 @@ def parse_share(budget: object) -> float | None:
 
 
 def parse_rate(rate: float | str) -> float:
-    """Read bytes per second: a positive number, or text such as ``"55 GB/s"``, of which the /s may be left out.
+    """Read bytes per second: a positive number, or text such as ``"55 GB/s"``, with or without the ``/s``.
 
     Raises:
         ValueError: if it is none.

@@ -66,7 +66,7 @@ _WEIGHT = {  # of a convolution: where it is
 
 
 def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_bytes: int) -> float:
-    """Seconds of one op on a GPU: it computes ``flop`` at the rate of ``dtype``, and reads and writes so many bytes."""
+    """Seconds of one op on a GPU, from its ``flop`` at the rate of ``dtype`` and the bytes that it moves."""
     packet = packet_of(node.target)
     if not flop:
         return device.latency + pointwise_seconds(device, moved_bytes, PASSES.get(packet, 1))

@@ -294,7 +294,7 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
-    """Tell whether a capture asks what a call was asked so far, and is for another answer to the last question."""
+    """Tell whether a capture differs from a call in the last of these guards, and in none before it."""
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 

@@ -302,7 +302,7 @@ class Planner:
         return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
-        """Add the rules, but for those that name nothing here and have named an op of an earlier graph."""
+        """Add the rules, without those that named an op of an earlier graph and name none here."""
         rules = self.options.rules
         if not rules:
             return problem

@@ -160,7 +160,7 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call with at most so many bytes here, or raise a `HostError`; gives the tensor that identifies it."""
+        """Begin a call with a capacity in bytes, or raise a `HostError`; gives the tensor that identifies it."""
         while self.left:
             try:
                 left = self.left.popleft()

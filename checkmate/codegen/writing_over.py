@@ -79,7 +79,7 @@ def _keeps_nothing(node: fx.Node) -> bool:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Raise a `SolverError` that names an op marked to write over what is read afterwards, or belongs to another."""
+    """Raise a `SolverError` if an op is marked to write over a value that is still read, or is not the step's own."""
     allowed = _writes(graph)
     for node in graph.nodes:
         if OVER in node.meta and node not in allowed:
