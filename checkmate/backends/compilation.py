@@ -223,6 +223,8 @@ class _Compilation:
             run = running.around(run)
         if running is not None:
             run = ranks.keeping_step(run, running.plan)
+        # AOTAutograd keeps `_lower`, and so this object: it must not keep the caller's module and batch alive.
+        del self.call, self.module, self.inputs, self.known
         return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

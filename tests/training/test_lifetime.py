@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -103,7 +104,7 @@ def _train(make: Callable[..., tuple[Any, Callable[[], object]]], **options: Any
     ("kind", "way"),
     [
         long("function", "second memory"),
-        long("module", "second memory"),
+        slow("module", "second memory"),
         slow("training step", "second memory"),
         slow("function", "allocator"),
     ],
@@ -120,6 +121,19 @@ def test_what_a_deleted_step_held_is_given_back(kind: str, way: str, budgets: di
     while (after := _held()) != before and time.monotonic() < until:
         time.sleep(0.05)
     assert after == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_keeps_no_batch(kind: str) -> None:
+    (step, _), batch = KINDS[kind](budget="1 GB"), torch.randn(512, 32)
+    gone = weakref.ref(batch)
+    loss = step(batch)
+    if loss.requires_grad:
+        loss.backward()
+    del batch, loss
+    gc.collect()
+    assert gone() is None
+    step(BATCH)
 
 
 @pytest.mark.slow
