@@ -98,8 +98,9 @@ def training_step(
         accumulate: how many calls make one update.
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
-        process_group: the ranks that train together, where ``loss_fn`` calls its model as it is; False: none. They
-            begin with the parameters of the first rank, and take its buffers at each update.
+        process_group: the ranks that train together, such as `torch.distributed.group.WORLD`, where ``loss_fn`` calls
+            its model as it is; False: none. They begin with the parameters of the first rank, and take its buffers at
+            each update.
         alone: you know that each optimizer of another library, or your own, computes of a parameter nothing but from
             its gradient, its state and the settings of its group, and draws no random numbers.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
