@@ -24,7 +24,7 @@ AT_THE_BOUND = 0.15  # of the time, to pack blocks as low as nothing can be lowe
 
 
 class Block(NamedTuple):
-    """Bytes that are needed from one moment on and until before another; moments are counted from 0."""
+    """A block of bytes, alive from moment ``born`` up to, not including, moment ``died``; moments count from 0."""
 
     born: int
     died: int
@@ -41,7 +41,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """(height - bound) / height: at most this share of the arena could be saved."""
+        """(height - bound) / height: the largest share of the arena that a better placement could save."""
         return (self.height - self.bound) / self.height if self.height else 0.0
 
 
@@ -101,7 +101,7 @@ def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap
 
 
 def _first_fit(data: IntArray, order: IntArray) -> IntArray:
-    """Offsets (N,) of blocks (N, 3), each in this order at the lowest address that is free for its whole life."""
+    """Offsets (N,) of blocks (N, 3): in this order, each at the lowest address that is free throughout its life."""
     born, died, size = data[order].T
     begins = np.zeros(len(data), dtype=np.int64)
     ends = np.zeros(len(data), dtype=np.int64)
@@ -118,7 +118,7 @@ def _first_fit(data: IntArray, order: IntArray) -> IntArray:
 
 
 def live_peak(blocks: Iterable[Block]) -> int:
-    """The most bytes of these that are needed at one moment."""
+    """The most bytes of the blocks that are alive at one moment."""
     data = np.array(list(blocks), dtype=np.int64).reshape(-1, 3)
     born, died, size = data[data[:, 0] < data[:, 1]].T
     moments, at = np.unique(np.concatenate([born, died]), return_inverse=True)

@@ -1,4 +1,4 @@
-"""The method "auto", several methods in turn: a usable plan almost at once, a bound, then what closes the gap.
+"""The method "auto", several methods in turn: a usable plan almost at once, a bound, then searches that close the gap.
 
     a known plan adapted, or passes of next use; where none fits, what is near to keeping everything, solved exactly,
     or the plan of the smallest peak
@@ -100,7 +100,7 @@ def auto(
 
 @dataclass
 class Portfolio:
-    """The state that stages share, beside the incumbent."""
+    """The state that the stages share, beside the incumbent."""
 
     task: Task
     incumbent: Incumbent
@@ -113,14 +113,14 @@ class Portfolio:
 
     @property
     def left(self) -> float:
-        """Seconds that are left: to look for a first plan, then of what closing the gap is worth."""
+        """Seconds left: up to ``patience`` without a plan, else up to ``enough``; the smaller the gap, the fewer."""
         limit = self.incumbent.worth(self.settle) * self.task.clock.limit
         most = self.patience if self.incumbent.R is None else self.enough
         return min(limit, most) - self.task.clock.elapsed
 
     @property
     def is_open(self) -> bool:
-        """There is time, and something to gain."""
+        """Tell whether there is time left and a gap to close."""
         best = self.incumbent
         if best.is_infeasible or self.left <= OVER * min(self.task.clock.limit, self.patience):
             return False
@@ -138,20 +138,20 @@ def _known(search: Portfolio, task: Task) -> None:
 
 
 def _next_use(search: Portfolio, task: Task) -> None:
-    """Passes of eviction, where there is no plan yet: patience ends the look for a first plan, not for better ones."""
+    """Run eviction passes if there is no plan yet; ``patience`` limits the search for a first plan only."""
     if search.incumbent.R is None:
         whole = search.task.within(NEXT_USE * search.task.clock.left)
         search.stuck = next_use(whole, search.incumbent, patience=search.left / 2).stuck
 
 
 def _near_keep_all(search: Portfolio, task: Task) -> None:
-    """Offer a plan near keeping everything, where no pass fits: in large graphs passes rerun too much."""
+    """If no pass fits, offer a plan near keeping everything: in large graphs the passes rerun too much."""
     if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
         search.incumbent.offer(R, "near keep-all")
 
 
 def _least(search: Portfolio, task: Task) -> None:
-    """The plan of the smallest peak, where no pass fits."""
+    """If no pass fits, offer the plan of the smallest peak."""
     if search.incumbent.R is not None:
         return
     problem, budget = task.problem, task.budget
@@ -168,7 +168,7 @@ def _least(search: Portfolio, task: Task) -> None:
 
 
 def _bound(search: Portfolio, task: Task) -> None:
-    """The bound of more and more moments, and the plans that its answers suggest."""
+    """Prove the bound of more and more moments, and offer the plans that its models suggest."""
     offer = partial(search.incumbent.offer, by="bound")
     found = moment_bound(replace(task, gap=FINER * task.gap), search.incumbent, on_runs=offer)
     if found.moments and not found.infeasible:
@@ -176,7 +176,7 @@ def _bound(search: Portfolio, task: Task) -> None:
 
 
 def _neighbourhoods(search: Portfolio, task: Task) -> None:
-    """Look around the best plan, and around what that finds."""
+    """Search around the best plan, then around the plan found there."""
     best = search.incumbent
     is_schedule = best.plan is not None and best.plan.is_a_schedule
     if best.R is not None and is_schedule and not search.neighbourhoods.is_over(best.R):
@@ -184,20 +184,20 @@ def _neighbourhoods(search: Portfolio, task: Task) -> None:
 
 
 def _detours(search: Portfolio, task: Task) -> None:
-    """Beams beside the best plan for so long, as wide as they were left."""
+    """Continue the beam searches beside the best plan, as wide as the last ones were."""
     best = search.incumbent
     if best.R is not None and not search.detours.is_over:
         best.offer(search.detours.search(best.R, task.clock), "detours")
 
 
 def _tilted(search: Portfolio, task: Task) -> None:
-    """Search over tilts for so long, from where it was left; the last fifth is for exchanges."""
+    """Continue the search over tilts; local search has the last fifth of the time."""
     if (R := search.tilts.search(task.clock.share(0.8))) is not None:
         search.incumbent.offer(exchange(task, R), "tilted")
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:
-    """Tilted passes, detours and neighbourhoods in turn, until beams are as wide as can be and none finds anything."""
+    """Alternate tilted passes, detours and neighbourhoods until beams have full width and nothing better is found."""
     best, before = search.incumbent, float("inf")
     while search.is_open:
         looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step

@@ -30,7 +30,7 @@ TELL_SECONDS = 0.5  # between two looks at what the process has found
 
 @dataclass(frozen=True)
 class News:
-    """An answer of the process."""
+    """A message from the search process."""
 
     cost: float  # seconds of the step, of the best plan
     bound: float  # seconds, proven
@@ -40,7 +40,7 @@ class News:
 
 
 class Search(BackgroundProcess):
-    """A search that goes on beside the training; its findings can be read at any time."""
+    """A search in another process beside the training; its plans can be read at any time."""
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
@@ -52,30 +52,30 @@ class Search(BackgroundProcess):
         _searches.add(self)
 
     def start(self) -> None:
-        """Begin, as soon as no other search of this process runs."""
+        """Start the process once no other search of this process runs."""
         self.start_after(_turn)
 
     @property
     def goes_on(self) -> bool:
-        """Tell whether there may still be news."""
+        """Tell whether better plans may still come."""
         return not self.over.is_set()
 
     @property
     def pid(self) -> int | None:
-        """The id of its process, while that runs."""
+        """The process id while the search runs."""
         return None if (process := self.process) is None else process.pid
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, ``timeout`` seconds at most, and tell whether it is."""
+        """Wait up to ``timeout`` seconds for the end of the search; tell whether it has ended."""
         return self.over.wait(timeout)
 
     def end(self) -> None:
-        """End it now."""
+        """Stop the search."""
         self.over.set()
         super().end()
 
     def hear(self, answer: News) -> bool:
-        """Take what the process tells; whether that is all."""
+        """Take a message of the process; tell whether it is the last."""
         self.news = answer
         if answer.plan is not None:
             self.better = answer
@@ -90,7 +90,7 @@ _turn = threading.Lock()
 
 
 def _without_the_parents() -> None:
-    """Forget the parent's searches in a forked child, which neither hears nor ends them."""
+    """In a forked child, forget the parent's searches: the child can neither hear nor end them."""
     global _turn
     _turn = threading.Lock()
     for search in list(_searches):
@@ -103,7 +103,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
-    """Look for better plans, in the process, until the time is over or none can be notably better.
+    """Search for better plans, in the child, until the time is over or no notably better plan can exist.
 
     What is found is told at most each `TELL_SECONDS`, and at the end.
     """

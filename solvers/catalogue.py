@@ -1,4 +1,4 @@
-"""The table of methods: what `solve` can be asked for by name, in one line each, and how to read it at a prompt."""
+"""The table of methods that `solve` knows by name, one line each."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Method:
         seed: int = 0,
         **options: Any,
     ) -> Solution:
-        """Solve by the method alone, without checks of the question and without a way out of a refusal."""
+        """Solve by this method alone: options are not checked, and a refusal names no way out."""
         incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, threads, seed))
         return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 

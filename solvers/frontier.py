@@ -34,7 +34,7 @@ log = logging.getLogger("checkmate.solve")
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one method for one budget."""
+    """The result of one method at one budget."""
 
     method: str
     budget: int  # bytes
@@ -188,7 +188,7 @@ Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
 def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None) -> list[Solution]:
-    """Solve each call, some at a time; ``jobs`` and ``client`` as for `frontier`.
+    """Solve several calls, some in parallel; ``jobs`` and ``client`` as in `frontier`.
 
     Raises:
         ValueError: if ``jobs`` is no number of processes.
@@ -247,14 +247,14 @@ def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
 
 
 def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any]) -> Solution:
-    """Solve in another process: runs and figures are sent back, without the parts that the parent has."""
+    """Solve in another process, and send back runs and figures without the parts that the parent has."""
     solution = solve(problem, budget, method=method, progress=False, **options)
     plan = None if solution.plan is None or solution.plan.is_a_schedule else solution.plan
     return replace(solution, problem=None, plan=plan)  # type: ignore[arg-type]
 
 
 def _certified(answer: Solution, bound: float) -> Solution:
-    """The answer with this bound; its plan, where there is one, is verified here."""
+    """Verify the answer of another process here, and give it the proven bound."""
     if answer.schedule is None:
         status = Status.INFEASIBLE if bound == float("inf") else answer.status
         return replace(answer, bound=bound, status=status)

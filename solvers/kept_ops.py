@@ -1,4 +1,4 @@
-"""Plans that PyTorch's partitioner can follow: a set of ops of the forward that run again, once, where they are missed.
+"""Plans that PyTorch's partitioner can follow: forward ops that run again, once, when the backward first needs them.
 
 Nothing runs twice in the forward. The backward gets what the other ops made, the *kept* ones; what else it reads is
 made again just before its first reader, with all that this takes, and then stays until its last. So the set says all:
@@ -34,7 +34,7 @@ GIVEN_UP, AMONG = 4, 6  # ops that may run again so that one need not; each the 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan: which ops of the forward run again, and what that takes."""
+    """A plan: the forward ops that run again, with its peak and seconds."""
 
     again: frozenset[int]
     kept: frozenset[int]  # the others, of which the backward gets what it reads
@@ -44,7 +44,7 @@ class Choice:
 
 
 class KeptOps:
-    """The plans of a problem, and what each takes: some thousand in a second.
+    """The plans of a problem; thousands can be evaluated in a second.
 
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
     >>> plans = KeptOps(chain)
@@ -69,7 +69,7 @@ class KeptOps:
         self.bytes_of = [sum(tables.size[v] for v in made) for made in tables.outputs]  # of what each op makes
 
     def of(self, ops: Iterable[int]) -> Choice:
-        """The plan in which missing results of these ops, and of no other, are made again."""
+        """The plan in which these ops, and no others, run again where their results are missing."""
         tables, may = self.tables, {*ops}
         runs: list[int] = []
         again: set[int] = set()
@@ -114,12 +114,12 @@ class KeptOps:
 
     @cached_property
     def everything(self) -> Choice:
-        """Nothing runs again."""
+        """The plan in which nothing runs again."""
         return self.of(())
 
     @cached_property
     def borders(self) -> list[tuple[int, frozenset[int]]]:
-        """Places in the forward where the fewest bytes of free ops pass on, with the ops that made them."""
+        """Places in the forward that the fewest bytes of free ops cross, with the ops that made those values."""
         of, reads = {*self.free}, self._reads
         passing = [
             frozenset(j for k in self.forward[at:] for j in reads[k] if j < at and j in of) for at in self.forward
@@ -130,7 +130,7 @@ class KeptOps:
 
 
 def fewest_seconds(plans: KeptOps, budget: int) -> Choice | None:
-    """The plan of the fewest seconds within a budget that is found; None where none is.
+    """The plan of the fewest seconds within a budget that is found; None if none is.
 
     >>> chain = Problem.from_dag([[]] + [[k] for k in range(4)] + [[4], [5, 3], [6, 2], [7, 1], [8, 0]],
     ...     seconds=[1, 2, 2, 2, 2] + [1] * 5, sizes=[4] * 5 + [1] * 5, forward=5)
@@ -151,7 +151,7 @@ def fewest_seconds(plans: KeptOps, budget: int) -> Choice | None:
 
 
 def least_peak(plans: KeptOps) -> Choice:
-    """The plan of the smallest peak that is found, and among those the one of the fewest seconds."""
+    """The plan of the smallest peak that is found; of several, the one of the fewest seconds."""
     best, before = min([plans.everything, *_starts(plans, 0)], key=_peak_first), None
     tried = 0
     while best is not before and tried < MOST_PLANS:
@@ -167,7 +167,7 @@ def _peak_first(choice: Choice) -> tuple[int, float]:
 
 
 def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
-    """Plans to begin with; all that there are of a few ops."""
+    """Plans to begin the search with; if there are only a few free ops, all plans."""
     if len(plans.free) <= FEW:
         yield from map(plans.of, chain.from_iterable(combinations(plans.free, n) for n in range(FEW + 1)))
         return
@@ -206,7 +206,7 @@ def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
 
 
 def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
-    """Stop running ops again, the dearest first, for which others may have to."""
+    """Stop running ops again one by one, the dearest first; cheaper ops may have to run again instead."""
     tables, before, tried = plans.tables, None, 0
     while best is not before and tried < MOST_PLANS:
         before = best
@@ -224,7 +224,7 @@ def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
 
 
 def _give_up(plans: KeptOps, choice: Choice, but: int) -> Choice:
-    """Run one more op again: of those that take the fewest seconds for each byte off the peak."""
+    """Run one more op again: the one that costs the fewest seconds per byte off the peak."""
     tables = plans.tables
 
     def waits(k: int) -> bool:

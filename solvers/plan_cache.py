@@ -1,4 +1,4 @@
-"""Plan a step from known plans: the same step's plan on disk, or that of another batch size, to begin with.
+"""Plan a step from known plans: the same step's plan on disk, or a start from that of another batch size.
 
     the same question           -> its plan, if it is as good as asked for, or there was as much time for it
     the same, other costs       -> its plan and a new bound, if that is about as good
@@ -70,7 +70,7 @@ def begin(
     wait: float = inf,
     patience: float = inf,
 ) -> tuple[Solution, UnfinishedSearch | None]:
-    """Plan a step, not split further; give the plan, and a search to go on with, None if it could not matter.
+    """Plan a step without further splits; give the plan, and a search to continue with, None if it could not matter.
 
     An answer without a plan does not say why: `checkmate.solvers.solve.refused` does. ``origin`` is "plan cache" for a
     plan as it was on disk; "other costs", "less time" or "another size" where one found for or in these was the start.
@@ -130,7 +130,7 @@ def begin(
 
 @dataclass(frozen=True)
 class UnfinishedSearch:
-    """A search that may go on after its best plan was taken."""
+    """A search that may continue after its best plan was taken."""
 
     problem: Problem
     budget: int  # bytes
@@ -141,23 +141,23 @@ class UnfinishedSearch:
     cache: bool  # plans are kept on disk
 
     def is_better(self, cost: float, than: float) -> bool:
-        """Tell whether a plan of this cost is worth taking over from one of another."""
+        """Tell whether a plan of this cost is enough better than another to take its place."""
         return cost <= (1 - BETTER) * than
 
     def bare(self) -> UnfinishedSearch:
-        """A copy without PyTorch, which can be sent to another process."""
+        """A copy without PyTorch objects, which can be sent to another process."""
         problem = replace(self.problem, codegen=None, next_split=None)
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
 
     def keep(self, solution: Solution, seconds: float) -> None:
-        """Keep a plan on disk that was found in this many seconds of those left."""
+        """Keep a plan on disk that was found within this many of the remaining seconds."""
         if self.cache:
             store(Record.of(solution, "auto", self.spent + seconds))
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A question, and how much time and which gap its answer may have."""
+    """A question, with the time to answer it and the gap to stop at."""
 
     question: Question
     limit: float  # seconds to look for it
@@ -165,7 +165,7 @@ class _Request:
     time_limit: float  # seconds, if nothing is found in the limit
 
     def met_by(self, record: Record) -> bool:
-        """Looking again would give no better plan, or need not."""
+        """Tell whether a record answers the request: its gap is small enough, or it had as much time."""
         return record.gap <= self.gap or record.time_limit >= self.limit
 
 
@@ -177,7 +177,7 @@ def _begin(
     records: Sequence[Record],
     ends: dict[str, Any],
 ) -> Solution:
-    """Solve, from the nearest known plan on, if the method can begin with one; ``ends``: options of "auto"."""
+    """Solve, starting from the nearest known plan if the method can; ``ends``: options of "auto"."""
     question, budget = request.question, request.question.budget
     if question.method != "auto":
         return attempt(problem, budget, method=question.method, time_limit=request.time_limit)
@@ -224,7 +224,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class Question:
-    """The question that a plan answers. Equal questions have equal answers, but for luck and time."""
+    """The question that a plan answers. Equal questions have equal answers, apart from luck and time."""
 
     structure: str  # hashes: see `checkmate.core.fingerprint`
     sizes: str
@@ -237,26 +237,26 @@ class Question:
 
     @classmethod
     def of(cls, problem: Problem, budget: int, method: str) -> Question:
-        """The question that a solve answers."""
+        """The question that a solve of this problem answers."""
         prints = fingerprints(problem)
         source, resident = problem.profile.source, problem.resident
         return cls(prints.structure, prints.sizes, prints.costs, source, resident, budget, method)
 
     @property
     def room(self) -> int:
-        """Bytes for what the step itself makes."""
+        """Bytes for values that the step itself makes."""
         return self.budget - self.resident
 
     @property
     def key(self) -> str:
-        """The key of the answer on disk. Those of one structure, and of one structure and sizes, begin alike."""
+        """The key on disk. Keys of one structure share a prefix; those of one structure and sizes a longer one."""
         rest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
         return f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """An answer as it is kept."""
+    """An answer as it is kept on disk."""
 
     question: Question
     by: str  # the method's own name for the plan
@@ -303,20 +303,20 @@ class Record:
         return R
 
     def answers(self, question: Question) -> bool:
-        """Tell whether its bound holds there: for the same costs and sizes, and no more room than it was proven for."""
+        """Tell whether the bound holds for a question: same costs and sizes, no more room than it was proven for."""
         names = ("structure", "sizes", "costs", "checkmate")
         same = all(getattr(self.question, name) == getattr(question, name) for name in names)
         return same and question.room <= self.question.room
 
     def schedule(self, problem: Problem) -> Schedule | None:
-        """The schedule, if it is valid for this problem at some budget."""
+        """The schedule, if it is valid for this problem at any budget."""
         if len(problem.graph.ops) != self.ops:
             return None
         schedule = Schedule.from_runs(problem.graph, self.runs())
         return None if simulator.check_plan(simulator.lower(problem, schedule), problem) else schedule
 
     def certified(self, problem: Problem, budget: int) -> Solution | None:
-        """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""
+        """The plan for a problem of the same structure, verified and simulated; None if it exceeds the budget."""
         if len(problem.graph.ops) != self.ops:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
@@ -329,7 +329,7 @@ class Record:
 
 
 def lookup(question: Question) -> Record | None:
-    """The answer to this very question; None, with a warning where there is reason for one, if there is none."""
+    """The kept answer to a question; None if there is none, with a warning if a file is at fault."""
     for record in _read(lambda kept: kept.get([question.key])):
         if record.question == question:
             return record
@@ -338,7 +338,7 @@ def lookup(question: Question) -> Record | None:
 
 
 def relatives(question: Question) -> list[Record]:
-    """Plans of the same ops: those with the same sizes first, then others, in each the last used first."""
+    """Plans of the same ops: first those with the same sizes, then others, each the last used first."""
     structure, sizes, _ = question.key.split("-")
 
     def look(kept: files.Rows) -> dict[str, Any]:
@@ -349,13 +349,13 @@ def relatives(question: Question) -> list[Record]:
 
 
 def used(question: Question) -> None:
-    """Note that an answer was used, so that it stays."""
+    """Mark an answer as used now, so that it is kept longer."""
     with contextlib.suppress(OSError), files.rows(TABLE, write=True) as kept:
         kept.note_use(question.key)
 
 
 def store(record: Record) -> None:
-    """Keep an answer, together with the better parts of the known one; a warning says if that fails."""
+    """Keep an answer, merged with the better parts of the known one; a warning says if that fails."""
     key = record.question.key
     try:
         with files.rows(TABLE, write=True) as kept:
@@ -372,7 +372,7 @@ def store(record: Record) -> None:
 
 
 def _read(look: Callable[[files.Rows], dict[str, Any]]) -> Iterator[Record]:
-    """The records of some rows; a warning says which are none."""
+    """The records of some rows; a warning names unreadable ones."""
     try:
         with files.rows(TABLE) as kept:
             documents = look(kept)
@@ -387,7 +387,7 @@ def _read(look: Callable[[files.Rows], dict[str, Any]]) -> Iterator[Record]:
 
 
 def from_document(document: dict[str, Any], origin: str) -> Record:
-    """Take back what `as_document` made, and the disk or another process kept; ``origin``: what to call that.
+    """Make a record from `as_document`'s output, from disk or another process; ``origin`` names it in errors.
 
     Raises:
         InvalidProblem: if it is no plan of checkmate.
@@ -416,7 +416,7 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
 
 
 def as_document(record: Record) -> dict[str, Any]:
-    """The record as JSON holds it."""
+    """The record as a JSON document."""
     document: dict[str, Any] = json.loads(json.dumps(asdict(record)))
     if not record.steps:
         del document["steps"], document["boundary"]

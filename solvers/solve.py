@@ -1,4 +1,4 @@
-"""The front door: choose a method, let it offer plans and bounds, answer with the best, and say what happened.
+"""The front door: run a method, which offers plans and bounds; answer with the best, and say what happened.
 
 On the main path, 9 of 16: see docs/idea.md.
 """
@@ -60,7 +60,7 @@ def solve(
     watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
 ) -> Solution:
-    """A plan for the problem within the budget, at the least recomputation that the method finds.
+    """A plan for the problem within the budget, with the least recomputation that the method finds.
 
     Ctrl-C ends it with the best plan so far, which is valid, and a message that says so; a second Ctrl-C, or one before
     there is a plan, is raised as usual. Where a solver fails after a plan was found, that plan is the answer.
@@ -131,7 +131,7 @@ def attempt(
     watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
 ) -> Solution:
-    """Solve a problem as it is, not split further; an answer without a plan does not say why.
+    """Solve a problem without further splits; an answer without a plan gives no reason.
 
     The question was checked: the method takes the options, follows the rules, and has the second memory that it needs.
     ``patience``: seconds after which "auto" ends if there is no plan.
@@ -162,7 +162,7 @@ def attempt(
 
 
 def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
-    """An answer without a plan, with why there is none, and what would work."""
+    """An answer without a plan: the reason, and the budget or rule that would work."""
     problem, budget = solution.problem, solution.budget
     patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if solution.method == "auto" else PATIENCE
     ends = min_budget(problem, time_limit=patience)
@@ -254,7 +254,7 @@ def cheapest_split(
 
 
 def with_halved(solution: Solution) -> Solution:
-    """A plan of more than double the step, with a budget that would halve it: ``details["halved"]``, (bytes, seconds).
+    """Add a budget that would halve a step of more than double time: ``details["halved"]``, (bytes, seconds).
 
     It is the smallest that was found in a second, by first plans.
     """
@@ -274,7 +274,7 @@ def with_halved(solution: Solution) -> Solution:
 
 
 def check_method(name: str, options: Collection[str] = ()) -> None:
-    """Raise a ValueError where no method has this name, or it has no such option; it names the known ones."""
+    """Raise a ValueError for an unknown method or option; it names the known ones."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
     known = METHODS[name].options
@@ -283,7 +283,7 @@ def check_method(name: str, options: Collection[str] = ()) -> None:
 
 
 def check_host(method: str, *, has_host: bool) -> None:
-    """Raise a ValueError for a method that is for problems with a second memory where there is none."""
+    """Raise a ValueError for a method that needs a second memory if there is none."""
     if METHODS[method].needs_host and not has_host:
         raise ValueError(
             f"Method {method!r} is for a step with a second memory. Give it one: compile(host_budget=...), or "
@@ -292,14 +292,14 @@ def check_host(method: str, *, has_host: bool) -> None:
 
 
 def check_limits(time_limit: float, gap: float) -> None:
-    """Raise a ValueError for a limit that is no number or out of range."""
+    """Raise a ValueError for a limit that is not a number or out of range."""
     check_positive("time_limit", time_limit, " of seconds")
     if isinstance(gap, bool) or not isinstance(gap, numbers.Real) or not 0 <= gap <= 1:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
 
 
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
-    """Run the method; that it was interrupted or failed loses nothing that it had offered."""
+    """Run the method; if it is interrupted or fails, its offers remain."""
     try:
         run = partial(method.run, **options)
         if incumbent.task.problem.graph.links:
@@ -336,7 +336,7 @@ def _name(problem: Problem, k: int) -> str:
 
 
 def refuse_unknown_rules(problem: Problem, method: str) -> None:
-    """Raise a RuleError where a method cannot follow a rule of the problem."""
+    """Raise a RuleError if a method cannot follow a rule of the problem."""
     for rule in problem.rules:
         if rule.pin is None and method not in FOLLOWS_ALL:
             raise RuleError(
@@ -346,7 +346,7 @@ def refuse_unknown_rules(problem: Problem, method: str) -> None:
 
 
 def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
-    """Smallest budgets in bytes without the rule of each pattern; for "" without all. None without rules.
+    """Smallest budgets in bytes without each pattern's rule; for "" without all. None if there are no rules.
 
     >>> dag = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[4, 1, 1, 1], forward=3)
     >>> smallest_without(with_rules(dag, {"op": "once"}), 1.0)

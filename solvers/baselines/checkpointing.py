@@ -1,4 +1,4 @@
-"""Checkpoints along the forward: every k-th place where one may stand, or one wherever enough bytes have come together.
+"""Checkpoints along the forward: at every k-th candidate, or wherever enough bytes have come together since the last.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, for chains; general graphs as in Jain et al.,
 "Checkmate", MLSys 2020. A checkpoint is an op whose outputs the forward keeps. The checkpoints and all ops after the
@@ -62,7 +62,7 @@ def checkpoint_all(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def last_node(task: Task, incumbent: Incumbent) -> Remarks:
-    """After each op keep only its outputs, and results and values of pinned ops. No plan where that does not fit.
+    """After each op keep its outputs only, with results and values of pinned ops. No plan if that does not fit.
 
     >>> from checkmate import Problem, solve
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
@@ -75,7 +75,7 @@ def last_node(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
-    """Make the method that keeps every ⌊√n⌋-th of n `CANDIDATES`. No plan where it does not apply, or does not fit.
+    """Make the method that keeps every ⌊√n⌋-th of the n `CANDIDATES`. No plan if it does not apply or does not fit.
 
     >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
@@ -101,7 +101,7 @@ def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
 
 
 def greedy(kind: str) -> Callable[..., Remarks]:
-    """Make the method that keeps a candidate where the bytes since the last exceed b, for the best b.
+    """Make the method that keeps a candidate if the bytes since the last checkpoint exceed b, for the best b.
 
     Its option ``tries`` says how many b are simulated. No plan where it does not apply, or no b fits.
     """
@@ -138,7 +138,7 @@ def cheapest(
     tries: int = 1,
     remedy: str = "",
 ) -> Remarks:
-    """Offer the schedules of settings 0, …, settings - 1; neither cost nor peak need be monotone in the setting.
+    """Offer the schedules of settings 0, …, settings - 1: neither cost nor peak is monotone in the setting.
 
     All are tried, if the tries suffice. Else half of the tries spread evenly, and the others halve the gaps between
     settings tried, first those beside the best so far: the cheapest that fits, or where none does the one of the
@@ -173,7 +173,7 @@ def cheapest(
 
 
 def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple[int, ...]]:
-    """The different choices of checkpoints where the bytes since the last exceed b, from b = 0 to b = ∞.
+    """The distinct sets of checkpoints that the rule "bytes since the last exceed b" gives, from b = 0 to b = ∞.
 
     ``filled[i]`` are the bytes that the forward makes and may drop, from its start up to and with candidate i; a choice
     lists the places of candidates. At b = 0 all are checkpoints, at b = ∞ none. There are at most ``most`` choices, and
@@ -184,7 +184,7 @@ def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple
     """
 
     def by_bytes(b: float) -> tuple[tuple[int, ...], int]:
-        """The choice for b, and the smallest sum that made a checkpoint: just below it the choice is still the same."""
+        """The set for b, and the smallest sum that made a checkpoint: any b below that sum gives the same set."""
         chosen, before, smallest = [], 0, 0
         for i, bytes_so_far in enumerate(filled):
             since = bytes_so_far - before
@@ -207,7 +207,7 @@ def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple
 
 
 def kept(problem: Problem, checkpoints: Sequence[int]) -> set[int]:
-    """The values of the forward that reach the backward: of the checkpoints, and of all ops after the last."""
+    """The values of the forward that reach the backward: those of checkpoints, and of all ops after the last one."""
     graph, last = problem.graph, max(checkpoints, default=-1)
     outputs = {v for op in graph.ops[: graph.forward_length] for v in op.outputs}
     dropped = {v for k in set(range(last + 1)).difference(checkpoints) for v in graph.ops[k].outputs}
@@ -215,14 +215,14 @@ def kept(problem: Problem, checkpoints: Sequence[int]) -> set[int]:
 
 
 def droppable(problem: Problem) -> frozenset[int]:
-    """The values of the forward that can be missing later: of some size, no results, not of pinned ops."""
+    """The values of the forward that a checkpointing may drop: with bytes, no results, not made by pinned ops."""
     graph = problem.graph
     ops = (op for op in graph.ops[: graph.forward_length] if op.pinned is None)
     return frozenset(v for op in ops for v in op.outputs if problem.sizes[v] > 0).difference(graph.outputs)
 
 
 def flow(problem: Problem) -> nx.DiGraph:
-    """The forward ops that may run again, by index, with an edge from each to those that read what it may drop.
+    """The forward ops that may run again, by index, with an edge from each op to the readers of its droppable values.
 
     Left out are ops that use no input of the step, nor does any ancestor, in a graph in which some op does.
 
@@ -245,13 +245,13 @@ def flow(problem: Problem) -> nx.DiGraph:
 
 
 def linearized(problem: Problem) -> tuple[int, ...]:
-    """All forward ops that may run again, in the order in which they run."""
+    """All forward ops that may run again, in execution order."""
     made_by = {problem.graph.values[v].producer for v in droppable(problem)}
     return tuple(sorted(k for k in made_by if k is not None))
 
 
 def articulation_points(problem: Problem) -> tuple[int, ...]:
-    """The forward ops that part what comes before them from what comes after, ascending.
+    """The forward ops that separate all earlier ops from all later ones, ascending.
 
     Two neighbours of an op stay connected without it exactly if their edges to it lie in one biconnected component. So
     the op parts before from after where no component has an edge into it and an edge out of it.
@@ -268,7 +268,7 @@ def articulation_points(problem: Problem) -> tuple[int, ...]:
 
 
 def chain(problem: Problem) -> tuple[int, ...]:
-    """The forward ops that may run again, in order, less the side inputs: ops that read only what is always at hand.
+    """The forward ops that may run again, in order, without side inputs: ops that read only values always in memory.
 
     Where an op reads several of those and nothing else, the first of them begins the chain.
 
@@ -282,7 +282,7 @@ def chain(problem: Problem) -> tuple[int, ...]:
 
 
 def why_no_chain(problem: Problem) -> str | None:
-    """The reason why the forward is no chain, in words; None if it is one.
+    """The reason why the forward is no chain, in words; None if it is a chain.
 
     It is one if nothing in the forward is read twice, and each op of `chain` reads of the chain only the op before it.
     Outputs that only the backward reads, such as the indices of a max-pool, do not matter.
@@ -300,7 +300,7 @@ def why_no_chain(problem: Problem) -> str | None:
 
 
 def does_not_apply(problem: Problem, instead: str) -> Remarks | None:
-    """Remarks of a method for chains where the forward is none, naming others to ask for; None where it is one."""
+    """Remarks for a chain method if the forward is no chain, naming other methods; None if it is one."""
     if reason := why_no_chain(problem):
         return Remarks(f"it is for chains, and this forward is none ({reason}); {instead} apply to any graph")
     return None

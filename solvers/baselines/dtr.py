@@ -1,4 +1,4 @@
-"""A plan of what the runtime of dynamic tensor rematerialization (Kirisame et al., ICLR 2021) would run.
+"""A plan of the runs that dynamic tensor rematerialization (Kirisame et al., ICLR 2021) would do at run time.
 
 The runtime meets one op after the other and knows nothing of those to come. Before an op runs, its inputs are locked
 and the missing ones made again, recursively; under pressure the value with the least score goes. With c the seconds of
@@ -118,7 +118,7 @@ def dtr(
 
 
 class Around:
-    """Seconds of the evicted values around a value at hand, by searches: its ancestors, its descendants, both or none.
+    """Seconds of the evicted neighbourhood of a value in memory, by graph search: ancestors, descendants, both or none.
 
     A sum is kept until something that belongs to it, or would, comes or goes.
     """
@@ -133,13 +133,13 @@ class Around:
         self.sums = np.full(len(tables.producer), np.nan)  # (V,) seconds; nan: to be found again
 
     def mark(self, v: int, *, evicted: bool) -> None:
-        """Value v is evicted; or it is evicted no longer: back, or nothing will ever need it."""
+        """Mark value v as evicted, or as no longer evicted: it is back, or nothing will need it again."""
         (self.evicted.add if evicted else self.evicted.discard)(v)
         for _, back in self.ways:
             self.sums[[*self._reached(v, back)]] = np.nan
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
-        """Seconds (N,) around each of the values (N,), all at hand: each op once in either direction."""
+        """(N,) seconds of the evicted ops around each of the values (N,), all resident; each op once per direction."""
         for v in values[np.isnan(self.sums[values])].tolist():
             self.sums[v] = 0.0
             for there, _ in self.ways:
@@ -148,7 +148,7 @@ class Around:
         return self.sums[values]
 
     def _reached(self, v: int, neighbours: list[tuple[int, ...]]) -> set[int]:
-        """The values that are reached from v through evicted ones, with v."""
+        """Value v and those reached from it through evicted ones."""
         seen, todo = {v}, [v]
         while todo:
             new = set(neighbours[todo.pop()]) - seen
@@ -158,7 +158,7 @@ class Around:
 
 
 class Classes:
-    """Seconds of classes of evicted values that hang together, in whatever direction, next to a value: h_eq's ẽ*.
+    """Seconds of connected classes of evicted values beside a resident one, directions ignored: h_eq's ẽ*.
 
     Evicting merges the classes around a value. A value that comes back takes its seconds out of its class and leaves
     it; the rest stays one class even where nothing but this value held it together.
@@ -173,7 +173,7 @@ class Classes:
         self.total: list[float] = []  # seconds of each class there ever was
 
     def mark(self, v: int, *, evicted: bool) -> None:
-        """Merge the classes around v, with v; or take v and its seconds out of its class."""
+        """Merge v with the classes around it; or, if v is no longer evicted, take v's seconds out of its class."""
         own = self.tables.seconds[self.tables.producer[v]]
         if not evicted:
             self.evicted.discard(v)
@@ -197,12 +197,12 @@ class Classes:
 
 
 def _per_stale(x: np.ndarray, s: np.ndarray) -> np.ndarray:
-    """X / s, infinite where a value was touched just now."""
+    """X / staleness, infinite for values that were touched just now."""
     return np.divide(x, s, out=np.full(len(s), np.inf), where=s > 0)
 
 
 class Heuristic(NamedTuple):
-    """The score by which values go, the least first."""
+    """The eviction score: the value with the lowest score goes first."""
 
     around: Callable[[Tables], Around | Classes]
     score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # of seconds, bytes above 0 and staleness, (N,)
@@ -219,7 +219,7 @@ HEURISTICS = {
 
 
 class Runtime:
-    """The runtime between two ops: the values at hand, the ops that may run again, and who still needs which value."""
+    """The runtime's state between two ops: values in memory, ops that may run again, remaining users of values."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Runtime:
         self.held: set[int] = set()  # cannot come back, not read by the program any more, but others are made of them
 
     def run(self) -> list[list[int]] | DeadEnd:
-        """The ops that run in each stage, in their order, repeats included; or where nothing was left to evict.
+        """The ops that run in each stage, in order, repeats included; or the op at which nothing was left to evict.
 
         Raises:
             OutOfTime: once the time is over, or after `MOST_RUNS` for each op.
@@ -266,7 +266,7 @@ class Runtime:
         return stages
 
     def stage(self, t: int) -> list[int] | DeadEnd:
-        """Run op t for the first time, and before it the ops that bring back its missing inputs."""
+        """Run op t for the first time, after the ops that remake its missing inputs."""
         tables, ran, waiting, self.turn = self.tables, [], [t], t
         self.locks[list(tables.inputs[t])] += 1
         while waiting:
@@ -305,7 +305,7 @@ class Runtime:
         return ran
 
     def _make_room(self, k: int) -> int:
-        """Evict the values of the least scores until op k can run; the bytes that are lacking in the end."""
+        """Evict the values of the lowest scores until op k fits; give the bytes still lacking."""
         outputs = list(self.tables.outputs[k])
         self.locks[outputs] += 1  # the old copy of an output is replaced: evicting it would gain nothing
         if self._lacking(k) > 0:
@@ -320,7 +320,7 @@ class Runtime:
         return self._lacking(k)
 
     def _lacking(self, k: int) -> int:
-        """Bytes that are missing for op k to run; it may write over an input that goes as soon as it has run."""
+        """Bytes lacking for op k; it may write over an input that dies with it."""
         tables, reads = self.tables, int(k == self.turn)
         new = sum(tables.size[v] for v in tables.outputs[k] if not self.at_hand[v] or tables.result[v])
         goes = (
@@ -331,7 +331,7 @@ class Runtime:
         return new + tables.workspace[k] - next(goes, 0) - self.room
 
     def _choose(self) -> int | None:
-        """The value with the least score, the first of equals; None where nothing can go."""
+        """The value with the lowest score, the first of equals; None if nothing may be evicted."""
         able = np.flatnonzero(self.evictable & (self.locks == 0))
         large = able[~self.small[able]]
         able = large if len(large) else able
@@ -343,7 +343,7 @@ class Runtime:
         return int(able[self.score(seconds, self.size[able], self.now - self.last[able]).argmin()])
 
     def _settle(self, values: tuple[int, ...]) -> None:
-        """Free the values that the program is done with, if nobody holds them."""
+        """Free the values that the program no longer uses, unless something holds them."""
         tables = self.tables
         for v in values:
             if self.at_hand[v] and not (tables.result[v] or self.locks[v] or self.to_read[v]):
@@ -353,7 +353,7 @@ class Runtime:
                     self.held.add(v)
 
     def _let_go(self, v: int, *, evicted: bool) -> None:
-        """Free a value: it is evicted and may come back, or dropped."""
+        """Free a value: evict it if it may come back, else drop it."""
         self.at_hand[v] = self.evictable[v] = False
         self.held.discard(v)
         self.room += self.tables.size[v]
@@ -361,11 +361,11 @@ class Runtime:
             self.around.mark(v, evicted=True)
 
     def _is_done(self, k: int) -> bool:
-        """Op k need not run again: all its outputs are held to the end, or needed by nobody."""
+        """Tell whether op k need not run again: each of its outputs is held to the end or used no more."""
         return self.may_run[k] and all(self.tables.result[v] or not self.claims[v] for v in self.tables.outputs[k])
 
     def _close(self, ops: list[int]) -> None:
-        """Close ops that never run again: free their inputs for that purpose, and so on upwards."""
+        """Close ops that never run again: release their inputs, and so on upwards."""
         tables = self.tables
         while ops:
             k = ops.pop()
@@ -383,14 +383,14 @@ class Runtime:
                     ops.append(tables.producer[v])
 
     def _release(self, *, even_at_a_loss: bool) -> bool:
-        """Drop values that cannot come back, if all made from them stays instead.
+        """Drop values that cannot be remade, if everything made from them stays instead.
 
         At a loss, only the one that binds the fewest bytes; whether there was any.
         """
         tables, released = self.tables, False
 
         def bound_bytes(v: int) -> int | None:
-            """Bytes that could not be evicted any more if v went for good; None where something needs v to be made."""
+            """Bytes that would become unevictable if v went for good; None if some needed value is made from v."""
             made = [w for j in tables.users[v] if self.may_run[j] for w in tables.outputs[j]]
             needed = [w for w in made if self.claims[w] and not tables.result[w]]
             if self.locks[v] or not all(self.at_hand[w] for w in needed):

@@ -33,7 +33,7 @@ from checkmate.solvers.common.task import Task
 
 
 def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tries: int = TRIES) -> Remarks:
-    """The cheapest binomial schedule that fits. No plan where none does, or where the forward is no chain.
+    """The cheapest binomial schedule that fits. No plan if none does, or if the forward is no chain.
 
     Args:
         candidates: what to take for the states: "chain" for chains; "ap", articulation points, or "linearized", all
@@ -69,7 +69,7 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
 
 
 def beta(s: int, r: int) -> int:
-    """β(s, r) = C(s + r, s), the steps that s slots reverse with no step run more than r times; 0 for r < 0."""
+    """β(s, r) = C(s + r, s), the steps that s slots reverse if no step runs more than r times; 0 for r < 0."""
     return comb(s + r, s) if r >= 0 else 0
 
 
@@ -91,7 +91,7 @@ def least_steps(steps: int, slots: int) -> int:
 
 
 def stored(steps: int, slots: int) -> list[tuple[int, ...]]:
-    """The states in slots when each state x_0, …, x_{l-1} is needed, ascending.
+    """The states held in slots when each of x_0, …, x_{l-1} is needed, ascending.
 
     To reverse l steps from a state in a slot: m steps forward; store that state, reverse the last l − m steps with one
     slot less, drop it; reverse the first m. This m is one of those that reach t(l, s).
@@ -114,7 +114,7 @@ def stored(steps: int, slots: int) -> list[tuple[int, ...]]:
 
 
 def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
-    """The state from which the reversal starts of each backward op that reads what the forward may drop.
+    """For each backward op that reads droppable values of the forward, the state from which they are remade.
 
     That is the lowest from which all it reads can be made: j where it reads what the j-th op of ``line`` makes, or what
     an op between that and the next makes. It never rises from one op to a later one.
@@ -132,7 +132,7 @@ def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
 def reversal(
     problem: Problem, line: Sequence[int], needed: dict[int, int], at: Sequence[tuple[int, ...]]
 ) -> np.ndarray:
-    """R (T, T) bool: each state is made from the nearest in a slot when the backward comes to need it.
+    """R (T, T) bool: when the backward needs a state, it is remade from the nearest one in a slot.
 
     ``line``: the ops that make states 1, 2, …; ``needed`` and ``at``: as `needs` and `stored` give them.
     """

@@ -33,7 +33,7 @@ SLOTS = 4096  # into which the knapsack divides its allowance
 
 
 def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
-    """The cheapest plan within the budget that saves a minimum cut, over the bytes allowed for saving.
+    """The cheapest plan within the budget that saves a minimum cut, over several allowances of saved bytes.
 
     No plan where none fits. A time limit that does not bind changes no plan; a thousand ops take a few seconds.
 
@@ -49,7 +49,7 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     weight = {k: int(sizes[list(problem.graph.ops[k].outputs)].sum()) for k in ops}
 
     def fits(allowance: int) -> bool:
-        """Offer the plan with this allowance; whether it fits."""
+        """Offer the plan for this allowance; tell whether it fits."""
         saved = cut(problem, most_seconds(seconds, weight, allowance))
         R = kept_by_the_forward(problem, saved)
         details["cuts"] += 1
@@ -78,14 +78,14 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def candidates(problem: Problem) -> list[int]:
-    """The ops of the forward that make what the backward reads, or lead to it, and may run again; ascending."""
+    """Forward ops that make, or lead to, values that the backward reads, and that may run again; ascending."""
     graph = problem.graph
     needed = {v for op in graph.ops[graph.forward_length :] for v in op.inputs}
     return [k for k in ops_for(graph, range(graph.forward_length), needed) if graph.ops[k].pinned is None]
 
 
 def most_seconds(seconds: Mapping[int, float], weight: Mapping[int, int], allowance: int) -> list[int]:
-    """The knapsack: of these ops, those of the most seconds in all whose bytes fit the allowance.
+    """The knapsack: a subset of these ops with the most seconds whose bytes fit the allowance.
 
     By dynamic programming, exact where the allowance is at most `SLOTS` bytes; beyond it sizes are rounded up.
 
@@ -113,7 +113,7 @@ def most_seconds(seconds: Mapping[int, float], weight: Mapping[int, int], allowa
 
 
 def cut(problem: Problem, banned: Iterable[int]) -> list[int]:
-    """The values of fewest bytes to save so that neither these ops of the forward nor pinned ones run again.
+    """The values of fewest bytes to save so that neither these ops nor pinned ones run again.
 
     In the network an op leads to its outputs and a value to its users, without limit; a value's two ends are joined by
     its bytes; banned ops hang on the source, values that the backward reads on the sink. Of several minimum cuts it is

@@ -44,7 +44,7 @@ Action = tuple[str, int]  # "pass", "keep" or "backward", and the segment
 
 
 class NotAChain(Exception):
-    """Why the step has no chain of segments."""
+    """The reason why the step is no chain of segments."""
 
 
 def rotor(task: Task, incumbent: Incumbent) -> Remarks:
@@ -96,7 +96,7 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 class Option(NamedTuple):
-    """A way to begin: keep the first segment, or pass up to a cut and come back when what follows on it is done."""
+    """A way to begin: keep the first segment, or run ahead to a cut and come back when all that follows it is done."""
 
     cut: int | None  # the segment after the cut; None: keep
     follows: int  # the segment with which the rest begins
@@ -107,7 +107,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The least seconds, beyond running each op once, for segments s to t within m slots of memory.
+    """The fewest seconds, beyond one run of each op, for segments s to t within m slots of memory.
 
     ``seconds[s, t]`` (slots + 1,) float64, infinite where m is too little. What enters s is at hand and not counted in
     m; unless t is the last segment, all of them have run before.
@@ -120,7 +120,7 @@ class Table:
 
     @classmethod
     def of(cls, chain: Chain, unit: int, slots: int) -> Table:
-        """Fill the table, from short to long stretches that end in the same segment.
+        """Fill the table, from few segments to many, grouped by the last one.
 
         C(s, t, m) = min(keep s:   C(s+1, t, m - ā_s)                                   if s fits while it keeps
                          cut at r: Σ_{s≤k<r} u_k + C(r, t, m - a_{r-1}) + C(s, r-1, m)  if s..r-1 fit passing)
@@ -135,7 +135,7 @@ class Table:
         return table
 
     def options(self, s: int, t: int) -> Iterator[Option]:
-        """The ways to begin segments s to t."""
+        """The ways to begin with segments s to t."""
         chain, first_time = self.chain, t == len(self.chain) - 1
         around = chain.always[t] + chain.gradient[t]
         replay = chain.replay[s : t + 1].cumsum().tolist()
@@ -155,7 +155,7 @@ class Table:
             yield option(s + i + 1, seconds[i], output[i] + replay[i], around + max(0, peaks[i]))
 
     def costs(self, option: Option, s: int, t: int) -> np.ndarray:
-        """(slots + 1 - least,) the seconds of segments s to t that begin with an option, from its least slots on."""
+        """(slots + 1 - least,) seconds of segments s to t if they begin with this option, from its fewest slots on."""
         end = self.slots + 1 - option.gone
         rest = self.seconds[option.follows, t] if option.follows <= t else np.zeros(self.slots + 1)
         costs = rest[option.least - option.gone : end] + option.seconds
@@ -173,7 +173,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Segment:
-    """Ops of the forward that follow on one value and end in one, and the ops of the backward that belong to them."""
+    """Forward ops between two single values, and the backward ops that belong to them."""
 
     forward: range  # ops
     backward: range  # ops
@@ -185,7 +185,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chain:
-    """Bytes and seconds of L segments, each an array (L,); in brackets the letters of Beaumont et al.
+    """Bytes and seconds of L segments, each an array (L,); letters in brackets are those of Beaumont et al.
 
     A segment passes where it runs and only what leaves it stays; it keeps where all that is saved stays. Bytes of peaks
     are counted without the value that enters the segment.
@@ -261,7 +261,7 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
 
 
 def at_hand_anyway(graph: Graph) -> frozenset[int]:
-    """The values in memory from their first execution on, whatever is kept."""
+    """The values that stay in memory from their first execution on, whatever is kept."""
     given = (v for v, value in enumerate(graph.values) if value.producer is None)
     pinned = (v for op in graph.ops if op.pinned is not None for v in op.outputs)
     return frozenset([*graph.outputs, *given, *pinned])
@@ -276,7 +276,7 @@ def measure(problem: Problem, segments: list[Segment]) -> Chain:
         return sum(int(problem.sizes[v]) for v in values)
 
     def gradients(b: int) -> set[int]:
-        """The values, no results, that the backward makes before op b for b or later ops."""
+        """The values, no results, that the backward makes before op b and reads at b or later."""
         made = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
         return {v for v in made if graph.users[v] and graph.users[v][-1] >= b} - results
 
@@ -317,7 +317,7 @@ def measure(problem: Problem, segments: list[Segment]) -> Chain:
 
 
 def _peak(problem: Problem, ops: range, start: Iterable[int], stays: Iterable[int], uncounted: frozenset[int]) -> int:
-    """Bytes while these ops run, from the values that are here on; all but those that stay go after their last use."""
+    """The peak of these ops, from the values in memory before; all values but ``stays`` go after their last use."""
     graph, sizes, here, stays = problem.graph, problem.sizes, set(start), set(stays)
     live = peak = int(sum(sizes[v] for v in here))
     for k in ops:
@@ -333,7 +333,7 @@ def _peak(problem: Problem, ops: range, start: Iterable[int], stays: Iterable[in
 
 
 def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) -> np.ndarray:
-    """R (T, T) bool: forwards that are repeated run in the stage of the next backward's first op."""
+    """R (T, T) bool: repeated forward ops run in the stage of the first op of the backward that follows."""
     R = np.eye(len(problem.graph.ops), dtype=bool)
     seen: set[int] = set()
     waiting: list[int] = []

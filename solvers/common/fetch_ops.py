@@ -1,4 +1,4 @@
-"""A problem with a second memory as one without: of each value that is sent, an op that costs little fetches it.
+"""Turn a problem with a second memory into one without: for each value that is sent, a cheap op fetches it.
 
 For a value v that is sent to the second memory when it is made, an op q_v that reads nothing stands behind the op that
 makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers
@@ -22,7 +22,7 @@ PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, 
 
 @dataclass(frozen=True, eq=False)
 class WithFetches:
-    """A problem in which some values can be fetched, and what its ops are in the plain one."""
+    """A problem with fetch ops, and the op or value of the plain problem behind each of its ops."""
 
     problem: Problem
     op: tuple[int | None, ...]  # of each op the plain one; None: it fetches a value
@@ -31,7 +31,7 @@ class WithFetches:
 
 @dataclass(frozen=True)
 class MustBeBack:
-    """Mark that a value must be back from the second memory here."""
+    """The point in a plan by which a value must be back from the second memory."""
 
     value: int
 
@@ -40,7 +40,7 @@ Event = Run | Free | MustBeBack
 
 
 def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
-    """The problem in which these values are sent when they are made, without a second memory.
+    """Translate a problem with a second memory to one without, in which these values are sent once they are made.
 
     Args:
         problem: with a second memory.
@@ -56,7 +56,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
     assert host is not None
 
     def inside(k: int) -> int:
-        """Bytes of what op k makes that counts as its workspace now: other ops take it over."""
+        """Bytes that op k makes and fetch ops take over; they count as its workspace."""
         return sum(int(problem.sizes[w]) for w in graph.ops[k].outputs if w in sent)
 
     # Behind each op that makes values which are sent, an op for each that fetches it.
@@ -95,13 +95,13 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
 
 
 def sendable(problem: Problem) -> list[int]:
-    """The values that may be sent: those of some bytes. Not results, what others hold, what a rule has made again."""
+    """The values that may be sent: not empty, no results, not shared with the caller, not under a "recompute" rule."""
     graph, out = problem.graph, {*problem.graph.outputs, *problem.graph.only_here, *problem.limits.recomputed}
     return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 
 def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
-    """Translate a plan to the plain problem, and find where the backward begins.
+    """Translate a plan to the plain problem's events, with the index at which the backward begins.
 
     Fetches are `MustBeBack`. What an op makes again of what is fetched otherwise goes at once.
     """

@@ -1,4 +1,4 @@
-"""A problem as plain lists, for loops that touch single values millions of times; its reads and writes as arrays."""
+"""A problem as plain lists, for loops that touch single values millions of times; reads and writes also as arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.core.problem import Problem
 
 @dataclass(frozen=True)
 class Tables:
-    """Readers and makers of values, as lists. Values that no op makes are not in ``inputs``: they are always there."""
+    """Per op and value, plain lists. Values that no op makes are not in ``inputs``: they are always in memory."""
 
     inputs: list[tuple[int, ...]]  # per op
     outputs: list[tuple[int, ...]]  # per op
@@ -59,7 +59,7 @@ class Tables:
         )
 
     def touches(self, ops: Iterable[int]) -> list[list[tuple[int, bool]]]:
-        """Per value, the places in a sequence of ops that read or make it, in order, and whether they make it."""
+        """For each value, the positions in a sequence of ops that read or make it, ascending, with "makes it" flags."""
         touches: list[list[tuple[int, bool]]] = [[] for _ in self.producer]
         for p, k in enumerate(ops):
             for v in self.inputs[k]:
@@ -69,13 +69,13 @@ class Tables:
         return touches
 
     def seconds_of(self, stages: list[list[int]]) -> float:
-        """Seconds of the ops that run in each stage."""
+        """Seconds of the ops that run in the stages."""
         return sum(self.seconds[k] for ops in stages for k in ops)
 
 
 @dataclass(frozen=True, eq=False)
 class Touches:
-    """The readers and makers of values that a schedule may keep: with a producer and users, and no results.
+    """Readers and makers of the values that a schedule may keep: made by an op, read by others, and no results.
 
     A touch is a pair of a value and an op that makes or reads it. The touches of a value stand together, its producer's
     first and then its users' in order.
@@ -107,7 +107,7 @@ class Touches:
 
     @property
     def reads(self) -> np.ndarray:
-        """(E,) bool: the op reads the value, and does not make it."""
+        """(E,) bool: the op reads the value; else it makes it."""
         return self.op != self.made_by
 
     def values(self) -> tuple[np.ndarray, np.ndarray]:

@@ -65,7 +65,7 @@ class Incumbent:
 
     @property
     def R(self) -> np.ndarray | None:
-        """The runs of the best plan, (T, T) bool; it may say more than these."""
+        """R (T, T) bool of the best plan. The plan may say more: orders, repeats, transfers."""
         return None if self.best is None or self.best.schedule is None else self.best.schedule.R
 
     @property
@@ -79,7 +79,7 @@ class Incumbent:
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
     def worth(self, settle: float) -> float:
-        """The share of the time limit that closing the gap is worth, where that of ``settle`` is worth all of it."""
+        """The share of the time limit to spend on this gap: all of it if the gap is ``settle`` or more."""
         return min(1.0, self.gap / settle) if settle else 1.0
 
     @property
@@ -88,11 +88,11 @@ class Incumbent:
         return self.bound == float("inf")
 
     def fits(self, R: np.ndarray) -> bool:
-        """Tell whether a schedule (T, T) stays within the budget, simulated."""
+        """Simulate a schedule (T, T), and tell whether it stays within the budget."""
         return self._is_within(peak_of(self.task.problem, R))
 
     def offer(self, R: np.ndarray, by: str) -> bool:
-        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best; tell whether it is kept.
+        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best; tell whether it was kept.
 
         Raises:
             SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
@@ -104,7 +104,7 @@ class Incumbent:
         return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
 
     def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """Do as `offer` for the ops that run in each stage, in any order and as often as need be.
+        """Offer the ops that run in each stage, in any order and any number of times; else as `offer`.
 
         Raises:
             SolverError: if it breaks another rule than the budget, or those that the problem has in words.
@@ -117,7 +117,7 @@ class Incumbent:
         return not broken and self.offer_plan(plan, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
-        """Offer a plan of which R may not say all.
+        """Offer a plan, which may say more than an R.
 
         Raises:
             SolverError: if it breaks another rule than the budgets.
@@ -130,7 +130,7 @@ class Incumbent:
         return cost < self.cost and self._take(plan, None, cost, f"The plan of {by}", by)
 
     def _take(self, plan: Plan, schedule: Schedule | None, cost: float, what: str, by: str) -> bool:
-        """Simulate and verify a plan, or that of a schedule, and keep it if it fits and still is the cheapest."""
+        """Simulate and verify a plan, and keep it if it fits and still is the cheapest."""
         problem, budget = self.task.problem, self.task.budget
         usage, there = simulator.simulate(plan, problem), 0 if problem.host is None else problem.host.budget
         complete = schedule is None or schedule.R.diagonal().all()  # else it is wrong, and not too large
@@ -152,7 +152,7 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Keep a lower bound in seconds, if it is better and no known schedule contradicts it.
+        """Keep a lower bound in seconds if it is better and no known schedule contradicts it.
 
         Infinite: no schedule fits the budget.
         """
@@ -167,14 +167,14 @@ class Incumbent:
                     self._record("bound")
 
     def now(self, method: str, **fields: Any) -> Solution:
-        """The best plan with its bound, while the search goes on."""
+        """The best plan with its bound, while the search continues."""
         with self._lock:
             best, bound = self.best, self.bound
         assert best is not None
         return _with_bound(best, bound, method=method, **fields)
 
     def solution(self, method: str, remarks: Remarks) -> Solution:
-        """Answer with the best plan and remarks; or say that there is none."""
+        """The answer: the best plan with remarks, or the reason why there is none."""
         task, method = self.task, remarks.method or method
         about: dict[str, Any] = {"message": remarks.message, "details": remarks.details}
         if self.best is None:
@@ -210,14 +210,14 @@ Solver = Callable[[Task, Incumbent], Remarks]
 
 
 def _gravity(plan: Plan | None) -> int:
-    """Log level for a bound that a plan contradicts: proofs for schedules say nothing of other plans."""
+    """The log level for a bound that a plan contradicts: bounds hold for schedules, so other plans may beat them."""
     return logging.WARNING if plan is None or plan.is_a_schedule or plan.sent else logging.DEBUG
 
 
 def certify(
     problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: Any
 ) -> Solution:
-    """Verify and simulate R (T, T), or a plan of which R may not say all, and make it a Solution.
+    """Verify and simulate R (T, T), or a plan that says more, and make it a Solution.
 
     The bound is raised to the cost of running each op once, which every plan takes; one that this schedule
     contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
@@ -235,7 +235,7 @@ def certify(
 
 
 def _verified(problem: Problem, budget: int, schedule: Schedule, plan: Plan, usage: Usage, what: str) -> Solution:
-    """A plan that was simulated as a Solution, once it is verified; nothing is proven of it."""
+    """Verify a simulated plan, and make it a Solution without a proven bound."""
     if wrong := simulator.check_plan(plan, problem, budget, usage):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"{what} is wrong: {wrong[0]}{more}.")
@@ -259,7 +259,7 @@ def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> 
 
 
 def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: Any) -> Solution:
-    """The plan of a solution, certified anew for this problem and budget.
+    """Certify a solution's plan anew, for this problem and budget.
 
     Raises:
         SolverError: if it breaks a rule there or exceeds a budget.
@@ -270,5 +270,5 @@ def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0,
 
 
 def contradicts(bound: float, cost: float) -> bool:
-    """Tell whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
+    """Tell whether a schedule of this cost refutes a lower bound, beyond the tolerance of solvers."""
     return bound > cost * (1 + TOLERANCE)

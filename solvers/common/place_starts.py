@@ -1,4 +1,4 @@
-"""Start what links carry: when each op of a link begins beside the processor's ops, and where it is waited for.
+"""Place starts: when each op on a link begins beside the processor's ops, and where it is waited for.
 
 A plan is given in which these ops run at once. What an op makes from what is there before the step, such as a parameter
 gathered from all ranks, is started as late as the link allows for it to be there in time, and where there is no room
@@ -22,7 +22,7 @@ ROUNDS = 4  # in each of which starts and waits go by when steps were reached in
 
 
 def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
-    """The plan with the ops of links started and waited for apart, where that makes the step shorter.
+    """Split the ops on links of a plan into starts and waits, if that makes the step shorter.
 
     Args:
         problem: whose graph has links.
@@ -63,7 +63,7 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Move:
-    """A run of an op on a link. A position in a plan is that of the step before which something happens."""
+    """A run of an op on a link. A position in a plan is the index of the step before which something happens."""
 
     op: int
     link: str
@@ -77,7 +77,7 @@ class Move:
 
 
 def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
-    """The ops that may be started early or waited for late, in the order of the plan."""
+    """The ops that may start earlier or be waited for later, in the order of the plan."""
     graph, sizes, steps = problem.graph, problem.sizes.tolist(), plan.steps
     here = dict[int, bool]()  # values that were made: whether they are at hand
     gone = [0] * len(graph.values)  # of each value, the position after the step that let go of it
@@ -103,7 +103,7 @@ def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
 
 
 def _ends(problem: Problem, step: Step, k: int) -> bool:
-    """Tell whether an op must have ended before a step: it reads what the op makes, or touches what the op reads."""
+    """Tell whether an op must have ended before a step, which reads, frees or overwrites a value of the op."""
     op = problem.graph.ops[k]
     if not isinstance(step, Run):
         return isinstance(step, Free) and step.value in op.outputs
@@ -115,7 +115,7 @@ def _ends(problem: Problem, step: Step, k: int) -> bool:
 def _placed(
     plan: Plan, moves: dict[int, Move], budget: int, live: np.ndarray, reached: Sequence[float]
 ) -> tuple[Plan, list[int]]:
-    """The plan with starts and waits placed, and where each step of the old one, and its end, is in it.
+    """The plan with starts and waits, and for each old step the new positions of its start and its end.
 
     Args:
         moves: by the position of each run.

@@ -1,4 +1,4 @@
-"""Put transfers into a given order of runs: when each send and fetch begins, and where it is waited for.
+"""Place transfers in a given order of runs: when each send and fetch begins, and where it is waited for.
 
 What is sent is sent when it is made. Where it would be let go of before it is there, it stays until its transfer ends
 or its room is needed; only then do ops wait for the link. What is fetched comes as late as the link allows for it to be
@@ -21,7 +21,7 @@ ROUNDS = 4  # in each of which fetches go by when steps were reached in the one 
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """A plan with these runs in this order; None where even waiting at each transfer does not make room.
+    """A plan with these runs in this order; None if there is no room even with a wait at each transfer.
 
     Args:
         problem: with a second memory.
@@ -47,7 +47,7 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
 
 
 class Outward:
-    """Walk through a plan, with values in memory, and values in the second memory or on the way there."""
+    """A walk through a plan that tracks the values in memory, in the second memory and on their way there."""
 
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem, self.budget, self.sizes = problem, budget, problem.sizes.tolist()
@@ -61,13 +61,13 @@ class Outward:
         self.leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
 
     def add(self, step: Step, more: int = 0) -> None:
-        """Add the next step, and the bytes that it takes beside those in memory."""
+        """Add the next step, which takes this many bytes beside the values in memory."""
         self.steps.append(step)
         self.live.append(self.bytes_on_device + more)
         self.now.append(self.seconds)
 
     def run(self, step: Run) -> bool:
-        """Run an op, once there is as much room for it as there can be; whether that is enough."""
+        """Run an op after the waits that make room for it; tell whether there is room enough."""
         op = self.problem.graph.ops[step.op]
         saved = 0 if step.over is None else dict(self.problem.savings[step.op]).get(step.over, 0)
         during = sum(self.sizes[v] for v in op.outputs) + int(self.problem.workspace[step.op]) - saved
@@ -82,13 +82,13 @@ class Outward:
         return fits
 
     def make_room(self, needed: int) -> bool:
-        """Wait for sends until this many bytes are free or none is left; tell whether they are."""
+        """Wait for sends until this many bytes are free or no send is left; tell whether they are free."""
         while self.bytes_on_device + needed > self.budget and self.leaving:
             self.arrive(next(iter(self.leaving)))
         return self.bytes_on_device + needed <= self.budget
 
     def arrive(self, v: int) -> None:
-        """Its copy is there: wait for that, and let go of it where it leaves."""
+        """Wait for a value's send to end, and free the value if it leaves memory."""
         self.add(Wait(v))
         self.seconds = max(self.seconds, self.sending.pop(v))
         self.in_host.add(v)
@@ -104,7 +104,7 @@ class Outward:
 
 
 def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Outward | None:
-    """A plan whose fetches take no time: each `Fetch` is where its value is needed, with a `Wait` behind."""
+    """Place sends. Fetches take no time here: each `Fetch` stands where its value is needed, a `Wait` behind it."""
     host, plan, busy = problem.host, Outward(problem, budget), 0.0
     assert host is not None
     last_back = {event.value: i for i, event in enumerate(happens) if isinstance(event, MustBeBack)}
@@ -168,7 +168,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
 
 
 def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
-    """Move each fetch to where it begins early enough, or as early as there is room."""
+    """Move each fetch up to where it ends in time, or as far up as there is room."""
     host, sizes, steps = problem.host, problem.sizes, plan.steps
     assert host is not None
     live = np.array(plan.live, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Calls in processes of their own, without PyTorch, which are gone when their parent is.
+"""Calls in processes of their own, without PyTorch, which end when their parent ends.
 
 `Processes` has the interface of `concurrent.futures`. Unlike `concurrent.futures.ProcessPoolExecutor`, a process here
 never imports the caller's script, so that scripts need no ``if __name__ == "__main__"``; and one that dies, for want of
@@ -56,7 +56,7 @@ Tell = Callable[[Any], object]
 
 
 class Process:
-    """A process that calls a function of a module, and its messages. A context manager, at whose end it is gone.
+    """A child process that calls a function of a module, and its messages. A context manager: its end kills the child.
 
     Args:
         call: is given ``asked`` and, last, a function to tell something with; all that is pickled.
@@ -97,7 +97,7 @@ class Process:
             raise SolverError(f"Its process ended with code {code}: {said[-1]}") from None
 
     def end(self) -> None:
-        """End it now."""
+        """Kill the child."""
         self._child.kill()
 
     def __enter__(self) -> Process:
@@ -113,7 +113,7 @@ class Process:
 
 
 class Processes:
-    """Runs up to ``jobs`` calls at a time, each in a new process. A context manager; at its end nothing still runs.
+    """Runs up to ``jobs`` calls at a time, each in a new process. A context manager: at its end none still runs.
 
     >>> with Processes(jobs=2) as processes:
     ...     processes.submit(divmod, 7, 3).result()
@@ -158,7 +158,7 @@ class Processes:
 
 
 class BackgroundProcess(ABC):
-    """A process beside the training, and a thread that hears its messages.
+    """A child process beside the training, and a thread that receives its messages.
 
     Args:
         call, asked: of `Process`.
@@ -173,15 +173,15 @@ class BackgroundProcess(ABC):
         self.over, self._ended = threading.Event(), False
 
     def start_after(self, turn: contextlib.AbstractContextManager[Any]) -> None:
-        """Begin, as soon as one's turn has come."""
+        """Start the child as soon as ``turn`` can be entered."""
         threading.Thread(target=self._run, args=(turn,), name="checkmate-beside", daemon=True).start()
 
     @abstractmethod
     def hear(self, answer: Any) -> bool:
-        """Take what the process tells; whether that is all."""
+        """Take a message of the child; tell whether it is the last."""
 
     def end(self) -> None:
-        """End it now."""
+        """Kill the child."""
         self._ended = True
         if (process := self.process) is not None:
             process.end()
@@ -219,16 +219,16 @@ class BackgroundCall:
 
     @property
     def result(self) -> Any:
-        """The call's result; None while it goes on, and if it failed."""
+        """The call's result; None while it runs, and if it failed."""
         return self._held.result
 
     @property
     def is_over(self) -> bool:
-        """Tell whether there will be no other result."""
+        """Tell whether the call has ended."""
         return self._held.over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, ``timeout`` seconds at most, and tell whether it is."""
+        """Wait up to ``timeout`` seconds for the end of the call; tell whether it has ended."""
         return self._held.over.wait(timeout)
 
 
@@ -245,7 +245,7 @@ def _tell_result(call: Callable[..., Any], arguments: tuple[Any, ...], tell: Tel
 
 
 def end_with_the_parent(asked: IO[bytes], *, first: bool) -> None:
-    """End this process once nobody holds the other end of its input; ``first`` of all where memory is short."""
+    """End this process once nobody holds the other end of its input. ``first``: out of memory kills it first."""
 
     def watch() -> None:
         os.read(asked.fileno(), 1)  # not from the buffer, whose lock would be held when the process ends by itself

@@ -1,4 +1,4 @@
-"""A schedule as a matrix R of the ops that run in each stage: how it is made and tidied, its seconds, peak and limits.
+"""Functions of a schedule as a matrix R of the ops that run in each stage: make, tidy, cost, peak and limits.
 
 Checkpointing heuristics choose what to keep; a schedule says what runs. Published code writes S by a formula that holds
 for symmetric chains; here an event simulation fills in the runs, for any graph.
@@ -19,7 +19,7 @@ from checkmate.errors import SolverError
 
 
 def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.ndarray:
-    """R (T, T) bool: the runs of a step that frees values after some stages, and makes missing ones again.
+    """R (T, T) bool: free values after some stages, and remake missing ones on demand.
 
     After stage t of ``kept_after`` all values go but those listed there, results of the step, values that no op makes
     and those of pinned ops; what a rule has made again in the backward goes before it. What a later op misses runs
@@ -54,7 +54,7 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
 
 
 def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
-    """R (T, T) bool: of all that the forward makes, only ``kept`` (indices of values) reaches the backward.
+    """R (T, T) bool: of the forward's values only ``kept`` (indices) reach the backward.
 
     Within the forward nothing runs again: each value stays until its last use there.
     """
@@ -62,7 +62,7 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
 
 
 def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
-    """The ops, ascending, that must run to make these values from others and from values always in memory.
+    """The ops, ascending, that must run to make these values from the others and those always in memory.
 
     >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
     (1, 3)
@@ -76,7 +76,7 @@ def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[
 
 
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
-    """R (T, T) without runs of ops whose inputs are overwritten by then: their results stay instead."""
+    """R (T, T) without runs of ops whose inputs have been overwritten by then: their results stay instead."""
     R = R.copy()
     for k, last in problem.limits.last_stage.items():
         R[last + 1 :, k] = False
@@ -84,7 +84,7 @@ def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
 
 
 def as_matrix(stages: list[list[int]]) -> np.ndarray:
-    """R, (T, T) bool, of the ops that run in each stage."""
+    """R (T, T) bool from the ops that run in each stage."""
     R = np.zeros((len(stages), len(stages)), dtype=bool)
     for t, ops in enumerate(stages):
         R[t, ops] = True
@@ -92,12 +92,12 @@ def as_matrix(stages: list[list[int]]) -> np.ndarray:
 
 
 def cost_of(problem: Problem, R: np.ndarray) -> float:
-    """Seconds of all runs of R (T, T)."""
+    """Seconds of all runs in R (T, T)."""
     return float(R.sum(axis=0) @ problem.seconds)
 
 
 def peak_of(problem: Problem, R: np.ndarray) -> int:
-    """Bytes that the plan of R (T, T) reaches, simulated.
+    """The simulated peak in bytes of the plan of R (T, T).
 
     Raises:
         SolverError: if some op does not run in its own stage: no such R comes from a working solver.
@@ -119,7 +119,7 @@ def fits(problem: Problem, budget: int, R: np.ndarray) -> bool:
 
 
 def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(T,), (T,) int64: the most bytes in memory in each stage of R (T, T), and those while its own op runs."""
+    """(T,), (T,) int64: the peak within each stage of R (T, T), and the bytes while the stage's own op runs."""
     usage = simulator.simulate(lowered(problem, R), problem)
     most, own = np.zeros(len(R), dtype=np.int64), np.zeros(len(R), dtype=np.int64)
     stage = 0
@@ -131,7 +131,7 @@ def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
-    """Tell whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
+    """Tell whether R (T, T) obeys the limits on runs: how often, how late, and which values are remade.
 
     For searches that try many; the certifier looks for itself.
 
@@ -161,12 +161,12 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
 
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
-    """R (T, T) without the runs that make nothing which is read before it is made again."""
+    """R (T, T) without runs whose outputs are never read before they are made again."""
     return as_matrix(useful_runs(graph, [np.flatnonzero(row).tolist() for row in R]))
 
 
 def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
-    """Do as `without_useless` for the ops that run in each stage, in any order."""
+    """Remove useless runs as `without_useless` does, from the ops that run in each stage, in any order."""
     found: list[list[int]] = []
     needed: set[int] = set()
     for t in reversed(range(len(stages))):

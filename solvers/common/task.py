@@ -1,4 +1,4 @@
-"""The task of a method: problem, budget, and the clock that it has."""
+"""The task of a method: problem, budget and clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from checkmate.core.problem import Problem
 
 
 class OutOfTime(Exception):
-    """The time is over, or nothing comes of more."""
+    """Raised when the time is over, or when continuing gains nothing."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Counts seconds from when it was made, up to a limit.
+    """Counts seconds since it was made, up to a limit.
 
     >>> clock = Clock(60.0)
     >>> clock.is_over, 17 < clock.share(0.3).left <= 18
@@ -37,11 +37,11 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """The limit has been reached."""
+        """Tell whether the limit has been reached."""
         return self.elapsed >= self.limit
 
     def share(self, part: float) -> Clock:
-        """A clock that begins now, for this part of what is left."""
+        """A clock that begins now, with this share of the seconds left."""
         return Clock(part * self.left)
 
 
@@ -57,5 +57,5 @@ class Task:
     seed: int = 0  # of what is drawn at random
 
     def within(self, seconds: float, **changes: Any) -> Task:
-        """The task for so many seconds from now on, with other changes."""
+        """The task with this many seconds from now, and with other changes."""
         return replace(self, clock=Clock(seconds), **changes)

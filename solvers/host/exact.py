@@ -1,4 +1,4 @@
-"""The exact model with a second memory: an integer program whose rows every plan obeys, and the plans of its answers.
+"""The exact model with a second memory: an integer program whose rows every plan obeys, and plans from its answers.
 
 A plan is looked at in the moments in which ops run for the first time. Stage t is what happens after the first
 execution of op t - 1 up to the end of that of op t, whatever it is and in whatever order. Of a plan,
@@ -60,7 +60,7 @@ def milp(
     target: float | None = None,
     engine: str = "highs",
 ) -> Remarks:
-    """The cheapest plan within a budget, proven or with a bound; with a second memory where the problem has one.
+    """The cheapest plan within a budget, proven or with a bound; with a second memory if the problem has one.
 
     Args:
         formulation: "strengthened", or "paper" for comparison, without a second memory.
@@ -121,7 +121,7 @@ def milp(
 
 
 def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan | None:
-    """The plan that runs R (T, T) and fetches F (T, V) in each stage, both bool; None where it does not fit or obey.
+    """The plan that runs R (T, T) and fetches F (T, V) in each stage, both bool; None if it breaks a budget or a rule.
 
     Values that are fetched anywhere are sent when they are made. Transfers begin and end where they are waited for
     least.
@@ -205,7 +205,7 @@ class Program:
         equations.run_at_most(self.model, self.R, problem)
 
     def carry(self, name: str, shares: tuple[np.ndarray, ...], under_way: np.ndarray) -> None:
-        """Carry in stage t all transfers that ended in it and were not carried before, and a part of those under way.
+        """Carry in stage t the rest of transfers that end in it, and a share of those still under way.
 
         q[t] <= Out[t],  o[t] >= E[t] + q[t] - q[t-1],  e[t] >= E[t] - q[t-1]      of v, every stage t
 
@@ -284,7 +284,7 @@ class Program:
         self.model.constrain("write over one", [(self.over, 1.0)], upper=1.0)
 
     def fit_again(self) -> None:
-        """An op that runs again fits beside what was at hand all the time: from one moment to the next, and not new.
+        """Fit an op that runs again beside the values that stay through the stage, those made in it aside.
 
         Σ_{v not in in(k), out(k)} M_v stays[t, v] + own_k R[t, k] <= budget - resident - results before stage t
         stays[t, v] >= S[t, v] - R[t, prod(v)] - F[t, v]      every stage t, op k < t
@@ -304,7 +304,7 @@ class Program:
         self.model.constrain("fit again", terms, upper=room)
 
     def take_time(self) -> None:
-        """A stage lasts as long as its ops, as each link is busy in it, and as what ended took before its last op.
+        """A stage lasts at least as long as its ops, each link's share, and transfers that end before its last op.
 
         D[t] >= Σ_k C_k R[t, k],  Σ_v out_v o[t, v],  Σ_v back_v f[t, v]
         D[t] >= C_t + Σ_v out_v e[t, v],  C_t + Σ_v back_v c[t, v]
@@ -325,7 +325,7 @@ class Program:
 
 
 def may_go(problem: Problem, S: np.ndarray) -> np.ndarray:
-    """(T, V) bool: where a value may be away, of those that may; S (T, V) bool: where it may be kept."""
+    """(T, V) bool: the stages in which a sendable value may be away; S (T, V) bool: those in which it may be kept."""
     goes = np.zeros(len(problem.sizes), dtype=bool)
     assert problem.host is not None
     goes[[v for v in sendable(problem) if problem.sizes[v] <= problem.host.budget]] = True

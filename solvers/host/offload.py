@@ -1,4 +1,4 @@
-"""Recompute, keep, or send away: plans for a step with a second memory.
+"""Recompute, keep or send: plans for a step with a second memory.
 
     plans of recomputation alone
     -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
@@ -86,7 +86,7 @@ def offload(
 
 @dataclass(frozen=True)
 class TriedSet:
-    """The result of sending some values, with some room left for transfers."""
+    """The result of sending a set of values, with some bytes left free for transfers."""
 
     seconds: float
     sent: frozenset[int]
@@ -96,7 +96,7 @@ class TriedSet:
 
 @dataclass
 class SentSets:
-    """Sets of values to send, and what came of them."""
+    """The sets of values to send that were tried, with their results."""
 
     task: Task
     incumbent: Incumbent
@@ -107,20 +107,20 @@ class SentSets:
 
     @property
     def is_open(self) -> bool:
-        """There is time, and something to gain."""
+        """Tell whether there is time left and a gap to close."""
         best, clock = self.incumbent, self.task.clock
         if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.limit:
             return False
         return best.R is None or best.gap > self.task.gap
 
     def attempt_parts(self, sent: Collection[int]) -> None:
-        """Try a set, and parts of it: the values that take longest to make again for their bytes."""
+        """Try a set, and subsets of it: the values that are dearest to remake for their bytes."""
         order = sorted(sent, key=lambda v: -_worth(self.task.problem, v))
         for share in SHARES:
             self.attempt(order[: round(share * len(order))])
 
     def attempt(self, sent: Collection[int]) -> None:
-        """Offer plans that send these values, with more and less room left for transfers."""
+        """Offer plans that send these values, with more or less room left for transfers."""
         largest, least = max((int(self.task.problem.sizes[v]) for v in sent), default=0), float("inf")
         for times in ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
@@ -149,7 +149,7 @@ class SentSets:
         return self.tried[key]
 
     def offer(self, plan: Plan, room: int) -> float:
-        """The seconds of a plan, which is kept if it is the best."""
+        """Offer a plan; give its seconds."""
         problem = self.task.problem
         seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
         self.incumbent.offer_plan(plan, "sending")
@@ -159,7 +159,7 @@ class SentSets:
         return seconds
 
     def improve(self) -> None:
-        """Sets beside the best one until the time is over: where no such set is better, with a few others at random."""
+        """Try neighbours of the best set until the time is over; if none is better, also random ones."""
         rng = np.random.default_rng(self.task.seed)
         while self.best is not None and self.is_open:
             before, tried = self.best, len(self.tried)
@@ -171,7 +171,7 @@ class SentSets:
                 return
 
     def _beside(self, best: TriedSet, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
-        """Sets with some values less, which are waited for or soon made again, or more, which run again for long.
+        """Neighbours: fewer values that stall ops or are cheap to remake, more values that are dear to remake.
 
         Then others at random.
         """
@@ -200,7 +200,7 @@ class SentSets:
 
 
 def _worth(problem: Problem, v: int) -> float:
-    """Seconds of the op that makes a value, for each of its bytes."""
+    """Seconds per byte of the op that makes a value."""
     producer = problem.graph.values[v].producer
     assert producer is not None
     return float(problem.seconds[producer]) / max(1, int(problem.sizes[v]))

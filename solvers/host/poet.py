@@ -1,4 +1,4 @@
-"""POET: recompute and page in one integer program, by which one device pays for each page as for each op.
+"""POET: recomputation and paging in one integer program, in which the device pays for each page as for an op.
 
 Patil et al., "POET: Training Neural Networks on Tiny Devices with Integrated Rematerialization and Paging", ICML 2022:
 
@@ -34,7 +34,7 @@ MOST_OPS = 200  # beyond this the program takes gigabytes, and finds nothing in 
 
 
 def poet(task: Task, incumbent: Incumbent) -> Remarks:
-    """The plan of its integer program, by HiGHS; no plan where that finds none in time.
+    """The plan of POET's integer program, by HiGHS; no plan if HiGHS finds none in time.
 
     >>> from checkmate import Problem, solve
     >>> from checkmate.core.host import Host
@@ -60,7 +60,7 @@ def poet(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]:
-    """The program under a budget in bytes, its seconds in units of the mean op's, with the columns of R and of MIn."""
+    """The program under a budget in bytes, in units of the mean op's seconds, with the columns of R and MIn."""
     assert problem.host is not None
     known, plain = equations.build(problem, budget)  # where R, S, FREE and OVER can be one, and how large U
     model, seconds = Model(), problem.seconds / equations.cost_unit(problem)

@@ -1,4 +1,4 @@
-"""Published methods that swap: "offload-all" sends all that the backward reads; "capuchin" chooses, and recomputes too.
+"""Published swapping methods: "offload-all" sends all that the backward reads; "capuchin" chooses, and also recomputes.
 
 "offload-all" is what frameworks do that move activations to the host's memory (`torch.autograd.graph.save_on_cpu` at
 once, others by streams): a value goes after its last use in the forward, and comes back when the op before its first
@@ -51,7 +51,7 @@ LOOK = 500  # steps between two looks at the clock
 
 @dataclass(frozen=True)
 class Swap:
-    """A value is sent after one op and needed by another; its fetch is asked for before op ``fetch``."""
+    """A value that is sent after one op and read by a later one; its fetch begins before op ``fetch``."""
 
     value: int
     after: int
@@ -60,7 +60,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A value that Capuchin may evict, between two of its accesses."""
+    """A value that Capuchin may evict between two of its accesses."""
 
     swap: Swap
     free_time: float  # seconds that are left over beside its transfers
@@ -69,7 +69,7 @@ class Candidate:
 
 
 def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: int = 1) -> Remarks:
-    """The plan that sends all larger values which the backward reads. No plan where it does not fit.
+    """The plan that sends every larger value that the backward reads. No plan if it does not fit.
 
     Args:
         threshold: bytes above which a value is sent.
@@ -93,7 +93,7 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
 
 
 def every_swap(problem: Problem, ahead: int) -> list[Swap]:
-    """Each value of the forward that the backward reads, if there are ops to run while it is away."""
+    """A swap for each forward value that the backward reads, if other ops run while it is away."""
     first, found = problem.graph.forward_length, []
     for v in sendable(problem):
         touched = accesses(problem, v)
@@ -111,7 +111,7 @@ def accesses(problem: Problem, v: int) -> list[int]:
 
 
 def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
-    """The first plan of its policy that fits. No plan where none does.
+    """The first plan of Capuchin's policy that fits. No plan if none does.
 
     >>> from checkmate import Problem, solve
     >>> from checkmate.core.host import Host
@@ -140,7 +140,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
 
 
 class Policy:
-    """The values that Capuchin swaps and makes again, and the candidates for the next."""
+    """The values that Capuchin swaps or remakes so far, and the remaining candidates."""
 
     def __init__(self, task: Task) -> None:
         self.problem, self.clock = task.problem, task.clock
@@ -153,7 +153,7 @@ class Policy:
 
     @property
     def triggers(self) -> list[list[Swap]]:
-        """The swaps, their fetches asked for early enough for all in the queue, for themselves, and when accessed."""
+        """The swaps with fetches early enough for all in the queue, for each alone, and at the access itself."""
         taken = [*self.taken.values()]
         swaps, begins = [candidate.swap for candidate in taken], self._queue(taken)[1]
         ops = np.concatenate([[0.0], np.cumsum(self.problem.seconds)])
@@ -162,7 +162,7 @@ class Policy:
         return [in_turn, swaps, [replace(candidate.swap, fetch=candidate.back) for candidate in taken]]
 
     def take(self) -> bool:
-        """Take one value more; whether there was one."""
+        """Take one more value; tell whether there was one."""
         sizes, best = self.problem.sizes, None
         # a swap that costs nothing; what would be late now stays so with more in the queue
         while self.free and best is None:
@@ -192,19 +192,19 @@ class Policy:
         return True
 
     def _late(self, *more: Candidate) -> float:
-        """Seconds by which the free time of a swap is negative, where those taken and more queue for the links."""
+        """Seconds by which the tightest swap exceeds its free time, with those taken and ``more`` in the queue."""
         if self.clock.is_over:
             raise OutOfTime
         ends, begins = self._queue([*self.taken.values(), *more])
         return float((ends - begins).max(initial=0.0))
 
     def _queue(self, taken: list[Candidate]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(n,) seconds: when each value is away at the earliest, and when it has to start back at the latest."""
+        """(n,) seconds: the earliest time each value is away, and the latest time its fetch has to begin."""
         gone, needed, there, back = np.array([c.seconds for c in taken]).reshape(-1, 4).T
         return _ends(gone, there), -_ends(-needed, back)
 
     def _seconds_again(self, candidate: Candidate) -> float:
-        """Seconds of the ops that make the value again at its back access; infinite if they must not run."""
+        """Seconds to remake the value at its back access; infinite if its ops must not run."""
         graph, limits, back = self.problem.graph, self.problem.limits, candidate.back
         seen, todo, seconds = set[int](), [candidate.swap.value], 0.0
         while todo:
@@ -224,7 +224,7 @@ class Policy:
 
 
 def _ends(ready: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(n,) when each is through a link that takes them as they become ready, one after another: from (n,), (n,)."""
+    """(n,) times at which a link finishes its transfers, served in order as they become ready: from (n,), (n,)."""
     order = np.argsort(ready, kind="stable")
     through = np.cumsum(seconds[order])
     ends = np.empty_like(ready)
@@ -233,7 +233,7 @@ def _ends(ready: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[n
 
 
 def candidates(problem: Problem) -> list[Candidate]:
-    """The values with two accesses or more, each with the longest time between two."""
+    """The values with two or more accesses, each with the longest time between two of them."""
     host = problem.host
     assert host is not None
     begins = np.concatenate([[0.0], np.cumsum(problem.seconds)])
@@ -253,7 +253,7 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 
 def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
-    """The plan in which these values are swapped, and others let go of after an op and made again; it may not fit.
+    """The plan that swaps these values, and drops and remakes those; it may not fit.
 
     The ops run in order. A dropped value is made again when an op misses it. A value on its way there goes as soon as
     room is needed for something else, and only then do ops wait for it.
@@ -292,7 +292,7 @@ def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> P
 
 
 class _Unrolling(Outward):
-    """The steps of a plan in the making, with values on their way back and recomputation."""
+    """A plan under construction, with values on their way back and values to remake."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.problem, task.budget)
@@ -301,7 +301,7 @@ class _Unrolling(Outward):
         self.given = {v for v, value in enumerate(self.problem.graph.values) if value.producer is None}
 
     def fetch(self, v: int) -> None:
-        """Ask for a value that is there; one that has not gone yet need not come back."""
+        """Begin to fetch a value that is away; keep one that has not left yet."""
         if v in self.leaving:
             self.add(Wait(v))
             self.add(Drop(v))
@@ -313,7 +313,7 @@ class _Unrolling(Outward):
             self.bytes_on_device += self.sizes[v]
 
     def have(self, values: Collection[int], needed: set[int]) -> None:
-        """Wait for values on their way, fetch those with a copy, make the others again."""
+        """Wait for values on their way, fetch those with a copy, remake the others."""
         for v in values:
             if v in self.on_device or v in self.given:
                 continue
@@ -328,7 +328,7 @@ class _Unrolling(Outward):
                 self.make(v, needed)
 
     def make(self, v: int, needed: set[int]) -> None:
-        """Run the producer of a value again; what was made for that only goes with it."""
+        """Run the producer of a value again; values made only for it go at once."""
         if len(self.steps) - self.looked_at > LOOK:
             self.looked_at = len(self.steps)
             if self.clock.is_over:
@@ -346,7 +346,7 @@ class _Unrolling(Outward):
         self.run_and_free(producer, new | others)
 
     def run_and_free(self, k: int, gone: set[int]) -> None:
-        """Run an op, after which values go."""
+        """Run an op, then free values."""
         dying = sorted(v for v in gone if v not in self.leaving)
         saved = self.problem.saved(k, [v for v in dying if v in self.problem.graph.ops[k].inputs])
         self.run(Run(k, None if saved is None else saved[0]))

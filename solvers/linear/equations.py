@@ -118,7 +118,7 @@ def keep(model: Model, x: Variables) -> None:
 
 
 def free_without_hazard(model: Model, x: Variables) -> None:
-    """A value that nothing holds back is freed (7b).
+    """A value is freed if nothing holds it back (7b).
 
     1 - FREE[t, v, k] <= (1 - R[t, k]) + S[t+1, v] + Σ_{j in users(v), j > k} R[t, j]
     """
@@ -127,7 +127,7 @@ def free_without_hazard(model: Model, x: Variables) -> None:
 
 
 def free_with_no_hazard_only(model: Model, x: Variables) -> None:
-    """A value is freed only after an op that ran, if it is not kept and no later op of the stage reads it (7c).
+    """A value is freed only if the op ran, the value is not kept and no later op of the stage reads it (7c).
 
     κ (1 - FREE[t, v, k]) >= (1 - R[t, k]) + S[t+1, v] + Σ_{j in users(v), j > k} R[t, j],  κ the number of terms
     """
@@ -136,7 +136,7 @@ def free_with_no_hazard_only(model: Model, x: Variables) -> None:
 
 
 def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
-    """Terms that hold a value back after op k, less the constant 1, a row for each FREE[t, v, k]; and their number."""
+    """Terms that hold a value back after op k, less the constant 1, one row per FREE[t, v, k]; and their number."""
     touch = x.touches
     there = x.FREE != NONE
     t, e = np.nonzero(there)
@@ -175,7 +175,7 @@ def depend_until_freed(model: Model, x: Variables) -> None:
 
 
 def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
-    """Keep or free once each value at hand, and no other; implies (1c) where ``kept`` (T, V) is S[t+1].
+    """Every value in memory is kept or freed exactly once; implies (1c) where ``kept`` (T, V) is S[t+1].
 
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
@@ -189,7 +189,7 @@ def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
 
 
 def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
-    """A stage begins with what is kept for it (2), and with its op 0.
+    """A stage begins with the values kept for it (2), and with op 0.
 
     U[t, 0] = Σ_v M_v S[t, v] + R[t, 0] Σ_{v in out(0)} M_v      beyond what is resident and the results so far
     """
@@ -198,7 +198,7 @@ def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
-    """Subtract what one op frees, and add what the next one makes (3, 4).
+    """Subtract the bytes that one op frees, and add those that the next one makes (3, 4).
 
     U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
     """
@@ -213,7 +213,7 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
-    """Subtract spare bytes from budget and workspaces: equal schedules, in smaller numbers that suit tolerances.
+    """Subtract spare bytes from budget and workspaces: the same schedules in smaller numbers, which suit tolerances.
 
     U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
     the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
@@ -252,7 +252,7 @@ def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
 
 
 def write_over(model: Model, x: Variables) -> None:
-    """An op that runs writes over one value at most, and only over what is let go after it.
+    """An op that runs writes over at most one value, and only over one that is let go after it.
 
     OVER[t, v, k] <= FREE[t, v, k]      every stage t, op k, input v that a way of k writes over
     Σ_v OVER[t, v, k] <= R[t, k]        every stage t, op k with ways
@@ -276,7 +276,7 @@ def keep_one_copy(model: Model, x: Variables) -> None:
 
 
 def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) -> None:
-    """The budget holds while an op runs for the first time, said in S alone; implied by (2)-(9).
+    """The budget holds while each op runs for the first time, stated in S alone; implied by (2)-(9).
 
     Σ_{v not in in(t), out(t)} M_v S[t+1, v] <= budget - Σ_{v in in(t), out(t)} M_v - W_t      every stage t
 
@@ -300,7 +300,7 @@ def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) ->
 
 
 def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
-    """An op runs no more often than a rule allows.
+    """An op runs no more often than its rule allows.
 
     Σ_t R[t, k] <= most_k      every op k under such a rule
     """
@@ -309,13 +309,13 @@ def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
 
 
 def size_unit(problem: Problem) -> float:
-    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one."""
+    """The model's unit of bytes: the mean size, since solver tolerances suit numbers around one."""
     # More where a workspace would be beyond the largest coefficient.
     return max(float(problem.sizes.mean()), float(problem.workspace.max()) / LARGEST) or 1.0
 
 
 def cost_unit(problem: Problem) -> float:
-    """Seconds in which the model counts: the mean cost."""
+    """The model's unit of seconds: the mean cost."""
     return float(problem.seconds.mean()) or 1.0
 
 
@@ -350,7 +350,7 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
 
 
 def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
-    """(T, V): R[t, prod(v)] of the values that may be kept, `NONE` of the others."""
+    """(T, V): R[t, prod(v)] for the values that may be kept, `NONE` for the others."""
     v, made_by = touches.values()
     made = np.full(shape, NONE)
     made[:, v] = R[:, made_by]
@@ -368,25 +368,25 @@ def results_bytes(problem: Problem) -> np.ndarray:
 
 
 def own_bytes(problem: Problem) -> np.ndarray:
-    """(T,) int64: bytes an op needs at hand beside the results so far: inputs, outputs and workspace."""
+    """(T,) int64: bytes that an op needs in memory beside the results so far: inputs, outputs and workspace."""
     results = set(problem.graph.outputs)
     touched = [[*(v for v in op.inputs if v not in results), *op.outputs] for op in problem.graph.ops]
     return np.array([problem.sizes[vs].sum() for vs in touched], dtype=np.int64) + problem.workspace
 
 
 def most_saved_bytes(problem: Problem) -> np.ndarray:
-    """(T,) int64: what the best way of each op saves where its value goes."""
+    """(T,) int64: bytes that the best in-place way of each op saves."""
     return np.array([of[0][1] if of else 0 for of in problem.savings], dtype=np.int64)
 
 
 def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:
-    """(T,): what each op makes that stays at hand until freed, in units of size."""
+    """(T,): bytes made by each op that stay in memory until freed, in units of size."""
     made = touch.op == touch.made_by
     return np.bincount(touch.op[made], _sizes(problem)[touch.value[made]], minlength=len(problem.graph.ops))
 
 
 def _working_bytes(problem: Problem, touch: Touches) -> np.ndarray:
-    """(T,): workspace, with what each op makes that is a result of the step or that nobody reads, in units of size."""
+    """(T,): workspace, plus outputs that are results of the step or unread, in units of size."""
     M = _sizes(problem)
     outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
     return np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
@@ -408,6 +408,6 @@ def _capacity(problem: Problem, budget: int) -> np.ndarray:
 
 
 def _divisor(problem: Problem) -> int:
-    """The greatest number of bytes of which all sizes and workspaces are multiples."""
+    """The greatest common divisor of all sizes and workspaces, in bytes."""
     ways = np.array([way.workspace for way in problem.profile.ways], dtype=np.int64)
     return int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace, ways]))) or 1

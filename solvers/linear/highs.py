@@ -1,4 +1,4 @@
-"""Run HiGHS on a `Model`, as a linear program or with integers, and say plainly how it ended.
+"""Run HiGHS on a `Model`, linear or with integers, and say plainly how it ended.
 
 HiGHS runs in a thread of its own while the caller waits, so that Ctrl-C is noticed at once: Python handles signals
 between its own instructions only, and one call of HiGHS may take a minute. HiGHS also keeps one scheduler a thread, and
@@ -47,7 +47,7 @@ class Result:
 
 
 class _Silent(highspy.Highs):
-    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option."""
+    """A solver that prints nothing: HiGHS prints its name at the first call unless an option is set before."""
 
     # Since 1.16 the constructor calls this first.
     def enableCallbacks(self) -> None:
@@ -127,7 +127,7 @@ def run(
 def _completed(
     model: Model, start: tuple[np.ndarray, np.ndarray], time_limit: float, gap: float, threads: int
 ) -> np.ndarray | None:
-    """Complete a solution of which some columns are known; None: there is none, or none was found.
+    """Complete a solution of which some columns are known; None if there is no completion, or none was found.
 
     HiGHS would complete it within its run, and report bounds of the model with these columns fixed as the model's own.
     """
@@ -144,7 +144,7 @@ def _completed(
 
 
 class _Run:
-    """One run of HiGHS in its own thread: it can be left alone, and hears of Ctrl-C where HiGHS asks."""
+    """One run of HiGHS in its own thread, so that the caller can leave it, and Ctrl-C reaches both."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Run:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Tell whether the run ended in time. What a callback raised is raised here."""
+        """Wait for the end of the run; tell whether it ended in time. Exceptions from callbacks are raised here."""
         clock = Clock(seconds)
         try:
             while (left := clock.left) > 0 and not self._over.wait(min(0.1, left)) and self._error is None:
@@ -196,7 +196,7 @@ class _Run:
             self._over.set()
 
     def _answer(self, event: highspy.HighsCallbackEvent) -> None:
-        """HiGHS asks whether to stop. Nothing may be raised through its code, so errors are kept for later."""
+        """Answer HiGHS's question whether to stop. Errors are kept for later: none may pass through its code."""
         bound = float(event.data_out.mip_dual_bound)
         if np.isfinite(bound) and bound > self.bound and not self._stop:
             self.bound = bound
@@ -218,7 +218,7 @@ class _Run:
 
 
 def export(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write a model as ``.lp`` or ``.mps``, by the name of the file, with the names of its variables and rows.
+    """Write a model as ``.lp`` or ``.mps``, by the file's suffix, with the names of its variables and rows.
 
     Raises:
         ValueError: if the name ends otherwise.
@@ -253,7 +253,7 @@ def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
 
 
 def least_objective(model: Model) -> float:
-    """The objective where each variable is at its cheaper bound."""
+    """The objective with each variable at its cheaper bound."""
     cost = model.cost
     at = np.where(cost > 0, model.lower, model.upper)
     return float(cost[cost != 0] @ at[cost != 0])

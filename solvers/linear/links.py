@@ -40,7 +40,7 @@ SMALL = 2e-3  # of the bytes that keeping everything takes: values that take les
 
 @dataclass(frozen=True, eq=False)
 class LinkColumns:
-    """Columns, of m moments and V values, `NONE` where zero."""
+    """Columns for m moments and V values, `NONE` where the variable is zero."""
 
     out: np.ndarray  # (m + 1, V)
     back: np.ndarray  # (m + 1, V): in
@@ -50,7 +50,7 @@ class LinkColumns:
 
 
 def negligible(problem: Problem) -> np.ndarray:
-    """(V,) bool: the smallest values, which together take next to nothing."""
+    """(V,) bool: the smallest values, whose bytes together are negligible."""
     sizes = problem.sizes
     order = np.argsort(sizes, kind="stable")
     small = np.zeros(len(sizes), dtype=bool)
@@ -59,7 +59,7 @@ def negligible(problem: Problem) -> np.ndarray:
 
 
 def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> LinkColumns:
-    """The columns of the links between moments.
+    """Add the columns of the links between moments.
 
     Args:
         ends: (m + 1,) the last new op of each segment.
@@ -80,7 +80,7 @@ def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndar
 def bind_links(
     model: Model, links: LinkColumns, R: np.ndarray, X: np.ndarray, problem: Problem, host: Host, made_by: np.ndarray
 ) -> None:
-    """The equations of the links but for (1b', 1c', 9'), which are those of the moments."""
+    """Add the equations of the links, except (1b', 1c', 9'), which belong to the moments."""
     before = np.vstack([np.full_like(X[:1], NONE), X]) if len(X) else np.full(links.out.shape, NONE)
     H_before, L_before = (np.vstack([np.full((1, a.shape[1]), NONE), a]) for a in (links.H, links.L))
     s, v = np.nonzero(links.out != NONE)
@@ -99,7 +99,7 @@ def bind_links(
 
 
 def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
-    """(V,), (V,): how long a link is busy with each value, there and back, in units of the mean op.
+    """(V,), (V,): the time that a link is busy with each value, out and back, in units of the mean op.
 
     At most `LARGEST`, where no transfer is of any use: what takes longer is bounded from below by it as well.
     """
@@ -109,7 +109,7 @@ def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
 
 
 def time_segments(model: Model, links: LinkColumns, R: np.ndarray, problem: Problem, host: Host) -> None:
-    """A column for the time of each segment, which is what the model makes small."""
+    """Add a column for the time of each segment, the objective."""
     D = model.variables((len(R),), upper=np.inf, cost=1.0, name="D")[:, None]
     send, fetch = link_seconds(problem, host)
     model.constrain("ops", [(R, problem.seconds / cost_unit(problem)), (D, -1.0)], upper=0.0)

@@ -30,7 +30,7 @@ ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's t
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """The model without integrality: how much of each op runs and of each value stays, and what that proves."""
+    """The relaxed model's answer: how much of each op runs and of each value stays, and the bound that it proves."""
 
     outcome: SolveStatus
     R: np.ndarray | None  # (T, T) in [0, 1]; None where nothing was found
@@ -47,7 +47,7 @@ def milp(
     target: float | None = None,
     engine: str = "highs",
 ) -> Remarks:
-    """The cheapest schedule within a budget, proven or with a bound, without a second memory.
+    """The cheapest schedule within a budget, proven or with a bound; no second memory.
 
     Its options are those of `checkmate.solvers.host.exact.milp`, which asks this where there is none.
 
@@ -133,7 +133,7 @@ def relax(
 
 
 def export(problem: Problem, budget: int, path: str | os.PathLike[str], *, formulation: str = "strengthened") -> None:
-    """Write the model as a file for another solver: ``.lp`` or ``.mps``, by the name.
+    """Write the model as a file for another solver: ``.lp`` or ``.mps``, by the suffix.
 
     Raises:
         ValueError: if the name ends otherwise, or the formulation is unknown.

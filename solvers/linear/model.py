@@ -54,7 +54,7 @@ class Model:
         integer: bool = False,
         name: str | None = None,
     ) -> np.ndarray:
-        """New columns in the given shape, or one where a bool array is True and `NONE` elsewhere.
+        """Add columns of the given shape, or one where a bool array is True and `NONE` elsewhere.
 
         ``lower``, ``upper`` and ``cost`` broadcast to the shape. ``name`` is for files that people read.
         """
@@ -77,7 +77,7 @@ class Model:
         lower: np.ndarray | float = -INF,
         upper: np.ndarray | float = INF,
     ) -> None:
-        """One row for each entry of the terms: lower <= Σ coefficient · variable <= upper.
+        """Add one row per entry of the terms: lower <= Σ coefficient · variable <= upper.
 
         Args:
             terms: pairs of columns and coefficients. All columns have the same leading axis, a row each; further axes
@@ -100,7 +100,7 @@ class Model:
         lower: np.ndarray | float = -INF,
         upper: np.ndarray | float = INF,
     ) -> None:
-        """``count`` rows whose terms differ in number: entries are (row within the family, column, coefficient)."""
+        """Add ``count`` rows with any number of terms: entries are (row within the family, column, coefficient)."""
         if name in self.families:
             raise ValueError(f"There is a family of constraints named {name!r} already.")
         for rows, columns, coefficients in entries:
@@ -113,7 +113,7 @@ class Model:
         self.rows += count
 
     def matrix(self) -> sp.csc_array:
-        """(rows, columns): the coefficients; entries named twice are added up."""
+        """(rows, columns): the coefficients; repeated entries are added up."""
         if not self._entries:
             return sp.csc_array((self.rows, self.columns))
         rows, columns, coefficients = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
@@ -133,16 +133,16 @@ class Model:
         return ["_".join(map(str, (name, *at))) for name, mask in self._named for at in np.argwhere(mask)]
 
     def row_names(self) -> list[str]:
-        """The name of each row: that of its family and its place within it."""
+        """The name of each row: its family's name and its index within it."""
         families = self.families.items()
         return [f"{name.replace(' ', '_')}_{i}" for name, rows in families for i in range(rows.stop - rows.start)]
 
     def value(self, x: np.ndarray, family: np.ndarray) -> np.ndarray:
-        """A family's values in a solution ``x``: the family's shape, zero where there is no variable."""
+        """The values of a family in a solution ``x``: the family's shape, zero where there is no variable."""
         return np.where(family == NONE, 0.0, x[family])
 
     def broken(self, x: np.ndarray, tolerance: float = 1e-6) -> list[str]:
-        """The constraints that ``x`` breaks: family, row within it, and by how much."""
+        """The constraints that ``x`` breaks: family, row within it, and amount."""
         activity = self.matrix() @ x
         excess = np.maximum(self.row_lower - activity, activity - self.row_upper)
         return [
@@ -157,12 +157,12 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The columns one stage later, (T, V); none after the last."""
+    """The columns shifted one stage on, (T, V): entry t is stage t + 1, `NONE` after the last."""
     return np.vstack([family[1:], np.full((1, family.shape[1]), none)])
 
 
 def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The columns one stage earlier, (T, V); none before the first."""
+    """The columns shifted one stage back, (T, V): entry t is stage t - 1, `NONE` before the first."""
     return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
 
 
@@ -175,7 +175,7 @@ def pairs(
     upper: float = 0.0,
     lower: float = -INF,
 ) -> None:
-    """A row for each variable of a family (T, V): it, and those of the same place in others, at most ``upper``."""
+    """Add a row per variable of a family (T, V): it plus the others in the same place, at most ``upper``."""
     at = np.nonzero(first != NONE)
     terms = [(first[at], 1.0), *((family[at], coefficient) for family, coefficient in others)]
     model.constrain(name, terms, lower=lower, upper=upper)

@@ -1,4 +1,4 @@
-"""A lower bound on the seconds of all schedules, from the memory limit at a few moments of the step only.
+"""A lower bound on the seconds of all schedules, from the memory limit at a few moments of the step.
 
 A moment is the first execution of an op o_i; o_1 < ... < o_m. X[i, v]: value v is at hand at moment i. R[i, k]: op k
 runs between moments i-1 and i, the last included. Of the rules of a schedule we keep
@@ -80,7 +80,7 @@ COARSE = 0.2  # of the gap to the best plan: what models are solved to that othe
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The bound that moments prove, and the values that their model keeps."""
+    """The bound that some moments prove, and the values that their model keeps."""
 
     value: float  # seconds that every schedule within the budget takes; infinite if proven that none is
     moments: tuple[int, ...] = ()  # ops, of the last model that had an answer
@@ -171,7 +171,7 @@ def _round(
     *,
     spanned: bool,
 ) -> Bound:
-    """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
+    """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
     problem, budget, unit, R = task.problem, task.budget, cost_unit(task.problem), incumbent.R
     x = build(problem, budget, at, spanned=spanned)
     # Start from the columns R of the best schedule; the solver finds X.
@@ -210,7 +210,7 @@ def _round(
 
 
 def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False) -> Relaxed:
-    """The model of these moments, ascending; with rows about spans of segments, without a second memory only."""
+    """The model of these moments, ascending; without a second memory also with rows for spans of segments."""
     graph, model = problem.graph, Model()
     T, V, m = len(graph.ops), len(graph.values), len(moments)
     # Values that are at hand for good are no columns: inputs, results, with a second memory the small ones.
@@ -262,7 +262,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
 
 
 def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int]) -> np.ndarray:
-    """(m, V) bool: at this moment it is as good to keep what is made of a value as the value itself.
+    """(m, V) bool: keeping what is made from a value is as good at this moment as keeping the value itself.
 
     Whoever keeps it until op j reads it can run j before the moment and keep what j makes, in as few bytes; j runs no
     more often, and needs nothing else that could be lacking.
@@ -304,7 +304,7 @@ def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made
 
 
 def spans(count: int) -> Iterator[tuple[int, int]]:
-    """The first and the last segment of each span, of this many segments.
+    """First and last segment of each span among this many segments.
 
     >>> list(spans(3))
     [(0, 1), (0, 2), (1, 2)]
@@ -316,7 +316,7 @@ def spans(count: int) -> Iterator[tuple[int, int]]:
 def _bind_spans(
     x: Relaxed, begins: np.ndarray, ends: np.ndarray, made_by: np.ndarray, readers: np.ndarray, read: np.ndarray
 ) -> None:
-    """Add the rows of all spans of segments, given each segment's first and last new op; ``readers`` read ``read``."""
+    """Add the rows of all spans of segments, from each segment's first and last new op; ``readers`` read ``read``."""
     model, R, X, carried = x.model, x.R, x.X, x.carried
     k = np.arange(R.shape[1])
     for a, b in spans(len(R)):
@@ -338,7 +338,7 @@ def _bind_spans(
 
 
 def lift(problem: Problem, bound: Bound) -> Schedule:
-    """The schedule that keeps at each moment the values kept by the bound's model, and makes missing ones on demand.
+    """The schedule that keeps at each moment the values that the model keeps, and remakes missing ones on demand.
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
@@ -352,7 +352,7 @@ def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
 
 
 def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbent, *, most: int) -> list[int]:
-    """The moments of the next model, ``most`` at most: those of a bound, and where it seems to lack some.
+    """Up to ``most`` moments for the next model: those of a bound, and new ones where it seems too weak.
 
     Far from the best plan several at a time: models of few moments prove little, and take time too. Those of the bound
     alone if its model ran out of time, or nothing is lacking.
@@ -370,13 +370,13 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
 
 
 def default_moments(problem: Problem) -> list[int]:
-    """The moments where keeping everything peaks, where most is unavoidable, and before the backward for some rules."""
+    """Moments where keep-all peaks, where most bytes are unavoidable, and, for some rules, before the backward."""
     begin = [problem.graph.forward_length - 1] if problem.limits.recomputed else []
     return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
 
 
 def in_windows(problem: Problem, count: int) -> list[int]:
-    """The default moments, and those where most is unavoidable in each of several equal parts of the backward."""
+    """The default moments, plus those where most bytes are unavoidable in equal parts of the backward."""
     unavoidable, T = problem.unavoidable_bytes, len(problem.graph.ops)
     begin = problem.graph.forward_length if problem.graph.forward_length < T else 0
     ends = np.linspace(begin, T, count + 1).astype(int).tolist()
@@ -399,7 +399,7 @@ def where_it_breaks(
 
 
 def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *, most: int) -> list[int]:
-    """Moments, ``most`` at most, that come between runs (T, T) of the same ops, those of the dearest ones first.
+    """Up to ``most`` moments that separate repeated runs (T, T) of the same op, the dearest ops first.
 
     Of moments that are alike in this it is the one at whose first execution the most is at hand.
     """
@@ -423,7 +423,7 @@ def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *
 
 
 def _gains(R: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """(n,) seconds of the ops that run up to each of n stages (n, T) and after it."""
+    """(n,) seconds of the ops that run both before and after each of n stages (n, T)."""
     before = np.logical_or.accumulate(R, axis=0)
     after = np.logical_or.accumulate(R[::-1], axis=0)[::-1]
     return np.append((before[:-1] & after[1:]) @ seconds, np.zeros(min(1, len(R))))

@@ -1,4 +1,4 @@
-"""Solve a `Model` by any solver that PuLP knows: CBC, which it brings along, Gurobi, CPLEX, SCIP, Xpress, ..."""
+"""Solve a `Model` with any solver that PuLP knows: CBC, which comes with it, Gurobi, CPLEX, SCIP, Xpress, ..."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     start: tuple[np.ndarray, np.ndarray] | None = None,
     target: float | None = None,
 ) -> Result:
-    """Solve a model with a solver that PuLP knows by this name, e.g. "CBC", "GUROBI" or "SCIP".
+    """Solve a model with the solver that PuLP knows by this name, such as "CBC", "GUROBI" or "SCIP".
 
     PuLP passes no bound on, so there is one only where the solver says, before its time is up, that it reached the
     asked gap by its own tolerances, or that there is no solution. What it claims later proves nothing: CBC, stopped in
@@ -89,7 +89,7 @@ def _as_dict(model: Model) -> dict[str, Any]:
 
 
 def _solver(name: str, time_limit: float, gap: float, threads: int) -> pulp.LpSolver:
-    """PuLP's interface to a solver: of those with this name the first that is there."""
+    """PuLP's interface to a solver: the first available one with this name."""
     known, there = pulp.listSolvers(), pulp.listSolvers(onlyAvailable=True)
     names = ("COIN_CMD", "PULP_CBC_CMD") if name == "CBC" else (name, f"{name}_CMD", f"{name}_PY")
     candidates = [n for n in names if n in known]

@@ -66,7 +66,7 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
 
 
 def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
-    """Offer R without the runs that it can do without, if it fits and may then be cheaper than the best."""
+    """Remove useless runs from R, and offer it if it may then be cheaper than the best."""
     problem = task.problem
     if cost_of(problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R) or not obeys_limits(problem, R):
         return False
@@ -82,7 +82,7 @@ def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
 
 
 def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) -> Iterator[np.ndarray]:
-    """(T, T) bool schedules from S* (T, V): for up to `TRIES` thresholds, or as many tosses where there is an rng."""
+    """(T, T) bool schedules from S* (T, V): by up to `TRIES` thresholds, or as many coin tosses with an rng."""
     seen: set[bytes] = set()
     values = np.unique(S[S > 1e-9].round(6)) if (S > 1e-9).any() else np.ones(1)
     thresholds = values[np.unique(np.linspace(0, len(values) - 1, TRIES).astype(int))]
@@ -95,12 +95,12 @@ def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) 
 
 
 def rounded(problem: Problem, kept: np.ndarray) -> np.ndarray:
-    """(T, T): what runs where these values (T, V) are kept."""
+    """R (T, T) of the schedule that keeps these values (T, V)."""
     return without_useless(problem.graph, least_runs(problem, kept))
 
 
 def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
-    """Phase two: the least R (T, T) under which S (T, V) can be kept.
+    """Phase two: the least R (T, T) with which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
     which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
@@ -121,7 +121,7 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
 
 
 def _runs(graph: Graph, S: np.ndarray) -> np.ndarray:
-    """The least R (T, T) under which S can be kept, whatever binds its ops."""
+    """The least R (T, T) with which S can be kept, limits on ops ignored."""
     T = len(graph.ops)
     R = np.eye(T, dtype=bool)
     for t in range(T):

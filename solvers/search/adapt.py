@@ -1,4 +1,4 @@
-"""Begin from a known plan: of the same step, or of one with the same ops and other sizes, such as a smaller batch.
+"""Begin from a known plan: of the same step, or of the same ops with other sizes, such as a smaller batch.
 
 A plan says what runs, and that is a schedule of any problem with the same graph; only whether it fits is another
 question there. So it is carried over in two ways. If it fits it is taken, and what there is room for now need not run
@@ -29,7 +29,7 @@ PASSES = 4  # of eviction, at most
 
 
 def as_schedule(problem: Problem, start: Start) -> Schedule:
-    """The schedule of a start.
+    """The schedule of a known plan to start from.
 
     Raises:
         ValueError: if it has none, or one that is wrong for this problem whatever the budget.
@@ -48,7 +48,7 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
 
 
 def proven_by(problem: Problem, budget: int, start: Start) -> float:
-    """Seconds that every schedule takes, as the start has proven it; 0.0 where that was for something else.
+    """Seconds that every schedule takes, as proven for the start; 0.0 if that was for another problem.
 
     A bound holds for the same graph, sizes and costs, for no more bytes beside what is resident, and where there are
     rules in addition.
@@ -61,7 +61,7 @@ def proven_by(problem: Problem, budget: int, start: Start) -> float:
 
 
 def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
-    """The best schedule (T, T) within the budget that is made quickly of a known one; None if none is.
+    """The best schedule (T, T) within the budget that is quickly made from a known one; None if none is.
 
     One pass is made even without time.
 

@@ -1,4 +1,4 @@
-"""Search from the last op to the first for what runs again in any order, as often as need be: plans, and proofs.
+"""Search from the last op to the first for reruns in any order, as often as needed: plans, and proofs.
 
 A schedule runs an op again once a stage at most, in PyTorch's order (`checkmate.core.schedule`), and then a value that
 is made early waits while a long branch is made. A plan may make it late, or twice. As in
@@ -25,7 +25,7 @@ from checkmate.solvers.search.value_sets import ValueSets
 
 @dataclass
 class AnyOrder:
-    """A search within a budget, for a plan or for a proof that there is none."""
+    """A search within a budget, for a plan or for a proof that no plan exists."""
 
     sets: ValueSets
     budget: int
@@ -38,7 +38,7 @@ class AnyOrder:
     reached: int = -1  # the stage closest to the first op that was looked at
 
     def runs(self) -> list[list[int]] | None:
-        """The ops that run in each stage, in order, of a plan within the budget; None where none was found.
+        """The ops that run in each stage, in order, of a plan within the budget; None if none was found.
 
         >>> from checkmate.core.problem import Problem
         >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
@@ -49,11 +49,11 @@ class AnyOrder:
         return stages_of(self.sets, trail) if found else None
 
     def refutes(self, t: int) -> bool:
-        """Tell whether it is proven that op t, and its needs, fit the budget in no plan."""
+        """Tell whether it is proven that no plan within the budget runs op t."""
         return not self._search(t)[0] and self.complete
 
     def _search(self, last: int) -> tuple[bool, Trail | None]:
-        """Search backwards for a state that needs nothing more before op ``last``, and give its runs."""
+        """Search backwards for a state that needs nothing before op ``last``; give the runs that led to it."""
         sets, left, self.reached = self.sets, self.most, last + 1
         heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
         seen = {(last + 1, 0)}
@@ -79,7 +79,7 @@ class AnyOrder:
         return False, None
 
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the runs that may come before op t, which needs ``needed`` in memory: (stage, its needs, op)."""
+        """Yield the runs that may precede op t, which needs ``needed`` in memory: (stage, its needs, op)."""
         sets = self.sets
         others: list[tuple[int, int, int]] = []
         for one in self._again(t, needed) if begun else ():
@@ -92,7 +92,7 @@ class AnyOrder:
             yield t - 1, sets.before(t - 1, needed), None
 
     def _again(self, t: int, needed: int) -> Iterator[tuple[int, int, int]]:
-        """The runs of stage t before which something else is needed."""
+        """Yield the reruns in stage t that change the needs."""
         sets, values = self.sets, needed & self.sets.free[t] & self.sets.below[t]
         missing = values & sets.below[sets.forward_length]
         while missing:  # as much of it as can be made from nothing

@@ -42,7 +42,7 @@ NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 @dataclass
 class Beam(Backward):
-    """A search within a budget, for a cheap plan or for a bound of what all take."""
+    """A search within a budget, for a cheap plan or for a lower bound of all costs."""
 
     sets: ValueSets
     budget: int
@@ -60,7 +60,7 @@ class Beam(Backward):
     beside: list[tuple[int, State]] = field(default_factory=list)  # per stage, the set it needs at the begin, its state
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
-        """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
+        """R (T, T) of the cheapest plan found, never dearer than the known one; None without time or plan."""
         self.known, self.beside = known, []
         if known is not None:
             S = Schedule.from_runs(self.sets.problem.graph, known).S[:, self.sets.values]
@@ -76,7 +76,7 @@ class Beam(Backward):
         return None if stages is None else as_matrix(stages)
 
     def bound(self) -> tuple[float, list[list[int]] | None]:
-        """Seconds of what every schedule runs again, at most ``most``; and the stages of one that takes just that.
+        """Seconds that every schedule spends on reruns, at most ``most``; and the stages of one that takes just that.
 
         In any order it is that of every plan. 0.0 where the time is over.
         """
@@ -85,7 +85,7 @@ class Beam(Backward):
         return seconds, stages if self.complete else None
 
     def _cheapest(self) -> tuple[float, list[list[int]] | None]:
-        """Seconds of what the cheapest plan runs again, and its stages.
+        """Seconds of the cheapest plan's reruns, and its stages.
 
         Where none is left, ``most`` and None; 0.0 and None where the time is over.
         """
@@ -152,7 +152,7 @@ class Beam(Backward):
         return states
 
     def _fits(self, t: int, needed: int) -> bool:
-        """Tell whether op t can run where this is needed after it; there is no stage before the first."""
+        """Tell whether op t fits if ``needed`` is in memory after it; true before the first stage."""
         return t < 0 or self.sets.at(t, t, needed) <= self.budget
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
@@ -186,7 +186,7 @@ class Beam(Backward):
         waiting.count = sum(map(len, waiting.groups.values()))
 
     def _merged(self, needed_sets: list[int], states: States, width: int, t: int) -> dict[int, tuple[State, list[int]]]:
-        """Merge the least promising states, which come last, into others: a bound by what both need stays valid.
+        """Merge the least promising states, which come last, into others: what both need keeps the bound valid.
 
         Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
         Gives each new state with the sets that it was merged of.
@@ -208,7 +208,7 @@ class Beam(Backward):
         }
 
     def _by_promise(self, needed_sets: list[int], seconds: list[float], t: int) -> list[int]:
-        """Order states, by index, by the seconds of later runs and the price of the values needed before stage t."""
+        """Order states by the seconds of later reruns plus the price of the values needed before stage t."""
         with np.errstate(invalid="ignore"):  # BLAS may compute with what lies beside a short vector, and drops it
             promise = np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
         return np.argsort(promise, kind="stable").tolist()
@@ -223,7 +223,7 @@ class Beam(Backward):
 
 
 def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
-    """(values with a bit, T + 1) float32: seconds that having a value in memory when a stage begins may cost.
+    """(values with a bit, T + 1) float32: the price in seconds of a value in memory at the begin of a stage.
 
     A value is kept, at the price of its bytes in each stage, or made again from what its op reads, which has a price
     too; whichever is less. What two values are both made from counts for each of them.
@@ -256,7 +256,7 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
 
 
 def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = WIDTHS) -> None:
-    """Prove what can be proven in time of the least seconds, with more and more states, merged where they are too many.
+    """Prove a lower bound in the time given, with more and more states, merged if there are too many.
 
     Close to the smallest budget few sets of values fit, and that is where other bounds are far off. Values so small
     that all of them together do not matter count as if they were always at hand once made; only a schedule that fits

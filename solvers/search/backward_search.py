@@ -40,11 +40,11 @@ CHUNK = 256  # states that are compared at a time
 
 
 class TooWide(Exception):
-    """More states than a proof may have."""
+    """Raised when a proof needs more states than it may have."""
 
 
 class Waiting:
-    """The states of a stage by the op to decide on next, the last one first, and the finished states."""
+    """The states of a stage by the op to decide next, the last op first, and the finished states."""
 
     def __init__(self, sets: ValueSets) -> None:
         self.producer = sets.producer
@@ -54,7 +54,7 @@ class Waiting:
         self.done: States = {}
 
     def add(self, needed: int, asked: int, state: State, must: int = 0) -> None:
-        """Add a state whose values ``asked`` may still be made again in this stage; of two, keep the cheaper.
+        """Add a state whose values ``asked`` may still be made again in this stage; of two equal ones keep the cheaper.
 
         Those that ``must`` be are made before something else that is made again: without that the state is none.
         """
@@ -84,7 +84,7 @@ class Backward(ABC):
     complete: bool  # no state was dropped so far
 
     def back_from(self, last: int) -> Iterator[States]:
-        """The stages from the last to the first, with the values needed when each begins; none: nothing fits.
+        """The stages from the last to the first with the values needed at their begin; none if nothing fits.
 
         Raises:
             OutOfTime: where the clock runs out first.
@@ -109,7 +109,7 @@ class Backward(ABC):
             yield states
 
     def _undominated(self, states: States, order: Iterable[int]) -> Iterator[int]:
-        """Yield the sets, in this order, unless one before needs less and takes less."""
+        """Yield the sets in this order, except where an earlier one needs less and costs less."""
         best: list[tuple[int, float]] = []
         for needed in order:
             seconds = states[needed][0]
@@ -121,7 +121,7 @@ class Backward(ABC):
 
     @abstractmethod
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
-        """Run op t for the first time, and decide next on the other runs of stage t."""
+        """Run op t for the first time; the other runs of stage t are decided next."""
 
     @abstractmethod
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
@@ -133,7 +133,7 @@ class Backward(ABC):
 
     @abstractmethod
     def _end(self, t: int, states: States) -> States:
-        """Select the states at the begin of stage t that go on."""
+        """Select the states at the begin of stage t to continue from."""
 
 
 def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
@@ -159,7 +159,7 @@ def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = N
 
 @dataclass
 class BackwardSearch(Backward):
-    """A search for any plan, or for a proof that there is none."""
+    """A search for any plan, or for a proof that no plan exists."""
 
     sets: ValueSets
     budget: int
@@ -184,7 +184,7 @@ class BackwardSearch(Backward):
         waiting.add(needed, needed & self.sets.free[t] & self.sets.below[k], (0.0, 0, trail))
 
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
-        """Decide as `Backward` does, or make everything missing from nothing."""
+        """Decide as `Backward` does, or remake everything missing from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = None if self.homes is None else self.homes.get(k)
         for (needed, _, _), (_, _, trail) in now.items():
@@ -229,7 +229,7 @@ class BackwardSearch(Backward):
             waiting.groups[k][key] = state
 
     def _end(self, t: int, states: States) -> States:
-        """Drop the states that contain another one, and those beyond the width."""
+        """Drop states that contain another one, and those beyond the width."""
         if len(states) <= 1:
             return states
         best = list(self._undominated(states, sorted(states, key=self.sets.bytes_of)))
@@ -264,7 +264,7 @@ def find_plan(
     exact: bool = False,
     homes: Mapping[int, int] | None = None,
 ) -> tuple[np.ndarray | None, BackwardSearch]:
-    """The runs R (T, T) of a schedule within the budget, or None; the search says whether that is proven.
+    """R (T, T) of a schedule within the budget, or None; the search tells whether that is a proof.
 
     Raises:
         OutOfTime: where the clock runs out first.
@@ -278,7 +278,7 @@ def find_plan(
 
 
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
-    """A proof that no schedule fits the budget, from what op t and the ops before it need; None where there is none.
+    """A proof that no schedule fits the budget, from the needs of op t and earlier ops; None if it fails.
 
     Nothing is asked for at the end of stage t but what is owed in any case, so that what follows is needed in every
     schedule. It ends without a proof once nothing more is needed, or at too many states. A proof is the number of bytes
@@ -298,5 +298,5 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
 
 
 def far_enough(sets: ValueSets) -> int:
-    """The time for which gradients may have been let go; all there is where updates wait for all, to be clipped."""
+    """The number of stages after which gradients may be gone; all stages if updates wait for clipping."""
     return ANY if sets.problem.limits.last_stage else FAR

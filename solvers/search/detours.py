@@ -1,4 +1,4 @@
-"""Improve the best plan of `auto` by beam searches beside it, each with other prices of memory, drawn at random.
+"""Improve the best plan of `auto` by beam searches beside it, each with randomly drawn prices of memory.
 
 What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So the prices
 are drawn at random around that, again and again, and the beams become wider as narrow ones find nothing more. What a
@@ -24,7 +24,7 @@ SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 class Detours:
-    """The state of the search; `search` can be called again and goes on from there.
+    """The state of the search; each call of `search` continues it.
 
     Args:
         task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
@@ -44,11 +44,11 @@ class Detours:
 
     @property
     def is_over(self) -> bool:
-        """Beams that are as wide as can be found nothing more."""
+        """Tell whether beams of full width have found nothing more."""
         return self.width > WIDEST
 
     def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
-        """A schedule (T, T) within the budget that is no dearer than R, which is within the budget too."""
+        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
         problem, budget, rng, quiet = self.task.problem, self.task.budget, self.rng, 0
         forward = problem.seconds[: problem.graph.forward_length].sum()
         while not clock.is_over and not self.is_over:

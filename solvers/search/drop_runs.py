@@ -1,4 +1,4 @@
-"""Shorten a schedule within its budget: drop the runs that make again what could have stayed in memory.
+"""Shorten a schedule within its budget: drop runs whose results could have stayed in memory.
 
 The plans of the smallest peaks (`checkmate.solvers.search.backward_search`) make everything again in each stage. Here
 the stages are gone through once more, in order. What the plan needs when a stage begins is always at hand; whatever
@@ -25,7 +25,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs
 
 
 def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarray:
-    """A schedule (T, T) within the budget that runs less than R, which is within the budget too.
+    """A schedule (T, T) within the budget with fewer runs than R, which is within the budget too.
 
     Args:
         clock: once it is over nothing more is tried; one way through the stages always is.
@@ -39,7 +39,7 @@ def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.
 
 
 def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """Do as `drop_runs` for the ops that run in each stage, in any order.
+    """Drop runs as `drop_runs` does, from the ops that run in each stage, in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 
@@ -130,7 +130,7 @@ class _Stages:
         return runs
 
     def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield values that stage t may begin with, and its runs: the most values first, as planned last."""
+        """Yield sets of values that stage t may begin with, and its runs: first most values, last as planned."""
         tables = self.tables
         for share in SHARES:
             start = self.needed[t].union(extra[: int(share * len(extra))])
@@ -153,7 +153,7 @@ class _Stages:
     def _levels(
         self, t: int, start: set[int], ops: list[int]
     ) -> tuple[np.ndarray, dict[int, int], dict[int, list[Saving]]]:
-        """Bytes in memory beside results while each op runs, and the op from which each value is idle in this stage.
+        """Bytes in memory beside results while each op runs, and the op from which each value idles in this stage.
 
         And what each op may write over as long as it is not kept for the next stage, which counts in the bytes.
         """

@@ -1,4 +1,4 @@
-"""Passes over the ops under a budget: rematerialize on demand, evict on pressure what is cheap and far from its use.
+"""Passes over the ops under a budget: rematerialize on demand, under pressure evict cheap values with a far next use.
 
 The offline cousin of dynamic tensor rematerialization (Kirisame et al. 2021): the future is known, so the time to the
 next use takes the place of staleness, as in Belady's rule for caches. A pass goes stage by stage: in stage t the
@@ -63,7 +63,7 @@ GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5,
 
 @dataclass(frozen=True)
 class DeadEnd:
-    """The early end of a pass: op, and the bytes it lacks."""
+    """The end of a pass that got stuck: at which op, and the bytes it lacks."""
 
     op: int
     stage: int
@@ -71,7 +71,7 @@ class DeadEnd:
 
 
 def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
-    """The ops that run in each stage, ascending; or where the budget was too small for this order of evictions.
+    """The ops that run in each stage, ascending; or the dead end that the pass got into.
 
     Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
     """
@@ -185,7 +185,7 @@ class PassState:
                     self.shadow_last[u] = max(last, int(self.shadow_last[u]))
 
     def missing_ancestors(self, values: Iterable[int]) -> set[int]:
-        """The ops that must run to have these values."""
+        """The ops that must run to make these values."""
         again: set[int] = set()
         todo = [v for v in values if not self.at_hand[v]]
         while todo:
@@ -209,7 +209,7 @@ class PassState:
         self.changed.add(v)
 
     def claim_ancestors(self, v: int) -> None:
-        """Value v leaves and must come back: its op's inputs are needed then, and for missing ones, their ancestors."""
+        """Note when evicted value v has to come back for its op's inputs, and so on for missing ancestors."""
         tables = self.tables
         todo = [v]
         while todo:
@@ -226,7 +226,7 @@ class PassState:
                         todo.append(u)
 
     def next_need(self, v: int, k: int) -> int:
-        """The next stage that needs input v of op k once k has run in this one; NEVER without one, 0 for this one."""
+        """The next stage that needs input v of op k after this run; NEVER if none does, 0 for this stage."""
         if self.claims[v] > 1:
             return 0
         users, i = self.tables.users[v], self.user_index[v] + 1
@@ -235,12 +235,12 @@ class PassState:
         return min(use, first if first > self.now else last if last > self.now else NEVER)
 
     def is_needed(self, v: int) -> bool:
-        """Tell whether a later stage needs the value, for itself or to bring back another."""
+        """Tell whether a later stage needs the value, itself or to remake another."""
         first = self.shadow_first[v]
         return bool(self.next_use[v] < NEVER or (first < NEVER if first > self.now else self.shadow_last[v] > self.now))
 
     def makes_more(self, v: int) -> bool:
-        """Tell whether more bytes, at hand and still needed, were made from v, also by others that come from it alone.
+        """Tell whether values made from v alone, directly or not, that are in memory and needed have more bytes than v.
 
         A mask of bits is made from noise, say, and noise from a random state: then it is better to keep the smaller.
         """
@@ -259,7 +259,7 @@ class PassState:
         return False
 
     def make_room(self, k: int, lacking: int) -> bool:
-        """Evict values until there is room for the bytes that op k lacks; whether that is possible."""
+        """Evict values until the bytes that op k lacks are free; tell whether that is possible."""
         now, goal, savings = self.now, self.room + lacking, self.tables.savings[k]
         # First go values that no stage needs any more. Only copies that larger values are made of are spared: with
         # them the larger ones can come back.
@@ -327,7 +327,7 @@ class PassState:
         return True
 
     def refresh_worth(self) -> None:
-        """Bring `worth` up to date for values at hand that came, or that missing ones which came or went lead to."""
+        """Update `worth` of changed values in memory, and of those remade from changed ones through evicted values."""
         tables, at_hand = self.tables, self.at_hand
         seen, todo = set(self.changed), list(self.changed)
         stale = [v for v in todo if at_hand[v]]
@@ -361,7 +361,7 @@ class PassState:
 
 
 def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Remarks:
-    """The best plan of many passes, improved by local search. No plan where no pass fits.
+    """The best plan of many passes, improved by local search. No plan if no pass fits.
 
     Passes take half of the time at most, or ``patience``, in seconds. The same seed gives the same plan where the time
     limit does not bind.
@@ -414,7 +414,7 @@ class _Plan:
 
 
 class TiltedPasses:
-    """A random search over tilts; `search` can be called again and goes on from its plans.
+    """A random search over tilts; each call of `search` continues it.
 
     Args:
         task: its seed is that of the changes. The same seed gives the same plans where no clock binds.
@@ -437,7 +437,7 @@ class TiltedPasses:
         self.chances = bytes_that_go / max(1, bytes_that_go.sum())  # (V,): how likely each is changed
 
     def search(self, clock: Clock) -> np.ndarray | None:
-        """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
+        """R (T, T) bool of the cheapest pass found, or None if none fits the budget.
 
         It ends before the clock is over after rounds without progress.
         """

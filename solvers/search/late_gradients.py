@@ -1,4 +1,4 @@
-"""Lower a step's smallest budget: make large gradients last, and twice those that wait to be clipped.
+"""Lower a step's smallest budget: make large gradients last, and those that wait for clipping twice.
 
 A gradient that nothing reads stays from the moment it is made. Where it is larger than its op's inputs, it is better
 made at the end (`late_results`): the gradient of a fully connected layer's weight behind a convolutional network has
@@ -28,7 +28,7 @@ LONG = 0.25  # of the stages of the backward: what is read sooner does not wait
 
 
 def late_results(graph: Graph) -> list[int] | None:
-    """The order of a step's ops in which its smallest budget is lower; None where it is none, or hardly.
+    """An order of the step's ops with a lower smallest budget; None if there is none, or hardly lower.
 
     Nothing but the bytes of values counts, so that the answer is the same wherever and whenever a step is captured.
 
@@ -68,7 +68,7 @@ def late_results(graph: Graph) -> list[int] | None:
 
 
 def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, int]]:
-    """The backward's ops to run again for each share of the bytes that wait, and in which stage; once each.
+    """For each share of the waiting bytes, the backward ops to run a second time, and in which stage.
 
     What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
     longest, all together. An op runs again when something needs it for the first time after that, or before another op

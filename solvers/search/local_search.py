@@ -1,4 +1,4 @@
-"""Local search on what runs again: drop a run, and where that breaks the budget run cheaper things again instead.
+"""Local search over reruns: drop one, and if that breaks the budget, rerun cheaper ops instead.
 
 Any set of runs is a schedule; only memory limits it (`checkmate.core.schedule.Schedule.from_runs`). A value is at hand
 from a run of its producer to its last reader before the next such run. So a move changes the intervals of a few values,
@@ -25,7 +25,7 @@ TRIES = 5  # values tried at most for each of these
 
 
 def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
-    """A schedule (T, T) no worse than R, which fits the budget.
+    """A schedule (T, T) within the budget, no dearer than R.
 
     Args:
         quiet: end after so many new starts, from the best with random changes, that came to nothing.
@@ -34,7 +34,7 @@ def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
 
 
 def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
-    """Do as `exchange` for the ops that run in each stage; one that runs in another order keeps it, or runs less."""
+    """Improve the ops that run in each stage as `exchange` does R; runs out of order stay, or are dropped."""
     line = Line(task.problem, task.budget, as_matrix(stages), stages)
     rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost
@@ -68,7 +68,7 @@ def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> lis
 
 
 def _save(line: Line, p: int, limit: float) -> None:
-    """Drop the run at p and what only it needed, and pay with other runs where bytes are short.
+    """Drop the run at p and the runs only it needed, and add other runs where bytes are short.
 
     Undone if that does not fit, or the cost does not end below the limit.
     """
@@ -108,7 +108,7 @@ def _save(line: Line, p: int, limit: float) -> None:
 
 
 def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
-    """(P, 2) int: stages and ops in the order in which they run, of R (T, T) and where more runs can be of use at once.
+    """(P, 2) int: (stage, op) in execution order, of R (T, T) and where more runs can be useful.
 
     In stage t those are the ops whose values op t reads, those that may not run later and whose values may be read
     then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
@@ -135,10 +135,10 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
 
 
 class Line:
-    """Places in the order in which they run, with their switches, and the bytes in memory at each."""
+    """Places in execution order, each on or off, and the bytes in memory at each."""
 
     def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: Sequence[list[int]] = ()) -> None:
-        """Take R (T, T); or ``stages`` with these runs, of which those out of order have no other places."""
+        """Take R (T, T); or R with ``stages``, whose runs out of order get no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
         # The places: every stage and op that may run there, in the order in which they would.
@@ -188,17 +188,17 @@ class Line:
         return stages
 
     def fits(self) -> bool:
-        """True if no place exceeds the budget and no rule is broken."""
+        """Tell whether no place exceeds the budget and no rule is broken."""
         often = any(self.runs_of[k] > most for k, most in self.max_runs.items())
         return bool(self.bytes_at.max() <= self.room) and not often
 
     def become(self, on: np.ndarray) -> None:
-        """Switch to other places."""
+        """Set the switches of all places."""
         for p in np.flatnonzero(self.on != on).tolist():
             self.flip(p)
 
     def flip(self, p: int) -> None:
-        """Run at p if it does not, and the reverse."""
+        """Switch place p."""
         tables, k = self.tables, int(self.op[p])
         touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v] or v in self.saves]
         self.barred[touched] = False
@@ -213,7 +213,7 @@ class Line:
             self._count(v, 1)
 
     def _count(self, v: int, sign: int) -> None:
-        """Add the bytes of v wherever it is in memory; or take them off, with the sign -1."""
+        """Add the bytes of v wherever it is in memory; with sign -1 subtract them."""
         size = sign * self.size[v]
         if self.tables.result[v]:
             makes = [p for p, made in self.touches[v] if made and self.on[p]]
@@ -236,7 +236,7 @@ class Line:
                     others.append(saved)
 
     def intervals(self, v: int) -> list[tuple[int, int]]:
-        """The intervals of v in memory: from each run of its producer to the last reader before the next."""
+        """The intervals of v in memory: from each run of its producer to the last reader before the next run."""
         found: list[tuple[int, int]] = []
         first = last = -1
         on = self.on
@@ -252,7 +252,7 @@ class Line:
         return found
 
     def offers(self, p: int) -> Iterator[int]:
-        """Places that are off where a value idle at p could be made again, the cheapest byte first."""
+        """Places that are off at which a value idle at p could be remade, the cheapest per byte first."""
         if p != self.asked_at:
             self.asked_at, self.barred[:] = p, False
             self.around = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
@@ -270,7 +270,7 @@ class Line:
                 yield q
 
     def _following(self, v: int, p: int) -> tuple[int, bool] | None:
-        """The first touch of v from place p on that is on."""
+        """The first touch of v at or after place p that is on."""
         touches, on = self.touches[v], self.on
         for i in range(bisect_left(touches, (p, False)), len(touches)):
             if on[touches[i][0]]:

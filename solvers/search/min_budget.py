@@ -1,4 +1,4 @@
-"""The smallest budget: the smallest peak that a known plan reaches, and what no plan stays below.
+"""The smallest budget: the smallest peak of a known plan, and a proven bound for all plans.
 
     what runs again in any order, straight ahead: plans and proofs -> clipped gradients kept, or made twice -> eviction
     passes -> search backwards: schedules from above, refutations from below, wider and wider until they meet -> what is
@@ -75,12 +75,12 @@ class MinBudget:
 
     @property
     def gap(self) -> float:
-        """(peak - bound) / peak: at most by this share could the smallest budget be smaller."""
+        """(peak - bound) / peak: the largest share by which the smallest budget could be smaller."""
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
 
     @property
     def proven(self) -> bool:
-        """No plan fits a smaller budget."""
+        """Tell whether no plan fits a smaller budget."""
         return self.peak == self.bound
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class MinBudget:
 
 @dataclass
 class _Known:
-    """The best plans and bounds of a problem yet."""
+    """The best plans and bounds of a problem so far."""
 
     peak: int
     R: np.ndarray  # (T, T) bool, a schedule of that peak
@@ -107,11 +107,11 @@ class _Known:
 
     @property
     def best(self) -> int:
-        """The smallest peak of all plans that are known."""
+        """The smallest peak of all known plans."""
         return self.peak if self.runs is None else min(self.peak, self.peak_of_runs)
 
     def is_done(self, *, exact: bool) -> bool:
-        """There is nothing more to look for."""
+        """Tell whether a longer search can find nothing more."""
         if exact:
             return self.peak == self.bound and self.best == self.least
         return self.is_close and self.best - self.least <= CLOSE * self.best
@@ -121,7 +121,7 @@ _known: OrderedDict[tuple[str, str, int], _Known] = OrderedDict()  # the last us
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules | None = None) -> MinBudget:
-    """The smallest peak of a plan that is found, and a proven lower bound of it; `least_plan` has that plan.
+    """The smallest peak that a plan is found for, and a proven lower bound; `least_plan` gives the plan.
 
     Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out, or a rule says how often an op may
     run. What is found is remembered, also for a problem that is equal but for its costs; it is looked for again only
@@ -150,7 +150,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
-    """Find `min_budget` of a problem as it is, not split further."""
+    """The smallest budget of a problem without further splits."""
     if problem.host is None:
         known = _find(problem, time_limit)
         return MinBudget(known.best, known.least)
@@ -163,7 +163,7 @@ def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
 
 
 def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[WithFetches, Plan | None]:
-    """The problem in which all that may be sent is, and the plan of its smallest peak.
+    """The problem in which every sendable value is sent, and its plan of the smallest peak.
 
     Where the host budget has no room for that, fewer values are sent in the plan, the largest ones.
     """
@@ -181,13 +181,13 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
 
 
 def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
-    """The smallest peak that a schedule without a second memory was found to reach, and its R (T, T)."""
+    """The smallest peak that a schedule without a second memory is known to reach, and its R (T, T)."""
     known = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
     return known.peak, known.R
 
 
 def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
-    """The ops that run in each stage of the plan of the smallest known peak; fewer where a budget has room.
+    """The ops that run in each stage of the plan of the smallest known peak; fewer if the budget has room.
 
     It is one without a second memory.
 
@@ -206,7 +206,7 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
 
 
 def bottleneck(problem: Problem) -> int:
-    """The op that stands in the way of a smaller budget, if it is known."""
+    """The op that stands in the way of a smaller budget."""
     return _find(problem, 0.0).op if problem.host is None else int(problem.unavoidable_bytes.argmax())
 
 
@@ -251,7 +251,7 @@ def _find(problem: Problem, time_limit: float) -> _Known:
 
 
 class _Ends:
-    """The two ends, drawn together until they meet or time runs out: those of schedules, then those of all plans."""
+    """Both ends of the smallest budget, drawn together until they meet or time is over: schedules, then all plans."""
 
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
@@ -269,7 +269,7 @@ class _Ends:
         self.wasteful = False  # the plan makes more again than it needs to
 
     def close(self) -> None:
-        """Plans and refutations, wider and wider."""
+        """Search for plans and refutations with growing widths."""
         known = self.known
         if self.exact:
             before = -1
@@ -298,7 +298,7 @@ class _Ends:
                     break
 
     def _plan(self, budget: int, width: int) -> bool:
-        """Look for a plan within a budget, small values aside; True if there is more to look for."""
+        """Search for a plan within a budget, small values aside; True if a search may still find one."""
         R, search = find_plan(self.sets, budget, width=width, clock=self.clock, exact=self.exact)
         if R is None:
             self.stuck.add(search.reached)
@@ -313,12 +313,12 @@ class _Ends:
         return False
 
     def _offer(self, R: np.ndarray, budget: int) -> None:
-        """Take a schedule that fits a budget, if it is better; its peak is simulated once runs are dropped."""
+        """Take a schedule that fits a budget, if it is better; its peak is simulated after runs are dropped."""
         if budget < self.known.peak:
             self.known.R, self.known.peak, self.wasteful = R, max(budget, self.known.bound), True
 
     def run_in_any_order(self, clock: Clock) -> None:
-        """Draw the ends of all plans together, by bisection, until neither a plan nor a proof is near."""
+        """Draw the ends of all plans together by bisection, until neither a plan nor a proof is found."""
         known = self.known
         far, states, close = ANY, MOST_STATES, 0
         if not self.exact:
@@ -341,7 +341,7 @@ class _Ends:
         known.bound = max(known.bound, known.least)
 
     def refute_in_any_order(self, budget: int, at: int, near: int, clock: Clock) -> bool:
-        """Tell whether no plan fits a budget, as is seen from a stage or those near it; it is known then."""
+        """Raise the bound of all plans if none fits a budget, as proven at a stage or near it; tell whether."""
         around = range(max(0, at - 1), min(at + near + 1, self.sets.T))
         for t in sorted(around, key=lambda t: abs(t - at)):
             search = AnyOrder(self.sets, budget, clock, far_enough(self.sets), MOST_STATES, loose=True)
@@ -353,7 +353,7 @@ class _Ends:
         return False
 
     def _evict(self, kinds: Sequence[Weights]) -> None:
-        """A peak that is easily reached: a bisection with eviction passes of these kinds."""
+        """Reach a lower peak quickly: bisection with eviction passes of these kinds."""
         tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_EVICTION)
         while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
@@ -368,7 +368,7 @@ class _Ends:
                 return
 
     def _refute(self, width: int) -> None:
-        """Raise the bound, stage by stage, those first in which most is needed."""
+        """Raise the bound stage by stage, beginning where most bytes are needed."""
         sets, known = self.sets, self.known
         clock = self.clock.share(SHARE_OF_PROOFS)
         near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < sets.T)

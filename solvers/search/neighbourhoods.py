@@ -1,4 +1,4 @@
-"""Large neighbourhoods of a plan, solved exactly: what may run again near what the plan runs, decided all at once.
+"""Large neighbourhood search: the runs near a plan's are decided all at once by an exact model.
 
 The plans that are looked at run, in each stage, some of what the known plan runs there, and some of the ops that those
 read from: one level more of what could be made again, or a few. Which of these places are best is an integer program,
@@ -51,7 +51,7 @@ PATIENCE, MORE = 2.0, 2  # seconds for a neighbourhood at first, and times as ma
 
 
 class Neighbourhoods:
-    """The state of the search; `search` can be called again and goes on from there.
+    """The state of the search; each call of `search` continues it.
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -67,11 +67,11 @@ class Neighbourhoods:
         self.spent: np.ndarray | None = None  # the schedule around which nothing better was found
 
     def is_over(self, R: np.ndarray) -> bool:
-        """Nothing better is around this schedule."""
+        """Tell whether nothing better is around this schedule."""
         return self.spent is not None and bool((self.spent == R).all())
 
     def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
-        """A schedule (T, T) within the budget that is no dearer than R, which is within the budget too."""
+        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
         problem = self.task.problem
         while not clock.is_over and not self.is_over(R):
             found, solved = self._best_around(R, clock)
@@ -85,7 +85,7 @@ class Neighbourhoods:
         return R
 
     def first(self, clock: Clock) -> np.ndarray | None:
-        """A schedule within the budget near the one that runs nothing again; None where none is found."""
+        """A schedule within the budget near keep-all. None if none is found."""
         R = np.eye(len(self.task.problem.graph.ops), dtype=bool)
         self.patience = FIRST * clock.left
         found, _ = self._best_around(R, clock)
@@ -93,7 +93,7 @@ class Neighbourhoods:
         return found if found is not R or fits(self.task.problem, self.task.budget, R) else None
 
     def _best_around(self, R: np.ndarray, clock: Clock) -> tuple[np.ndarray, bool]:
-        """The best schedule of what relaxations run near R, or R if there is none; and whether all was solved."""
+        """The best schedule of relaxations' neighbourhoods of R, or R; and whether all were solved."""
         problem, budget, threads = self.task.problem, self.task.budget, self.task.threads
         around, free = places_around(problem, R, self.levels), R.copy()
         least = int(problem.unavoidable_bytes.max())
@@ -116,7 +116,7 @@ class Neighbourhoods:
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
-    """(T, T) bool: the runs of R, the makers of their inputs in the same stage, and so on for this many levels.
+    """(T, T) bool: the runs of R, the makers of their inputs in the same stage, and so on for ``levels`` levels.
 
     >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> places_around(chain, np.eye(4, dtype=bool), 1).sum(), places_around(chain, np.eye(4, dtype=bool), 2).sum()
@@ -134,23 +134,23 @@ def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """The model of some places: those fixed as in R, and those that are free."""
+    """The model of a neighbourhood: places fixed as in R, and free ones."""
 
     model: Model
     run: np.ndarray  # (T, T) columns R, `NONE` where there is no place
 
     def start(self, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of a schedule; the solver finds the rest."""
+        """The columns of a known schedule; the solver completes the rest."""
         places = self.run != NONE
         return self.run[places], R[places].astype(np.float64)
 
     def runs(self, x: np.ndarray, part: float = 0.5) -> np.ndarray:
-        """(T, T) bool: the ops with more than this part of a run in an answer."""
+        """(T, T) bool: the ops that run by more than this share in an answer."""
         return self.model.value(x, self.run) > part
 
 
 def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Near:
-    """The model in which the places ``free`` (T, T) run or not, and all others as in R (T, T), which fits the budget.
+    """The model in which places ``free`` (T, T) are on or off and all others are as in R (T, T), which fits the budget.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> R = np.eye(4, dtype=bool)
@@ -206,7 +206,7 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
 
 @dataclass
 class _Line:
-    """The places as they run: the bytes in memory at each, and the rows of the columns; R[p] is column p."""
+    """The places in execution order, with the bytes at each, and the model's rows; R[p] is column p."""
 
     tables: Tables
     stage: np.ndarray  # (P,)
@@ -231,7 +231,7 @@ class _Line:
         self.forward_ends = self.begins[self.tables.boundary] - 1 if self.tables.boundary else -1
 
     def hold(self, v: int, touches: list[tuple[int, bool]]) -> None:
-        """Hold a result from its first run on, and a second copy when it is made again."""
+        """Hold a result from its first run on, and a second copy while it is remade."""
         first, *again = [p for p, makes in touches if makes]
         self._cover(NONE, self.tables.size[v], first - 1, len(self.ops) - 1)
         for p in again:
@@ -247,7 +247,7 @@ class _Line:
                 self._write_over(v, last, NONE)
 
     def keep(self, v: int, touches: list[tuple[int, bool]]) -> None:
-        """A value that free places touch is kept from touch to touch, or not."""
+        """Keep a value that free places touch from touch to touch, or not."""
         before = NONE
         following: list[tuple[int, bool] | None] = [*touches[1:], None]
         for (p, makes), after in zip(touches, following, strict=True):
@@ -268,7 +268,7 @@ class _Line:
             before = kept
 
     def _write_over(self, v: int, p: int, kept: int) -> None:
-        """The op at p may write over v, where it does not stay."""
+        """Let the op at p write over v, if v does not stay."""
         saved = dict(self.tables.savings[self.ops[p]]).get(v)
         if saved:
             self.over.append((p, kept, saved))
@@ -280,7 +280,7 @@ class _Line:
             self.at.append((p, column, size))
 
     def _cover(self, column: int, size: int, after: int, last: int) -> None:
-        """Bytes at all places after one up to another."""
+        """Add bytes at all places after one up to another."""
         if not size or last <= after:
             return
         first, final = self.stages[after + 1], self.stages[last]

@@ -1,4 +1,4 @@
-"""Plans for steps with ops on links, such as collectives, while the processor runs others.
+"""Plans for steps with ops on links, such as collectives, beside the processor's ops.
 
 A step takes at least the seconds of all that the processor runs, and of all that each link carries. So for any shares
 of one, w of the processor and w_l of each link,
@@ -66,7 +66,7 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
 
 
 class _Search:
-    """The plans that were tried."""
+    """The plans tried so far."""
 
     def __init__(self, task: Task, incumbent: Incumbent, recompute: Solver) -> None:
         self.task, self.incumbent, self.recompute = task, incumbent, recompute
@@ -79,7 +79,7 @@ class _Search:
         self.tried: set[tuple[float, int]] = set()
 
     def attempt(self, share: float, room: int = 0) -> Remarks:
-        """Solve the step with this share of the busiest link and the others' least, with room left for so many ops."""
+        """Solve with the busiest link's seconds weighted by ``share``; space for ``room`` usual outputs stays free."""
         task, best, problem, graph = self.task, self.incumbent, self.task.problem, self.task.problem.graph
         budget = task.budget - room * self.usual
         if (share, room) in self.tried or budget < problem.unavoidable_bytes.max():
@@ -109,7 +109,7 @@ class _Search:
 
 
 def _of(inner: Incumbent, problem: Problem) -> Plan:
-    """The best plan of the problem without links, for that with links."""
+    """The best plan of the problem without links, as a plan with links."""
     assert inner.plan is not None
     assert inner.R is not None
     return lowered(problem, inner.R) if inner.plan.is_a_schedule else inner.plan
@@ -127,7 +127,7 @@ def _usual(sizes: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A bound for every plan, since ops wait for one another, and first run in PyTorch's order.
+    """A lower bound for every plan, from ops that wait for one another and first run in PyTorch's order.
 
     What a link carries first begins after the last of the processor's ops that it is made from, and ends before the
     first one that reads it. So all that it carries within a stretch of the step, [from, to), takes that long at least,
@@ -141,7 +141,7 @@ class Exposed:
 
     @classmethod
     def of(cls, problem: Problem) -> Exposed:
-        """Find it for a problem whose graph has links.
+        """Find the bound for a problem whose graph has links.
 
         The processor's last run that takes time is its last op's, or makes something again that is read: else it could
         be left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
@@ -165,7 +165,7 @@ class Exposed:
 
 
 def _between(graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The number after the last of the processor's ops that each op is made from, and the first that reads it.
+    """For each op: one past the last processor op that it depends on, and the first processor op that reads it.
 
     These are for ops of links: between both a link has to carry the op.
     """
@@ -186,7 +186,7 @@ def _waits(
     before: NDArray[np.float64],
     links: list[tuple[list[int], NDArray[np.float64]]],
 ) -> float:
-    """The most seconds that the processor has nothing to run, proven by stretches of the step that do not overlap.
+    """Seconds that the processor is proven idle, by stretches of the step that do not overlap.
 
     Args:
         begin, end: (ops,) of what links carry, as `_between` gives it.

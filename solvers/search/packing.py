@@ -1,4 +1,4 @@
-"""Pack blocks below a height where first fit does not reach: contract them, then search for addresses many times.
+"""Pack blocks below a height that first fit does not reach: contract them, then search for addresses with restarts.
 
 A search fills an arena of the height from its floor up (`fill`). Time is cut into sections at births and deaths, and
 the level of a section is how far it is filled. If blocks fit at all, they fit so that each lies on the floor or on
@@ -105,7 +105,7 @@ def pack(
 
 
 def _luby(i: int) -> int:
-    """1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ... for i = 1, 2, ..."""
+    """The Luby sequence 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8, ... for i = 1, 2, ..."""
     while i & (i + 1):
         i -= (1 << i.bit_length() - 1) - 1
     return (i + 1) // 2
@@ -113,7 +113,7 @@ def _luby(i: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks taken as one, each with its place in it."""
+    """Blocks merged into one, each with its offset in it."""
 
     block: Block
     places: tuple[tuple[int, int], ...]  # (which block, offset)
@@ -124,7 +124,7 @@ def _alone(blocks: Sequence[Block]) -> list[Part]:
 
 
 def contract(blocks: Sequence[Block], rng: random.Random, *, stack: bool) -> list[Part]:
-    """Take blocks together, those of one life too if they are to be stacked, until there is nothing more to take."""
+    """Merge blocks: equal sizes one after the other in time; with ``stack`` also those of one life."""
     parts, count = _alone(blocks), -1
     while len(parts) != count:
         count = len(parts)
@@ -159,7 +159,7 @@ _Urgency = tuple[float, int, int, int]  # options for the times it failed, level
 
 
 class _Valley(NamedTuple):
-    """Sections of one level, between higher ones; one of them is to be decided."""
+    """Adjacent sections of one level between higher ones; one of them is decided next."""
 
     begin: int
     end: int
@@ -168,7 +168,7 @@ class _Valley(NamedTuple):
 
 @dataclass
 class _Choice:
-    """A decision: what covers a section on the bottom of its valley."""
+    """A decision: the block that covers a section on the bottom of its valley, or none."""
 
     options: list[int]  # blocks; ~section: none does
     reason: int  # decisions because of which there are no other options, and those that had failed did
@@ -217,7 +217,7 @@ def fill(
 
 
 def _go_back(arena: _Arena, path: list[_Choice], reason: int) -> bool:
-    """Take decisions back up to the last that has a part in the failure and another option; whether there is one."""
+    """Backtrack to the last decision that shares in the failure and has another option; tell whether there is one."""
     while path:
         choice = path[-1]
         arena.undo(choice.mark)
@@ -232,7 +232,7 @@ def _go_back(arena: _Arena, path: list[_Choice], reason: int) -> bool:
 
 
 class _Arena:
-    """The levels of all sections, with their boxes, and the decisions behind them."""
+    """The levels of all sections with their blocks, and the decisions behind them."""
 
     def __init__(self, blocks: Sequence[Block], capacity: int, seed: int | None) -> None:
         moments = sorted({moment for born, died, _ in blocks for moment in (born, died)})
@@ -266,7 +266,7 @@ class _Arena:
         self.changed: tuple[int, int] | None = (0, count) if count else None  # sections, since the last scan
 
     def scan(self) -> _Valley | int:
-        """Give up valleys that nothing fits into, and find the section with the fewest options.
+        """Raise valleys that nothing fits into, and find the section with the fewest options.
 
         Where some section cannot be filled any more: the decisions that have a part in it, as bits.
         Only where something has changed since the last scan is it looked at again.
@@ -315,7 +315,7 @@ class _Arena:
         return min(self.fewest.values())[1]  # the lowest section that needs more is in a valley
 
     def choice(self, valley: _Valley) -> _Choice:
-        """The boxes that may cover a section on the bottom of its valley, the likeliest first."""
+        """The blocks that may cover a section on the bottom of its valley, the likeliest first."""
         first, last = valley.section, valley.section + 1
         while first > valley.begin and not self.closed[first - 1]:
             first -= 1
@@ -353,7 +353,7 @@ class _Arena:
         self.trail.append((option,))
 
     def undo(self, mark: int) -> None:
-        """Take back all since the trail was so long."""
+        """Undo changes back to this length of the trail."""
         while len(self.trail) > mark:
             entry = self.trail.pop()
             if len(entry) == 1:
@@ -394,7 +394,7 @@ class _Arena:
             begin, left = after, bottom
 
     def _options(self, begin: int, end: int) -> list[int] | None:
-        """The number of blocks that may cover each section on the bottom of a valley; None if none anywhere."""
+        """The number of blocks that may cover each section on the bottom of a valley; None if none may anywhere."""
         change = [0] * (end - begin + 1)
         last = end
         for section in range(end - 1, begin - 1, -1):
@@ -408,5 +408,5 @@ class _Arena:
         return [*accumulate(change[:-1])] if any(change) else None
 
     def _because(self, begin: int, end: int) -> int:
-        """The decisions that made a valley what it is, its rims too."""
+        """The decisions that shaped a valley, its rims included."""
         return reduce(or_, self.reason[max(begin - 1, 0) : end + 1], 0)

@@ -1,4 +1,4 @@
-"""Sets of values as the bits of an integer, with their bytes: the tables of the searches from last op to first.
+"""Sets of values as bits of an integer, with their bytes: the tables of the backward searches.
 
 A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
 values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
@@ -27,7 +27,7 @@ MOST_PATHS = 100  # that are tried from a pinned value, to find where what it ma
 
 
 class MandatoryBytes(NamedTuple):
-    """Mandatory bytes: all through a stage one of ``values`` is in memory, ``least`` bytes or more."""
+    """Mandatory bytes: throughout a stage one of ``values`` is in memory, with ``least`` bytes or more."""
 
     values: int
     least: int
@@ -35,7 +35,7 @@ class MandatoryBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class RebuildCost:
-    """Making a set of values from nothing: bytes at the peak, pinned values aside, and the pinned values it reads."""
+    """The cost of making a set of values from nothing: bytes at the peak, and the pinned values it reads."""
 
     peak: int
     pinned: int
@@ -121,13 +121,13 @@ class ValueSets:
         return known
 
     def at(self, t: int, k: int, needed: int) -> int:
-        """Bytes at least while op k runs in stage t, if the set ``needed`` is in memory when it is done."""
+        """A lower bound of the bytes while op k runs in stage t, if ``needed`` is in memory after it."""
         held = needed | self.inputs[k] | self.outputs[k]
         saved = self.saved(t, k, needed) if self.savings[k] else 0
         return self.base[t] + self.bytes_of(held) + self.working[k] + self.mandatory_bytes(t, held) - saved
 
     def saved(self, t: int, k: int, needed: int) -> int:
-        """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is there when it is done.
+        """An upper bound of the bytes that op k saves in stage t by in-place writes, if ``needed`` is there after it.
 
         What has no bit is taken to go in any case.
         """
@@ -146,7 +146,7 @@ class ValueSets:
         return least
 
     def from_scratch(self, t: int, values: int) -> RebuildCost:
-        """Make free values in stage t from those that are not free, running every op for them again."""
+        """The cost of making these free values in stage t from values that are not free, all their ops anew."""
         free = self.free[t]
         known = self._scratch[free]
         chain: list[tuple[int, int, int]] = []
@@ -168,7 +168,7 @@ class ValueSets:
 
 
 def grain_of(problem: Problem, most: int) -> int:
-    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
+    """The largest size such that all values of up to that size together have at most ``most`` bytes."""
     sizes = np.sort(problem.sizes)
     fits = np.flatnonzero(sizes.cumsum() <= most)
     grain = int(sizes[fits[-1]]) if len(fits) else 0
@@ -176,7 +176,7 @@ def grain_of(problem: Problem, most: int) -> int:
 
 
 def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
-    """Lower bound per stage: values made only by run-once ops, or values made of these, stay until their last reader.
+    """Mandatory bytes per stage: values that nothing can remake, or values made from them, until their last reader.
 
     Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
     from v_2 and so on, and let op j read the last of these. At any moment from then on and before j first runs, one of
@@ -211,7 +211,7 @@ def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
 
 
 def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int, ...]:
-    """The path from a value to one that is read in stage t or later, on which the most bytes are left; () for none."""
+    """The path from a value to a reader in stage t or later on which most bytes are left; () if there is none."""
     tables = sets.tables
     seen = {source}
     border: list[tuple[int, int, tuple[int, ...]]] = []  # bytes and last use, negated, of a path
