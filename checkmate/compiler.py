@@ -1,4 +1,4 @@
-"""A step that stays within a budget: `compile`, and `verify`, which compares one with plain PyTorch.
+"""A step within a byte budget: `compile`, and `verify`, which compares one with plain PyTorch.
 
 On the main path, 1 of 16: see docs/idea.md.
 """
@@ -146,7 +146,7 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
 
 
 def refuse_what_is_no_step(fn: Any, asked: str = "checkmate.compile") -> None:
-    """Raise a TypeError for what cannot be called, or is a class."""
+    """Raise a TypeError for a class, or for an object that cannot be called."""
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"{asked} takes a module or a function, not {kind}.")
@@ -157,7 +157,7 @@ def _compile(fn: Any, options: Options) -> Any:
 
 
 def new_backend(planner: Planner, second_memories: SecondMemories | None, updates: Insert | None = None) -> Backend:
-    """Make the backend of a step, with its updates if these are part of it."""
+    """Make the backend of a step, with its updates if they are part of it."""
     options = planner.options
     return Backend(
         planner,
@@ -170,7 +170,7 @@ def new_backend(planner: Planner, second_memories: SecondMemories | None, update
 
 
 class Planned:
-    """The plans of a step, whose code was made by one backend or several."""
+    """The plans of a step, captured by one backend or several."""
 
     _backends: Sequence[Backend]
 
@@ -188,7 +188,7 @@ class Planned:
         return [one.known for backend in self._backends for one in backend.running]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until planning has ended, ``timeout`` seconds at most, and tell whether it has.
+        """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended.
 
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
@@ -199,14 +199,14 @@ class Planned:
         return True
 
     def memory(self) -> ArenaReport:
-        """Report on the arenas and the second memory in the last step; it prints as a table."""
+        """Report the arenas and the second memory of the last step; prints as a table."""
         second_memories = self._backends[0].second_memories  # all of a step have one
         arenas = (arena for backend in self._backends for arena in backend.arenas)
         return report(arenas, () if second_memories is None else second_memories.uses())
 
 
 class CompiledStep(Planned, Generic[P, R]):
-    """A function with a plan for each graph that was captured of it. Made by `compile`."""
+    """A function with a plan for each graph captured from it. Made by `compile`."""
 
     def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
         self._fn, self._options = fn, options
@@ -222,7 +222,7 @@ class CompiledStep(Planned, Generic[P, R]):
         return _compile, (self._fn, self._options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The step; the first call for a kind of input plans it.
+        """Run the step; the first call for a kind of input plans it.
 
         Within another compiled step it is a part of that. Without gradients it is the plain one.
         """
@@ -262,7 +262,7 @@ class CompiledStep(Planned, Generic[P, R]):
 
 
 class _OfItsStep:
-    """An attribute of a compiled module that is its step's. What the module sets under the name itself goes before."""
+    """An attribute of a compiled module that its step provides. A name that the module itself sets takes precedence."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -272,7 +272,7 @@ class _OfItsStep:
 
 
 def _compile_module(model: Any, options: Options) -> Any:
-    """Give the module a twin of a class whose forward is compiled; both objects have one ``__dict__``.
+    """Give the module a twin whose class has a compiled forward; both objects share one ``__dict__``.
 
     What is compiled goes with the module, and not with the class, which stays: Dynamo keeps those it has seen.
     """

@@ -1,4 +1,4 @@
-"""Traits of each kind of device: the CPU, CUDA, and any other that `torch.accelerator` speaks for.
+"""Traits of each kind of device: the CPU, CUDA, and any other that `torch.accelerator` supports.
 
 Streams, events and the counts of an allocator are asked of `torch.accelerator`, CUDA's too, and generators of the
 device's module; here is what neither tells. ROCm comes as CUDA; others are XPU, and what is built on PrivateUse1.
@@ -34,19 +34,19 @@ KERNELS = (  # variables of the environment by which libraries choose kernels
 
 
 class Kind:
-    """The traits of an accelerator; the CPU and CUDA have some of their own."""
+    """The traits of an accelerator; the CPU and CUDA override some."""
 
     block_bytes = 512  # what its allocator rounds sizes up to (kMinBlockSize on CUDA and XPU)
     like = "a100"  # what ops are estimated for in `checkmate.profiling.roofline`, and then scaled
     may_waver = True  # kernels may add in no fixed order: plain PyTorch need not repeat its own numbers
 
     def name(self, device: torch.device) -> str:
-        """The device's name: what was measured on one holds for all of this name."""
+        """The device's name; measurements hold for all devices of this name."""
         module = torch.get_device_module(device)
         return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
 
     def settings(self) -> dict[str, bool]:
-        """The settings that change which kernels run, in words, each with whether it is to be said."""
+        """The settings that change which kernels run, in words, each with whether to mention it."""
         backends: Any = torch.backends
         products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
         return {
@@ -57,17 +57,17 @@ class Kind:
         }
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Bytes of its last cache; many, where it does not say."""
+        """Bytes of its last-level cache; a large number if unknown."""
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
         return int(getattr(properties, "L2_cache_size", 64 << 20))
 
     def free_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of its memory that nobody holds, of those that this process may have, and of all of it."""
+        """Free bytes of its memory, those that this process may have, and the total."""
         free, total = torch.accelerator.get_memory_info(device)
         return free, total
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        """Memory of the host that it reads and writes by itself, (nbytes,) uint8.
+        """Host memory that the device reads and writes by itself, (nbytes,) uint8.
 
         Raises:
             HostError: if the host does not give so much, or it cannot be pinned.
@@ -80,7 +80,7 @@ class Kind:
             ) from error
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Let go of such memory, once nothing is copied to or from it."""
+        """Release such memory once no copy to or from it is under way."""
 
 
 class _Cpu(Kind):
@@ -112,7 +112,7 @@ class _Cuda(Kind):
         }
 
     def free_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Bytes that are free, within the fraction of `torch.cuda.set_per_process_memory_fraction`."""
+        """Free bytes within the fraction of `torch.cuda.set_per_process_memory_fraction`."""
         free, total = torch.cuda.mem_get_info(device)
         most = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free, most - torch.cuda.memory_reserved(device)), total
@@ -146,13 +146,13 @@ _OTHER = Kind()
 
 
 def is_known(device: torch.device) -> bool:
-    """Tell whether steps can be planned for this kind of device: its allocator counts what a plan is held against."""
+    """Tell whether steps can be planned for this kind of device: its allocator must count the bytes requested."""
     return device.type in _KINDS or _counts_requests(device.type)
 
 
 @cache
 def _counts_requests(kind: str) -> bool:
-    """Tell whether `torch.accelerator` speaks for a kind of device, and its allocator counts the bytes asked for."""
+    """Tell whether `torch.accelerator` supports a kind of device whose allocator counts requested bytes."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         return False
@@ -165,7 +165,7 @@ def _counts_requests(kind: str) -> bool:
 
 
 def kind_of(device: torch.device) -> Kind:
-    """The traits of a device, whether steps can be planned for it or not.
+    """The traits of a device, whether or not steps can be planned for it.
 
     >>> kind_of(torch.device("cpu")).block_bytes, kind_of(torch.device("cuda")).block_bytes
     (1, 512)
@@ -174,16 +174,16 @@ def kind_of(device: torch.device) -> Kind:
 
 
 def kinds() -> list[str]:
-    """PyTorch's names of the kinds of device: the CPU, CUDA, and the accelerator of this machine."""
+    """PyTorch's names of the kinds of device: the CPU, CUDA, and this machine's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return [*dict.fromkeys([*_KINDS, *([] if accelerator is None else [accelerator.type])])]
 
 
 def is_here(device: torch.device) -> bool:
-    """Tell whether tensors can be made on a device in this process; on the meta device they can."""
+    """Tell whether this process can make tensors on a device; on the meta device it can."""
     return device.type == "meta" or bool(torch.get_device_module(device).is_available())
 
 
 def requested(device: torch.device) -> int:
-    """Bytes of an accelerator that were asked for and are in use."""
+    """Bytes that were requested from an accelerator and are in use."""
     return int(torch.accelerator.memory_stats(device).get(f"{REQUESTED}.current", 0))  # empty before the first

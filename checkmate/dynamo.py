@@ -30,7 +30,7 @@ _OPTIONS = [field.name for field in fields(Options) if field.name not in ("verif
 def backend(
     module: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Plan one captured graph; each plan is logged.
+    """Plan one captured graph. Each plan is logged.
 
     Args:
         module: what was captured; inputs: what it is called with.

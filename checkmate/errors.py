@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CheckmateError(Exception):
-    """The parent of every error raised on purpose by checkmate."""
+    """The base class of all errors that checkmate raises on purpose."""
 
 
 class BudgetError(CheckmateError, ValueError):
@@ -12,11 +12,11 @@ class BudgetError(CheckmateError, ValueError):
 
 
 class InvalidProblem(CheckmateError, ValueError):
-    """A graph, a profile or a file that describes no solvable problem; names the offender."""
+    """A graph, profile or file that describes no solvable problem; the message names the offender."""
 
 
 class RuleError(CheckmateError, ValueError):
-    """A rule that is none, or that names nothing in the step; it says what is near."""
+    """An invalid rule, or one that names nothing in the step; the message lists near names."""
 
 
 class InfeasibleBudget(CheckmateError):
@@ -36,16 +36,16 @@ class InfeasibleBudget(CheckmateError):
 
 
 class Unsupported(CheckmateError):
-    """A program that cannot be captured or rematerialized; says where and what to do instead."""
+    """A program that cannot be captured or rematerialized; the message says where and what to do instead."""
 
 
 class SolverError(CheckmateError):
-    """A solver broke its promise: its answer failed the independent verifier."""
+    """A solver's answer failed the independent verifier."""
 
 
 class VerificationError(CheckmateError):
-    """A compiled step whose numbers or whose peak differ from what was promised."""
+    """A compiled step whose numbers or peak differ from the promise."""
 
 
 class HostError(CheckmateError):
-    """A second memory, such as a file, that cannot be had, or that failed while a step used it."""
+    """A second memory, such as a file, that is not available or failed while a step used it."""

@@ -1,4 +1,4 @@
-"""A status line that says what goes on: capturing, measuring, planning; gone at the end.
+"""A status line that shows present work: capturing, measuring, planning. It disappears at the end.
 
 It is the last line of a terminal, on standard error, or in a notebook an output of the cell that works.
 Whoever works says so with `showing`; work within work shows the innermost. A thread draws, as solvers are silent for
@@ -33,7 +33,7 @@ def showing(
     name: str = "",
     shown: bool | None = None,
 ) -> Iterator[None]:
-    """Show the work within the block, and its progress.
+    """Show the work within the block and its progress.
 
     Args:
         text: a few words, asked for at each drawing.
@@ -69,7 +69,7 @@ def _in_a_notebook() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Show no line within the block, unless one is asked for."""
+    """Show no line within the block unless one is asked for."""
     before = _allowed.set(False)
     try:
         yield
@@ -85,7 +85,7 @@ class _Part:
 
 
 class _Line:
-    """The line of the present work, drawn by a thread."""
+    """The line for the present work, drawn by a thread."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []  # the innermost last
@@ -107,14 +107,14 @@ class _Line:
                 over = self._over.wait(REFRESH_SECONDS)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._over.set()
         self._thread.join()
 
 
 @contextmanager
 def _last_line() -> Iterator[Callable[[float, str], None]]:
-    """Draw on the last line of a terminal, by a function of a share and a format of tqdm's."""
+    """Draw on the last line of a terminal, from a share and a tqdm format."""
     from tqdm.std import tqdm  # here, so that only those who see a line pay for its import
 
     with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
@@ -128,7 +128,7 @@ def _last_line() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _output() -> Iterator[Callable[[float, str], None]]:
-    """Draw in an output of a notebook's cell, as text that is written over, and is empty in the end."""
+    """Draw in a notebook cell's output as text that is overwritten, and empty in the end."""
     from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
     from tqdm.std import tqdm
 
@@ -145,7 +145,7 @@ def _output() -> Iterator[Callable[[float, str], None]]:
 
 
 def written(parts: tuple[_Part, ...]) -> tuple[float, str]:
-    """The share of tqdm's bar that is full, and the line around it, of at most `WIDTH` columns."""
+    """Tqdm's bar for a share, with the line around it, up to `WIDTH` columns."""
     part = parts[-1]
     name = next((outer.name for outer in reversed(parts) if outer.name), NAME)
     share = 0.0 if part.share is None else min(1.0, max(0.0, part.share()))

@@ -1,4 +1,4 @@
-"""Give a name to what a step computes, for a rule to speak of: `tag`.
+"""Name a tensor of a step for rules to refer to: `tag`.
 
 A tag is no op. While a step is captured, the call stands in Dynamo's graph; when AOTAutograd then traces that graph,
 the call notes which storage it was given, and returns the very tensor. So the joint graph, its bits and its memory are
@@ -28,7 +28,7 @@ _noted: ContextVar[list[tuple[torch.Tensor, str]] | None] = ContextVar("noted", 
 
 
 def tag(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Name a tensor for rules to speak of: ``compile(..., rules={"scores": "recompute"})``.
+    """Name a tensor for rules to refer to: ``compile(..., rules={"scores": "recompute"})``.
 
     The op that makes the tensor's memory is named, be the tensor a view of it. What is there before the step, as a
     parameter or the batch, is made by no op. Outside of a compiled step it does nothing.
@@ -56,7 +56,7 @@ def _note(x: torch.Tensor, name: str) -> torch.Tensor:
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Collect the tags of all that is traced within the block."""
+    """Collect the tags of everything traced within the block."""
     noted: list[tuple[torch.Tensor, str]] = []
     token = _noted.set(noted)
     try:

@@ -1,4 +1,4 @@
-"""A look at a step before any training: `trace` captures it, `explain` says what a plan can do with it."""
+"""Look at a step before training: `trace` captures it, `explain` says what a plan can do with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from checkmate.training import TrainingStep
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
-    """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
+    """Capture a step and the costs of its ops without running it: parameters, buffers and random state stay.
 
     Args:
         fn: a module or function, or a `checkmate.training_step`, whose updates are part of the problem then; args,
@@ -109,7 +109,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 @contextmanager
 def _planned_on(costs: Source, fakes: list[torch.Tensor]) -> Iterator[None]:
-    """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused.
+    """Take meta tensors for tensors on the device of the cost source; measured costs are refused.
 
     Fake tensors on the CPU stay there. What differentiates while it is traced, as `flex_attention` does, stays in this
     thread: autograd has none for a device that is not here, and asserts that there is one.
@@ -125,7 +125,7 @@ def _planned_on(costs: Source, fakes: list[torch.Tensor]) -> Iterator[None]:
 
 
 def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Explanation:
-    """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
+    """Say before training what a plan can and cannot do with a step. The model's state does not change.
 
     A step that cannot be captured as one graph raises nothing: the explanation says why. To find all the places where
     it breaks, and not only the first, its forward then runs once, in pieces.
@@ -162,7 +162,7 @@ class _Captured(Exception):
 
 
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
-    """Find the places where `torch.compile` would split the step, in the order of the code that runs."""
+    """The places where `torch.compile` would split the step, in the order of the code."""
     found: dict[Break, None] = {}
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn

@@ -199,7 +199,7 @@ class TrainingStep(Planned):
         functools.update_wrapper(self, loss_fn, updated=())
 
     def _plan_anew(self) -> None:
-        """Drop all plans, and begin anew for the updates as they are now."""
+        """Drop all plans and start again with the present updates."""
         self._planned_for = self._updates.signature
         inserts = [self.inserts]
         if self._accumulate > 1:
@@ -209,20 +209,20 @@ class TrainingStep(Planned):
 
     @property
     def inserts(self) -> Insert:
-        """Insert the updates into a captured ``loss_fn``, for a backend that captures it."""
+        """Insert the updates into a captured ``loss_fn`` for the backend that captures it."""
         return Insert(self._updates)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Keep a ``loss_fn`` that is wrapped for several ranks to its captured graph within the block."""
+        """Within the block, keep a ``loss_fn`` wrapped for several ranks to its captured graph."""
         return as_their_modules(self._wrapped)
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """The norm of all gradients of the last update before they were clipped; None: none were."""
+        """The norm of all gradients before clipping in the last update; None without clipping."""
         return self._updates.clipping.norm
 
     def update(self) -> None:
-        """Update by the gradients that were added since the last update, as the last call of an accumulation does.
+        """Update by the gradients accumulated since the last update, as the last call of an accumulation does.
 
         For the end of an epoch whose number of batches is no multiple of ``accumulate``; without any it does nothing.
         """
@@ -232,7 +232,7 @@ class TrainingStep(Planned):
             self._updates.finish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step: give the result of ``loss_fn``, detached, after parameters were updated, or gradients added."""
+        """Run the step: update parameters, or accumulate gradients, and give ``loss_fn``'s result, detached."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         with self._alone():
@@ -240,7 +240,7 @@ class TrainingStep(Planned):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Refuse calls of other threads within the block: two updates of the same parameters would mix."""
+        """Refuse calls from other threads within the block: two updates of the same parameters would mix."""
         this = threading.get_ident(), object()
         running = self._running.setdefault("call", this)  # at once, whatever other threads do
         if running[0] != this[0]:
@@ -299,7 +299,7 @@ class TrainingStep(Planned):
             self._updates.exchange.share(self._updates.exchange.buffers())
 
     def _compare(self, args: Any, kwargs: Any) -> None:
-        """Run the step plainly and as it is planned, and leave everything as it was."""
+        """Run the step plainly and as planned, and leave everything as it was."""
         updates, clipping = self._updates, self._updates.clipping
         norm = clipping.norm
 
@@ -322,7 +322,7 @@ class TrainingStep(Planned):
 
 
 def _with_one_gradient(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Detach all but the first of a tuple that the function gives."""
+    """Detach all but the first tensor of a tuple that the function returns."""
 
     @functools.wraps(loss_fn, updated=())
     def loss_of(*args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ def parse_bytes(budget: int | float | str) -> int:
 
 
 def parse_share(budget: object) -> float | None:
-    """Read a budget that is a share of the free memory: "fit", all of it, or "70%". None: it is in bytes.
+    """Parse a budget that is a share of the free memory: "fit", all of it, or "70%". None if it is in bytes.
 
     Raises:
         BudgetError: if it is text that is neither, and no bytes either.
@@ -146,7 +146,7 @@ def format_bytes(count: float) -> str:
 
 
 def exact_bytes(count: int) -> str:
-    """Write a number of bytes to the last one, too, as Python and ``parse_bytes`` read it: for errors.
+    """Write a number of bytes exactly too, as Python and ``parse_bytes`` read it: for errors.
 
     >>> exact_bytes(2_162_592), exact_bytes(812)
     ('2.16 MB (2_162_592 bytes)', '812 B')
@@ -167,7 +167,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def signed(amount: float, form: Callable[[float], str]) -> str:
-    """Write a change with its sign; without one where it is written like none.
+    """Write a change with its sign; without one if it rounds to zero.
 
     >>> signed(2e6, format_bytes), signed(-0.5, format_seconds), signed(-1e-9, format_seconds)
     ('+2.00 MB', '-500.0 ms', '0.0 µs')

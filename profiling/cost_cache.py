@@ -1,4 +1,4 @@
-"""Measured costs of ops kept on disk, for the next process (`checkmate.core.files`) and, in a file, for other machines.
+"""Measured costs of ops: on disk for later processes (`checkmate.core.files`), and in a file for other machines.
 
 An op is known by the conditions (device, version of PyTorch, number of threads, settings) and by what
 `checkmate.profiling.one_op.key_of` says: target, shapes, strides, types and other arguments.
@@ -43,7 +43,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which conditions ops were measured: costs hold for these only."""
+    """The conditions under which ops were measured; costs hold for these only."""
 
     device: str  # e.g. "cpu AMD EPYC 7B12", "cuda NVIDIA L4"
     torch: str  # its version
@@ -56,7 +56,7 @@ class Conditions:
 
 
 def conditions_on(device: torch.device) -> Conditions:
-    """The conditions of measurements now: the device, PyTorch's version, its number of threads and its settings."""
+    """The present conditions of measurements: device, PyTorch's version, number of threads, settings."""
     kind = kind_of(device)
     changed = {**kind.settings(), "deterministic": torch.are_deterministic_algorithms_enabled()}
     settings = ", ".join(word for word, holds in changed.items() if holds)
@@ -113,7 +113,7 @@ def _as_list(cost: OpCost | None) -> list[Any] | None:
 
 
 def write(path: str | os.PathLike[str], table: OpTable) -> None:
-    """Write a file of measured ops, at once: whoever reads meanwhile sees the old file or the new one.
+    """Write a file of measured ops atomically.
 
     Raises:
         OSError: if it cannot be written.
@@ -124,7 +124,7 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
 
 
 def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
-    """The costs of ops, by default all, on disk for these conditions; none, with a warning, if that fails."""
+    """The costs of ops, by default all, on disk for these conditions; empty, with a warning, if that fails."""
     at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
     try:
         with files.rows(TABLE) as kept:
@@ -136,7 +136,7 @@ def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
 
 
 def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
-    """Add ops to what is on disk, and drop others; of an op the latest cost counts. A warning says if that fails."""
+    """Add ops to the disk and drop others; the latest cost of an op counts. A warning says if that fails."""
     at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
     try:
         with files.rows(TABLE, write=True) as kept:
@@ -147,7 +147,7 @@ def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) 
 
 
 def recall(keys: Collection[OpKey]) -> dict[OpKey, OpCost | None]:
-    """The known costs of ops: those measured by this process take precedence over those on disk."""
+    """The known costs of ops: those measured by this process go before those on disk."""
     found = {key: _known[key] for key in keys if key in _known}
     for conditions in {at for at, _ in keys}:
         missing = [key for at, key in keys if at == conditions and (at, key) not in found]
@@ -166,14 +166,14 @@ def ran_here(key: OpKey) -> bool:
 
 
 def keep(costs: Mapping[OpKey, OpCost | None]) -> None:
-    """Keep what this process measured, for itself and for others."""
+    """Keep costs that this process measured, in memory and on disk."""
     _known.update(costs)
     for conditions in {conditions for conditions, _ in costs}:
         store(conditions, {key: cost for (at, key), cost in costs.items() if at == conditions})
 
 
 def drop(keys: Collection[OpKey]) -> None:
-    """Forget what was measured of some ops, here and on disk."""
+    """Forget the measured costs of some ops, in memory and on disk."""
     for key in keys:
         _known.pop(key, None)
     for conditions in {conditions for conditions, _ in keys}:

@@ -1,4 +1,4 @@
-"""GPUs and CPUs by their data sheets, and which share of these rates kernels reach."""
+"""GPUs and CPUs by their data sheets, and the shares of those rates that kernels reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESERVE, LEAST_RESERVE = 0.08, 2 * 10**9  # of a device's memory; bytes
 
 @dataclass(frozen=True)
 class Device:
-    """The rates of a device by its data sheet, and the share of them that a good kernel gets.
+    """The rates of a device by its data sheet, and the shares of them that a good kernel reaches.
 
     Raises:
         ValueError: if a figure is not positive, or there is no rate for float32.
@@ -53,7 +53,7 @@ class Device:
 
     @property
     def room(self) -> int:
-        """Bytes for steps that were planned without the device; 0: not known.
+        """Bytes for steps that are planned without the device; 0 if not known.
 
         The others are reserved for what nobody measured then: CUDA's context, workspaces of cuDNN and cuBLAS, gaps.
 
@@ -92,7 +92,7 @@ def _gpu(
     pcie: int = 4,
     **others: float,
 ) -> Device:
-    """A card of NVIDIA: rates without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
+    """An NVIDIA card: dense rates, half-precision products summed in float32; GB/s; GHz; MB; GiB.
 
     What products reach of the rate is without what tiles cost, `checkmate.profiling.gpu_kernels`: it fits the products
     of Llama-2-7B that Vidur (Agrawal et al., MLSys 2024) measured on an A100 and an H100. A kernel takes 2 µs at least
@@ -119,7 +119,7 @@ def _gpu(
 def _teras(
     float64: float, float32: float, tf32: float | None, half: float, bfloat16: float | None = None
 ) -> dict[str, float]:
-    """FLOP/s by type, of TFLOP/s; those in bfloat16 are those in float16 unless they are given."""
+    """FLOP/s by type, from TFLOP/s; bfloat16 is as fast as float16 unless given."""
     rates = {"bfloat16": bfloat16 or half, "float64": float64, "float32": float32, "tf32": tf32, "float16": half}
     return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 

@@ -66,7 +66,7 @@ _WEIGHT = {  # of a convolution: where it is
 
 
 def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_bytes: int) -> float:
-    """Seconds of one op on a GPU, from its ``flop`` at the rate of ``dtype`` and the bytes that it moves."""
+    """Seconds of one op on a GPU, from its ``flop``, the rate of ``dtype`` and the bytes that it moves."""
     packet = packet_of(node.target)
     if not flop:
         return device.latency + pointwise_seconds(device, moved_bytes, PASSES.get(packet, 1))
@@ -96,7 +96,7 @@ def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_b
 
 
 def pointwise_seconds(device: Device, moved_bytes: float, passes: float = 1) -> float:
-    """Seconds to read and write bytes, so often: as many as the cache holds come from there, as ops before left them.
+    """Seconds to read and write bytes a number of times; bytes that earlier ops left in the cache come from there.
 
     >>> from checkmate.profiling.data_sheets import DEVICES
     >>> [round(1e6 * pointwise_seconds(DEVICES["a100"], size)) for size in (4e6, 40e6, 400e6)]
@@ -108,7 +108,7 @@ def pointwise_seconds(device: Device, moved_bytes: float, passes: float = 1) -> 
 
 
 def product_seconds(device: Device, batch: int, rows: int, columns: int, terms: int, rate: float) -> float:
-    """Seconds to compute a product of matrices by the best tiles, without its reads and writes.
+    """Seconds to compute a matrix product by the best tiles, without its reads and writes.
 
     >>> from checkmate.profiling.data_sheets import DEVICES
     >>> a100 = DEVICES["a100"]
@@ -127,7 +127,7 @@ def product_seconds(device: Device, batch: int, rows: int, columns: int, terms: 
 
 
 def workspace_bytes(node: fx.Node, device: Device) -> int:
-    """The workspace of a kernel, where it is certain: the products that softmax's backward begins with."""
+    """The workspace of a kernel, if it is certain: the products that softmax's backward begins with."""
     if device.processors and packet_of(node.target) is aten._softmax_backward_data:
         (grad, *_) = node.all_input_nodes
         return sum(t.numel() * t.element_size() for t in tensors(grad.meta.get("val")))
@@ -135,7 +135,7 @@ def workspace_bytes(node: fx.Node, device: Device) -> int:
 
 
 def queued(seconds: np.ndarray, launches: np.ndarray, host: float) -> np.ndarray:
-    """The seconds from the end of each op to that of the next, while the host launches them one after another.
+    """The seconds between the ends of successive ops, while the host launches them one after another.
 
     The device does not begin before the host has launched: where kernels are short, it waits for the host, and where
     they are long, the host is ahead. So the sum is what the step takes, and a short op costs what it delays.
@@ -158,7 +158,7 @@ def _shape(node: Any) -> torch.Size:
 
 
 def _channels_last(node: fx.Node) -> bool:
-    """Tell whether the largest tensor of a convolution has its channels beside each other."""
+    """Tell whether the largest tensor of a convolution is laid out channels last."""
     touched = [t for n in (node, *node.all_input_nodes) for t in tensors(n.meta.get("val")) if t.dim() > 2]
     largest = max(touched, key=torch.Tensor.numel)
     return largest.stride(1) == 1 < largest.shape[1]

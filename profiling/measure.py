@@ -1,4 +1,4 @@
-"""Seconds and bytes of each distinct op, run on its own on the device and with the threads it will run with.
+"""Seconds and bytes of each distinct op, run alone on the device and with the threads that it will run with.
 
 Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured; an op that does
 not fit even so is estimated, and measured once there is room. What was measured before, by this process or another, is
@@ -79,13 +79,13 @@ DEVICE_SECONDS_PER_OP = 0.05  # of the accelerator's time, beyond the first repe
 
 @dataclass(frozen=True)
 class Measure:
-    """The source of costs that runs every distinct op of a step, here."""
+    """The cost source that runs every distinct op of a step here."""
 
     cache: bool = True  # take what was measured before under the same conditions, on disk too, and keep what is new
 
 
 def measured(joint: Joint, *, cache: bool = True) -> Profile:
-    """The profile of a step by what its ops cost here.
+    """The profile of a step from measurements here.
 
     Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
     tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile. An op may
@@ -137,12 +137,12 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
 
 
 def forget(joint: Joint) -> None:
-    """Forget the measured costs of a step's ops, so that the next capture measures them anew, in any process."""
+    """Forget the measured costs of a step's ops, so that the next capture measures them anew in any process."""
     cost_cache.drop({key for key in keys_of(joint) if key is not None})
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-    """Write all that was measured on this machine, as it is set now, to a file for ``profile=`` on another.
+    """Write all measurements of this machine, under its present settings, to a file for ``profile=`` elsewhere.
 
     Raises:
         Unsupported: if nothing was measured here, or not with this number of threads and these settings.
@@ -168,14 +168,14 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
 
 
 def keys_of(joint: Joint) -> list[OpKey | None]:
-    """The key of each op of a step, as it is measured now; None for what autograd does."""
+    """The key of each op of a step under the present conditions; None for ops of autograd."""
     devices = {device_of_op(node) for node in joint.nodes if node is not None}
     conditions = {device: conditions_on(device) for device in devices}
     return [None if node is None else (conditions[device_of_op(node)], key_of(node)) for node in joint.nodes]
 
 
 def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> bool:
-    """Tell whether an op was not measured, or when fewer of its ways were known than are now.
+    """Tell whether an op was not measured yet, or when fewer of its ways were known.
 
     A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
@@ -188,7 +188,7 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
 
 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
-    """Tell whether an op was tried over all of its arguments that it may write over, if it runs on its own at all."""
+    """Tell whether an op was tried in place on each argument that it may write over, or cannot run alone."""
     return cost is None or cost.over.keys() >= set(positions_to_try(node))
 
 
@@ -245,7 +245,7 @@ def _estimate(node: fx.Node) -> float:
 
 
 def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
-    """The cost of each op with its key, device by device; None where it does not run on made-up inputs.
+    """The cost of each op with its key, device by device; None if it does not run on made-up inputs.
 
     Only one op's tensors exist at a time, beside the buffer; an op for which there is no memory is left out. An op
     whose cost is ``known`` keeps its seconds if it takes as many bytes as then: a library that now chooses another
@@ -279,7 +279,7 @@ def _measure_on_cpu(nodes: Nodes[K], known: Known[K]) -> Iterator[tuple[K, OpCos
 
 
 def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
-    """Bytes of each op at its own peak, its ways, and its seconds if it is long, else 0.
+    """The peak bytes of each op, its ways, and its seconds if they are long, else 0.
 
     An op without memory has no cost; one that does not run has None.
     """
@@ -315,7 +315,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
 
 
 def time_on_cpu(run: Callable[[], Any], *, warm: bool = False) -> float:
-    """Seconds of one execution, allocations included: the median, once it is stable; ``warm``: it has just run.
+    """Median seconds of one execution, allocations included, once stable; ``warm``: it has just run.
 
     On one thread these are seconds of the processor, which other programs change less than those of the clock.
     """
@@ -374,7 +374,7 @@ def _measure_on_accelerator(node: fx.Node, known: OpCost | None) -> OpCost:
 
 
 def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call takes from an accelerator's caching allocator at its peak, each tensor rounded to blocks.
+    """Peak bytes that a call takes from an accelerator's caching allocator, each tensor rounded to blocks.
 
     What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
     tensor. Where there is such, and more is taken than what the call returns, each tensor is taken to have been rounded
@@ -398,7 +398,7 @@ def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def time_on_accelerator(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one execution on an accelerator: the median."""
+    """Median seconds of one execution on an accelerator."""
     flush = torch.empty(2 * kind_of(device).cache_bytes(device), dtype=torch.int8, device=device)
     seconds: list[float] = []
     while len(seconds) < REPEATS or (sum(seconds) < DEVICE_SECONDS_PER_OP and len(seconds) < MOST_REPEATS):

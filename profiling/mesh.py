@@ -1,4 +1,4 @@
-"""The seconds of collectives on a mesh of ranks: by latency and rate, or from a table that all ranks measured.
+"""The seconds of collectives on a mesh of ranks: by latency and rate, or from a table measured by all ranks.
 
     seconds = latency + traffic / rate
     traffic = bytes (n - 1) / n          of n ranks; twice that of an all-reduce, a reduce-scatter and an all-gather
@@ -54,7 +54,7 @@ Point = tuple[float, float]  # bytes of the whole, and seconds
 
 
 def traffic(collective: str, whole_bytes: float, ranks: int | None) -> float:
-    """Bytes that each rank sends, and as many that it receives; of as many ranks as can be where that is not known.
+    """Bytes that each rank sends, and as many that it receives; ranks unknown: of infinitely many.
 
     >>> traffic(ALL_GATHER, 800, 4), traffic(ALL_REDUCE, 800, 4), traffic(REDUCE_SCATTER, 800, None)
     (600.0, 1200.0, 800.0)
@@ -80,7 +80,7 @@ class Link:
 
 
 def link_of(device: Device) -> Link:
-    """The link between devices of one kind, by their data sheet.
+    """The link between devices of one kind, from their data sheet.
 
     >>> from checkmate.profiling.data_sheets import DEVICES
     >>> round(link_of(DEVICES["h100"]).rate / 1e9)
@@ -90,7 +90,7 @@ def link_of(device: Device) -> Link:
 
 
 def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
-    """Interpolate measured seconds linearly, by two points or more, ascending; the last line goes on.
+    """Interpolate measured seconds linearly, from two or more ascending points; beyond them, the last line goes on.
 
     What is smaller than all that was measured takes as long as the smallest.
 
@@ -107,7 +107,7 @@ def interpolated(points: Sequence[Point], whole_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """The measured seconds of collectives of one process group.
+    """Measured seconds of the collectives of one process group.
 
     >>> table = CollectiveTable(2, {ALL_GATHER: ((1000, 1.0), (2000, 1.5))})
     >>> table.seconds(ALL_GATHER, 1500), table.seconds(ALL_REDUCE, 1500)
@@ -118,14 +118,14 @@ class CollectiveTable:
     points: Mapping[str, tuple[Point, ...]]  # by collective, each ascending
 
     def seconds(self, collective: str, whole_bytes: float) -> float | None:
-        """Seconds of one collective, interpolated; None where none of its kind was measured."""
+        """Seconds of one collective, interpolated; None if none of its kind was measured."""
         points = self.points.get(collective, ())
         return interpolated(points, whole_bytes) if len(points) > 1 else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The properties that two process groups must share to cost the same.
+    """The properties by which two process groups have equal costs.
 
     >>> print(Layout("gloo", 4, 2))
     collectives by gloo, 4 ranks, 2 on a host
@@ -139,11 +139,11 @@ class Layout:
         return f"collectives by {self.backend}, {self.ranks} ranks, {self.on_host} on a host"
 
     def key(self, collective: str, whole_bytes: int) -> str:
-        """The key of a collective of such a group among measured ops."""
+        """The key of a collective of such a group among the measured ops."""
         return f"{self}: {collective} of {whole_bytes} bytes"
 
     def table(self, costs: Costs) -> CollectiveTable:
-        """The table of those measured ops that are collectives of such a group."""
+        """The collectives of such a group among the measured ops."""
         points: dict[str, list[Point]] = {}
         for key, cost in costs.items():
             match = _KEY.fullmatch(key)
@@ -153,7 +153,7 @@ class Layout:
 
 
 def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
-    """The layout of a process group, by default of all ranks, without a word to the others."""
+    """The layout of a process group, by default of all ranks; nothing is communicated."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
     on_host = max(Counter(rank // of_host for rank in ranks).values())
@@ -167,7 +167,7 @@ def measure_collectives(
     sizes: Sequence[int] = SIZES,
     cache: bool = True,
 ) -> CollectiveTable:
-    """Measure all-gathers, reduce-scatters and all-reduces of a group, by bytes of the whole.
+    """Measure all-gathers, reduce-scatters and all-reduces of a group, by bytes of the whole tensor.
 
     All ranks of the group call this at once, with the same arguments. Each size takes as long as it takes the slowest
     rank: the median of some runs there. What was measured before under the same conditions is not measured again, if
@@ -215,7 +215,7 @@ def measure_collectives(
 
 
 def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds of one collective on zeros, which all ranks begin together, as its slowest rank has it."""
+    """Seconds of one collective on zeros, begun by all ranks together, on the slowest rank."""
     all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
     run: Callable[[], object] = {
         ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),
@@ -252,7 +252,7 @@ class Collective:
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """The collective of a node; None: it is none with known costs."""
+    """The collective of a node; None if it is none with known costs."""
     name = _functional(node)
     if name not in COLLECTIVES:
         return None
@@ -268,14 +268,14 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def _functional(node: fx.Node) -> str | None:
-    """The name of a functional collective or of its wait, without its overload."""
+    """The name of a functional collective or its wait, without the overload."""
     namespace, _, name = target_name(node).partition(".") if node.op == "call_function" else ("", "", "")
     name = name.partition(".")[0]
     return _JOINED.get(name, name) if namespace in _NAMESPACES else None
 
 
 def layout_of_node(node: fx.Node) -> Layout | None:
-    """The layout of the group that a collective names; None where no such group is there, as in a graph from afar."""
+    """The layout of the group that a collective names; None if no such group is here, as in an imported graph."""
     group: Any = node.args[-1]
     if isinstance(group, str):
         try:
@@ -286,7 +286,7 @@ def layout_of_node(node: fx.Node) -> Layout | None:
 
 
 def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx.Node], Costs]) -> dict[int, float]:
-    """Seconds of those nodes, by position, that are collectives of groups which have been measured.
+    """Measured seconds of collectives among the nodes, by position.
 
     ``costs_of``: what was measured under the conditions that a node runs under.
     """

@@ -1,4 +1,4 @@
-"""One op of a captured step on its own: what it is known by, whether it can run, and inputs made up for it.
+"""One op of a captured step alone: its cost key, whether it can run, and made-up inputs for it.
 
 Inputs have the shapes, strides and types of the trace. Floats are between 0.1 and 0.9: valid as probabilities,
 variances and standard deviations, and none so small that the processor slows down; some are drawn, and these repeated,
@@ -81,7 +81,7 @@ def key_of(node: fx.Node) -> str:
 
 
 class _Text(str):
-    """Shown without quotes."""
+    """Text whose repr has no quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -95,7 +95,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def runs_alone(node: fx.Node) -> bool:
-    """Tell whether it makes sense to run an op by itself: no collective, no side effect, no graph that does more."""
+    """Tell whether an op can be measured alone: no collective, no side effect, no graph that does more."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return table.runs_alone(node)
@@ -137,7 +137,7 @@ def call_of(node: fx.Node) -> partial[Any]:
 
 
 def _running_both(body: Any) -> Any:
-    """A graph of a higher-order op, which runs both graphs of each ``cond`` in it."""
+    """A graph of a higher-order op that runs both branches of each ``cond`` in it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(body.graph, {}))
     made = fx.GraphModule(body, graph)
@@ -151,14 +151,14 @@ def _running_both(body: Any) -> Any:
 
 
 def _both_ways(chosen: Any, *given: Any) -> Any:
-    """Run both graphs of a ``cond``, as either may run within a step: its bytes are those of the larger."""
+    """Run both branches of a ``cond``, as either may run in a step: its bytes are the larger one's."""
     if isinstance(chosen, torch.Tensor):
         cond(torch.zeros_like(chosen), *given)
     return cond(chosen, *given)
 
 
 def make_up(leaf: Any, bound: int | None = None) -> Any:
-    """A tensor like a fake one; ``bound``: its integers are indices below this."""
+    """A real tensor like a fake one; ``bound``: its integers are indices below this."""
     if not isinstance(leaf, torch.Tensor):
         return value_of(leaf)
     real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -176,7 +176,7 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
-    """The number of things to pick from, for each argument that holds indices."""
+    """For each argument of indices, the number of things that they index."""
     args: tuple[Any, ...] = node.args
     packet = packet_of(node.target)
     found: dict[Any, int] = {}
@@ -205,14 +205,14 @@ def _size(node: Any, dim: int) -> int:
 
 
 def device_of_op(node: fx.Node) -> torch.device:
-    """The device that an op runs on: that of its tensors, an accelerator before the CPU; or whose generator it asks."""
+    """The device that an op runs on: its tensors', an accelerator before the CPU; else its generator's."""
     if node.target is save_device_state:
         return torch.device(node.args[0])  # type: ignore[arg-type]
     return main_device(tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)]))
 
 
 def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
-    """Run something with an op and give its result; None if the op does not run on made-up inputs.
+    """Run a function of an op and give its result; None if the op does not run on made-up inputs.
 
     Raises:
         RuntimeError: if memory runs out, which says nothing about the op; if the device fails, for all of this process.

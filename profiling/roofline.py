@@ -1,4 +1,4 @@
-"""Estimate the costs of ops for a named device, from their arithmetic and their traffic: nothing runs.
+"""Estimate the costs of ops for a named device from their arithmetic and traffic; nothing runs.
 
     seconds = latency + max(FLOP / (efficiency · peak rate), bytes / (efficiency · bandwidth))
 
@@ -139,7 +139,7 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
 
 
 def launches(node: fx.Node) -> int:
-    """The number of kernels of an op; one for an op of PyTorch's, though some are of two or three."""
+    """The number of kernels of an op; one for an op of PyTorch, though some have two or three."""
     if graphs := _graphs_of(node):
         return rows_of(node) * max(sum(map(launches, ops)) for ops in graphs)
     of_parts = estimate(node)
@@ -147,7 +147,7 @@ def launches(node: fx.Node) -> int:
 
 
 def _graphs_of(node: fx.Node) -> list[list[fx.Node]]:
-    """The ops of each graph that an op runs row by row or chooses from; none if it is one kernel, as attention is."""
+    """The ops of each graph that an op runs per row or chooses from; none if it is one kernel, such as attention."""
     if not isinstance(node.target, HigherOrderOperator) or str(node.target) in _FLEX:
         return []
     graphs = [body.graph.nodes for body in bodies(node) if isinstance(body, fx.GraphModule)]
@@ -159,7 +159,7 @@ def _graphs_of(node: fx.Node) -> list[list[fx.Node]]:
 
 
 def flop_of(node: fx.Node) -> int:
-    """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
+    """Floating-point operations of a matrix product, convolution or attention, two per multiply-add; else 0."""
     packet = packet_of(node.target)
     if (of_parts := estimate(node)) is not None:
         return of_parts.flop
@@ -179,7 +179,7 @@ def flop_of(node: fx.Node) -> int:
 
 
 def moved_bytes_of(node: fx.Node) -> int:
-    """Bytes of all tensors that an op reads and writes, once each."""
+    """Bytes of all tensors that an op reads and writes, each once."""
     if (of_parts := estimate(node)) is not None:
         return of_parts.moved_bytes
     if node.target is save_device_state:
@@ -195,7 +195,7 @@ def moved_bytes_of(node: fx.Node) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes behind the elements of a tensor; those of an expanded dimension lie on each other."""
+    """Bytes behind the elements of a tensor; elements of an expanded dimension share theirs."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return math.prod(sizes) * tensor.element_size()
 

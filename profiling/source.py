@@ -1,4 +1,4 @@
-"""Sources of the costs of ops: measured here, a device's data sheet, a table of measured ops, a profile.
+"""Sources of op costs: measured here, a device's data sheet, a table of measured ops, a profile.
 
 Each is a value, or a function of the captured step where its ops are not known before; `profile_of` gives the costs.
 """
@@ -52,7 +52,7 @@ def source_of(profile: Choice, *, cache: bool = True) -> Source:
 
 
 def profile_of(joint: Joint, source: Source) -> Profile:
-    """The costs of the ops of a captured step.
+    """The costs of the ops of a captured step, from a source.
 
     Raises:
         Unsupported: if the source lacks costs (see `measured`, `roofline`, `listed`), or is a profile of another step.
@@ -74,7 +74,7 @@ def profile_of(joint: Joint, source: Source) -> Profile:
 
 
 def listed(joint: Joint, table: OpTable) -> Profile:
-    """The profile of a step by a table of measured ops, of this machine or of another.
+    """The profile of a step from a table of measured ops, of this machine or another.
 
     Raises:
         Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate would

@@ -1,4 +1,4 @@
-"""Try whether an op that writes over an argument leaves the bits that it leaves otherwise, before a plan uses it.
+"""Try, before a plan uses it, whether an op in place gives the bits that it gives otherwise.
 
 An op of the table of candidates (`checkmate.capture.inplace.rules`) runs plainly and over each of its arguments, in the
 shapes, strides and types of the trace, on sets of numbers:
@@ -104,7 +104,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
 
 
 def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
-    """Tell whether a call over an argument makes what the plain one made, there."""
+    """Tell whether a call over an argument leaves there the bits that the plain call made."""
     where = over.data_ptr(), over.untyped_storage().nbytes()
     made = attempt(node, lambda: tensors(call()))
     if made is None or len(made) != len(plain):
@@ -123,7 +123,7 @@ def _fill_all(numbers: list[torch.Tensor], name: str, run: partial[Any]) -> None
 
 
 def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
-    """Fill argument i, the whole of its memory, with the numbers of a set."""
+    """Fill argument i, with all of its memory, from a set of numbers."""
     to = flat(tensor)
     numbers = _numbers(name, tensor.dtype).roll(-i * STRIDE)
     repeat(to, numbers)
@@ -134,7 +134,7 @@ def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
 
 @cache
 def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
-    """(LENGTH,) the numbers of a set, on the CPU: the same in every process, and nothing stays on a device."""
+    """(LENGTH,) numbers of a set, on the CPU: equal in every process; nothing stays on a device."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(LENGTH, generator=generator, dtype=torch.float64)
     if dtype is torch.bool:
@@ -154,7 +154,7 @@ def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
-    """A profile without those of its slower ways that leave other bits here. The global random state is not touched.
+    """A profile without slower ways that give other bits here. The global random state is not touched.
 
     ``positions``: of the argument, by op and by the value that it may write over.
     """
@@ -172,7 +172,7 @@ def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int
 
 
 def same_in_two(node: fx.Node) -> bool:
-    """Tell whether a ``convolution_backward`` leaves the same bits as one call for its input and one for the others.
+    """Tell whether ``convolution_backward`` gives the same bits as one call for its input plus one for the rest.
 
     An op that does not run on made-up inputs stays as it is. The global random state is not touched.
     """
@@ -192,7 +192,7 @@ def same_in_two(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> bool:
-    """Tell whether an op leaves the same bits each time, in the caller's thread and in that of autograd's backwards.
+    """Tell whether an op gives the same bits each time, in the caller's thread and in autograd's.
 
     In each thread cuDNN chooses, and may try out, a kernel for a convolution when it first runs there: that is here.
     """
@@ -211,7 +211,7 @@ def repeats(node: fx.Node) -> bool:
 
 
 def same_again(node: fx.Node) -> bool:
-    """Tell whether an op on an accelerator draws the same numbers from the state that its generator had."""
+    """Tell whether an op on an accelerator draws the same numbers again from its generator's old state."""
 
     def trial() -> bool:
         run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
@@ -227,7 +227,7 @@ def same_again(node: fx.Node) -> bool:
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], T], instead: str) -> T | None:
-    """The result of a trial of an op on this machine; None if it does not run on made-up inputs, or memory ran out.
+    """The result of a trial of an op on this machine; None if its made-up inputs do not run, or memory ran out.
 
     ``instead``: what happens then, for the log.
     """

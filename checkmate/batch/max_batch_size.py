@@ -1,4 +1,4 @@
-"""The largest batch that fits a budget: `max_batch_size`. Any other integer that shapes the step will do as well.
+"""The largest batch that fits a budget: `max_batch_size`. Any other integer that shapes the step works too.
 
 Jain et al. (MLSys 2020, Section 6.4) scale all memory by the size, in one quadratic program. Memory is not quite affine
 in the size, so here the step is traced at few sizes, estimated between them, and traced again at the answer and after.
@@ -71,7 +71,7 @@ def max_batch_size(
     host_budget: Bytes | None = None,
     host: Host | str | None = None,
 ) -> LargestBatch:
-    """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
+    """The largest size whose step fits a budget, its plan, and the predicted throughput of smaller sizes.
 
     Plans and bytes of the answer, of the size after it and of the fastest size are of the step as it is traced there.
     Ctrl-C, or the end of the time, gives the largest size found so far.
@@ -138,7 +138,7 @@ def max_batch_size(
 
 @dataclass
 class _Search:
-    """The state of a search, which `find`, `compare` and `draw` fill in this order, and the time that is left."""
+    """The state of a search, which `find`, `compare` and `draw` fill in this order, and the time left."""
 
     problems: SizedProblems
     total: int  # bytes
@@ -185,7 +185,7 @@ class _Search:
         log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
 
     def find(self, steps: SizedSteps | None) -> None:
-        """Find the largest size; where there are steps to measure, one whose measured peak is within the budget.
+        """Find the largest size; if steps can be measured, one whose measured peak is within the budget.
 
         Raises:
             InfeasibleBudget: if the smallest size does not fit.
@@ -232,7 +232,7 @@ class _Search:
         return self.began + share * self.time_limit
 
     def _search_sizes(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> SizeSearch:
-        """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
+        """Run the search of a method for a share of the time; Ctrl-C ends it early if it has an answer."""
         budgets = self.budget, self.max_overhead, self._until(share), self.time_limit / ATTEMPTS
         search = SizeSearch(self.problems, *budgets, method, self.smallest, self.largest, sure, self.note, low)
         if method not in (KEEP_ALL, AUTO) and self.kept is not None:
@@ -247,7 +247,7 @@ class _Search:
         return search
 
     def _refusal(self, attempt: Attempt) -> InfeasibleBudget:
-        """Why the smallest size does not fit, and which budget would do."""
+        """The reason why the smallest size does not fit, and a budget that would."""
         solution, size = attempt.solution, attempt.size
         problem = solution.problem
         least = min_budget(problem).peak
@@ -314,7 +314,7 @@ class _Search:
         return max(self.points.values(), key=lambda point: point.throughput)
 
     def _plan(self, size: int, start: Solution, *, trace: bool) -> None:
-        """Plan a size for the curve, beginning with a known plan; no point where none fits."""
+        """Plan a size for the curve, starting from a known plan; None if no plan fits."""
         problem = None if trace else self.problems.estimate(size)
         problem = self.problems.at(size) if problem is None else problem
         known = start if same_ops(start.problem, problem) else None  # the graph may change with the size

@@ -1,4 +1,4 @@
-"""Find the mesh of ranks and the batch that train fastest in the bytes of one rank, on imagined ranks.
+"""Find the mesh of ranks and the batch that train fastest within one rank's bytes, on simulated ranks.
 
 No rank runs. For each mesh PyTorch's backend "fake" stands for a process group, of which this process is the first
 rank: a step is captured with its collectives as it would be there, and planned.
@@ -47,7 +47,7 @@ class MeshPoint:
 
 @dataclass(frozen=True, repr=False)
 class MeshSweep(Listed[MeshPoint]):
-    """A point for each mesh and size, in the order in which they were asked for. Prints as a table."""
+    """A point for each mesh and size, in the order asked for. Prints as a table."""
 
     budget: int  # bytes of a rank
     points: tuple[MeshPoint, ...]
@@ -56,7 +56,7 @@ class MeshSweep(Listed[MeshPoint]):
 
     @property
     def fastest(self) -> MeshPoint | None:
-        """The point of the most samples a second; None: nothing fits."""
+        """The point with the most samples per second; None if nothing fits."""
         best = max(self.points, key=lambda point: point.throughput, default=None)
         return best if best is not None and best.solution.plan is not None else None
 
@@ -86,7 +86,7 @@ def sweep_meshes(
     jobs: int | None = None,
     client: Any = None,
 ) -> MeshSweep:
-    """The plans of a sharded step on meshes of ranks that are only imagined, for several sizes of a batch.
+    """Plan a sharded step on meshes of simulated ranks, for several batch sizes.
 
     Args:
         make_step: gives the step of a `DeviceMesh` and a size: a module or function whose parameters are sharded over

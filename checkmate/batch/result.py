@@ -1,4 +1,4 @@
-"""The answer of `checkmate.max_batch_size`: the largest size, its plan, and what smaller sizes cost."""
+"""The answer of `checkmate.max_batch_size`: the largest size, its plan, and the cost of smaller sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class SizePoint:
-    """A size with a plan, and what that is worth."""
+    """A size with a plan and its throughput."""
 
     size: int
     throughput: float  # sizes a second: samples/s where the size is that of a batch
@@ -62,7 +62,7 @@ class LargestBatch(Listed[SizePoint]):
 
     @property
     def proven(self) -> bool:
-        """Tell whether no schedule fits for a size that is larger by one."""
+        """Tell whether it is proven that no schedule fits at the next larger size."""
         return self.next_size == "proven"
 
     def summary(self) -> dict[str, Any]:

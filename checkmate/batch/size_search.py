@@ -1,4 +1,4 @@
-"""The search for the largest batch size at which a method has a plan within a budget and a cap on the seconds.
+"""Search for the largest batch size at which a method has a plan within a budget and a cap on the seconds.
 
 `checkmate.max_batch_size` calls it once for each method, with the problems of the step at all sizes:
 
@@ -38,7 +38,7 @@ TINY = 0.05  # of the time: with less left there is no use in asking again
 
 
 def check_overhead(max_overhead: Overhead) -> None:
-    """Raise a ValueError unless it is a cap on recomputation."""
+    """Raise a ValueError for an invalid cap on recomputation."""
     is_number = isinstance(max_overhead, numbers.Real) and not isinstance(max_overhead, bool)
     if max_overhead not in (None, ONE_FORWARD) and not (is_number and 0 <= max_overhead < math.inf):  # type: ignore[operator]
         raise ValueError(
@@ -66,19 +66,19 @@ def most_seconds(problem: Problem, max_overhead: Overhead) -> float:
 
 
 def is_within(solution: Solution, cap: float) -> bool:
-    """Tell whether there is a plan that takes at most this many seconds, but for rounding."""
+    """Tell whether a plan takes at most this many seconds, up to rounding."""
     return solution.plan is not None and solution.cost <= cap * (1 + SUM_ROUNDING)
 
 
 def is_beyond(solution: Solution, cap: float) -> bool:
-    """Tell whether it is proven that no schedule takes so few seconds, by more than solvers are exact to."""
+    """Tell whether it is proven that no schedule takes so few seconds, beyond the tolerance of solvers."""
     return solution.status is Status.INFEASIBLE or solution.bound > cap * (1 + OPTIMAL_GAP)
 
 
 def plan_within(
     problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None = None
 ) -> Solution:
-    """A plan within a budget of bytes and one of seconds; stops as soon as there is one, or none is proven to be.
+    """A plan within budgets of bytes and of seconds; stops at the first one, or when none is proven to exist.
 
     `is_within` says if a Solution is such a plan, `is_beyond` if there is none.
 
@@ -99,7 +99,7 @@ def plan_within(
 
 
 def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
-    """`plan_within` of a problem as it is, not split further."""
+    """A plan as `plan_within` finds it, without further splits."""
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
@@ -117,7 +117,7 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
 
 
 def largest_size(fits: Callable[[int], bool], good: int, bad: int, step: int) -> int:
-    """The largest size from ``good``, which fits, to below ``bad``: by strides that double, then by halving.
+    """The largest size from ``good``, which fits, to below ``bad``: strides that double, then bisection.
 
     >>> tried = []
     >>> largest_size(lambda n: tried.append(n) or n <= 13, good=0, bad=100, step=4), tried
@@ -149,18 +149,18 @@ class Attempt:
 
     @property
     def refuted(self) -> bool:
-        """Tell whether it is proven that no schedule is within them, by any method."""
+        """Tell whether it is proven that no schedule of any method is within budget and cap."""
         return not self.fits and is_beyond(self.solution, self.cap)
 
     @property
     def point(self) -> SizePoint:
-        """The size on the curve, of one that fits."""
+        """The size as a point on the curve, if it fits."""
         return SizePoint.of(self.size, self.solution, traced=self.traced)
 
 
 @dataclass
 class SizeSearch:
-    """The search of one method over the sizes: ``low`` fits and ``high`` does not; both are traced, once found."""
+    """The search of one method over the sizes: ``low`` fits, ``high`` does not; both are traced once found."""
 
     problems: SizedProblems
     budget: int  # bytes
@@ -189,7 +189,7 @@ class SizeSearch:
         return self._end - self._low.size > 1
 
     def run(self) -> Attempt | None:
-        """Find the largest size; None if not even the smallest fits. An earlier ``low`` is where to begin."""
+        """Find the largest size; None if not even the smallest fits. Starts from an earlier ``low``."""
         if self.hint is not None:
             self.traced(self.hint)
         if self.low is None and not self.traced(self.smallest).fits:
@@ -217,7 +217,7 @@ class SizeSearch:
         return self.low
 
     def traced(self, size: int) -> Attempt:
-        """Try a size as it is."""
+        """Trace and try a size."""
         attempt = self._try(size, self.problems.at(size), 2 * self.try_seconds, self.low, traced=True)
         if attempt.fits and (self.low is None or size > self.low.size):
             self.low = attempt
@@ -232,11 +232,11 @@ class SizeSearch:
 
     @property
     def _end(self) -> int:
-        """The first size that is not to be tried."""
+        """The first size beyond the search."""
         return self.largest + 1 if self.high is None else self.high.size
 
     def _guess(self) -> int:
-        """The largest size that fits by estimate; where nothing can be estimated, one to trace."""
+        """The largest size that is estimated to fit; if nothing can be estimated, one to trace."""
         best, bad = self._low, min(self._end, REACH * max(self.problems.traced) + 1)
         step = 1 if self.near else best.size
         self.near = True
@@ -255,7 +255,7 @@ class SizeSearch:
         return largest_size(fits, best.size, bad, step)
 
     def _try(self, size: int, problem: Problem, seconds: float, known: Attempt | None, *, traced: bool) -> Attempt:
-        """The method's answer at a size, which may begin with the plan of a smaller one that is ``known`` to fit."""
+        """The method's answer at a size; it may start from the plan of a smaller size that is ``known`` to fit."""
         cap = most_seconds(problem, self.max_overhead)
         start = None if known is None else known.solution
         if start is not None and not same_ops(start.problem, problem):
@@ -275,7 +275,7 @@ class SizeSearch:
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
-    """Sizes for a curve: up to the largest that keeps all by doubling, from there to the largest evenly.
+    """Sizes for a curve: doubling up to the largest that keeps all, then evenly up to the largest.
 
     >>> spread_sizes(1, 16, 40, 4)
     [4, 8, 16, 22, 28, 34, 40]

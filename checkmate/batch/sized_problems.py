@@ -1,4 +1,4 @@
-"""The problem of a step at any size of its batch: traced at a few sizes, estimated between them.
+"""The problem of a step at any batch size: traced at a few sizes, interpolated between them.
 
 Tracing takes seconds, and near the largest size that fits there are many sizes to try. Where traces have the same ops,
 the bytes of every value are taken to lie on the polynomial through those of the traced sizes next to it,
@@ -46,7 +46,7 @@ class SizedProblems:
         return self.traced[size]
 
     def estimate(self, size: int) -> Problem | None:
-        """The problem of a size from the traced sizes next to it; None where they differ in more than figures."""
+        """The problem of a size, interpolated from the traced sizes next to it; None if their graphs differ."""
         if size in self.traced:
             return self.traced[size]
         # Estimate from sizes on both sides and a third, or from two on one side, none near to another: a jump of a few
@@ -70,7 +70,7 @@ class SizedProblems:
 
 
 def _numbered_as(like: Problem, problem: Problem) -> tuple[list[int], list[int]] | None:
-    """The problem's numbers of the ops and of the values of another one, by their names; None: it has other ops.
+    """The problem with its ops and values numbered as another's, by their names; None if the ops differ.
 
     The order may change with the size: which half of a gradient comes first depends on which is larger, for example.
     """
@@ -95,7 +95,7 @@ def _by_name(graph: Graph) -> tuple[object, ...]:
 
 
 def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
-    """A problem with the graph of the first and the weighted sums of all figures; None where one has other ops."""
+    """A problem with the first graph and weighted sums of all figures; None if the ops differ."""
     numbered = [numbers for p in problems if (numbers := _numbered_as(problems[0], p)) is not None]
     if len(numbered) < len(problems):
         return None
@@ -128,7 +128,7 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
     )
 
     def next_split() -> Problem | None:
-        """The steps split further, where all of them are split in the same way."""
+        """The weighted sum of further splits, if all steps are split in the same way."""
         split = [one for p in problems if p.next_split is not None and (one := p.next_split()) is not None]
         return _mixed(split, shares) if len(split) == len(problems) else None
 

@@ -36,7 +36,7 @@ log = logging.getLogger("checkmate.batch")
 
 
 def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
-    """A function of the size that gives the step."""
+    """The function that makes the step of a size."""
     if isinstance(make_step, nn.Module):
         return lambda size: make_step
     if not callable(make_step):
@@ -51,7 +51,7 @@ def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and named arguments: a tuple or list is many, a dict is named, all else is one.
+    """A batch as positional and named arguments: tuples and lists are positional, dicts named, others one argument.
 
     >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of(3)
     (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
@@ -71,7 +71,7 @@ class SizedSteps:
     host: Host | None = None  # a second memory that is not measured
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The step and its arguments; an error names the size where the user's functions fail."""
+        """Make the step and its arguments; an error names the size if the user's functions fail."""
         name = "make_step"
         try:
             step = self.make_step(size)
@@ -85,7 +85,7 @@ class SizedSteps:
         return step, args, kwargs
 
     def problem(self, size: int) -> Problem:
-        """The step traced; an error names the size where it cannot be."""
+        """Trace the step; an error names the size if that fails."""
         step, args, kwargs = self.make(size)
         began = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class SizedSteps:
         return problem
 
     def measured_peak(self, size: int, solution: Solution) -> int:
-        """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes."""
+        """Run a plan on real tensors and give the peak in bytes. Parameters, buffers and random states are restored."""
         step, args, kwargs = self.make(size)
         if isinstance(step, TrainingStep):
             raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
@@ -108,7 +108,7 @@ class SizedSteps:
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
 
         def planned(problem: Problem) -> Solution:
-            """The plan for the problem as it is captured to be run."""
+            """The plan, for the problem that is captured for the run."""
             if solution.schedule is None or not same_ops(problem, solution.problem):
                 raise Unsupported("The step has other ops as it runs than as it was traced: nothing can be measured.")
             return again(solution, problem, MAX_BYTES)
@@ -129,7 +129,7 @@ class SizedSteps:
 
 
 def real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a step reaches, each once; refused if one of them has no data."""
+    """The tensors that a step reaches, each once; raise if one of them has no data."""
     reached = tensors_within((step, args, kwargs))
     if any(map(is_fake, reached)):
         raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")

@@ -46,7 +46,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. Errors are one message on standard error, without traceback unless ``--debug``.
+    """Run a command and give the exit code. Errors are one message on standard error; ``--debug`` adds the traceback.
 
     >>> main(["solve", "no-such-file.json", "--budget", "1 GB"])
     2
@@ -105,7 +105,7 @@ def _solve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Read the rules, and refuse a budget, a rule or a method that is none."""
+    """Read the rules, and refuse an invalid budget, rule or method."""
     parse_bytes(args.budget)
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
@@ -116,7 +116,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> Problem:
-    """The problem of a file, with the second memory that the options ask for."""
+    """Read a problem from a file, with the second memory that the options ask for."""
     from checkmate.core.problem import Problem
 
     try:
@@ -245,7 +245,7 @@ def _example(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
 
 @contextmanager
 def _on_its_batch(args: argparse.Namespace) -> Iterator[None]:
-    """Name the step where it fails, as plain PyTorch does as well."""
+    """Name the step if it fails, as it does in plain PyTorch too."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -340,7 +340,7 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _bytes_of(args: argparse.Namespace) -> int | str:
-    """The budget; of a share, the bytes of the named device's room."""
+    """The budget in bytes; a share is of the named device's room."""
     if (share := parse_share(args.budget)) is None:
         return str(args.budget)
     from checkmate.profiling.roofline import DEVICES
@@ -379,7 +379,7 @@ def _known_device(name: str) -> Device:
 
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
-    """The user's function; where costs are estimated, all that it makes is on the meta device."""
+    """The user's function; if costs are estimated, all tensors it makes are on the meta device."""
     return maker(args.target, on_meta=bool(args.device), debug=args.debug)
 
 

@@ -1,4 +1,4 @@
-"""The options of all commands, each told once, and the meaning of their words."""
+"""The options of all commands, each defined once, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def size(text: str) -> int:
-    """A size of a batch, or another count: a whole number of at least 1.
+    """A batch size, or another count: a whole number of at least 1.
 
     >>> size("12")
     12
@@ -41,12 +41,12 @@ def overhead(text: str) -> float | str | None:
 
 
 def option(metavar: str | None = None, says: str | None = None, **more: Any) -> dict[str, Any]:
-    """An option with a value, as argparse takes it."""
+    """An option with a value, for argparse."""
     return {"metavar": metavar, "help": says, **more}
 
 
 def flag(says: str) -> dict[str, Any]:
-    """An option without a value, as argparse takes it."""
+    """An option without a value, for argparse."""
     return {"action": "store_true", "help": says}
 
 
@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_to(parser: argparse.ArgumentParser, names: Iterable[str], changed: Mapping[str, dict[str, Any]]) -> None:
-    """Add options to the parser of a command, some of them as the command changes them."""
+    """Add options to the parser of a command, some changed as the command asks."""
     costs: Any = parser
     for name in names:
         if name == "--device":
@@ -107,7 +107,7 @@ def add_to(parser: argparse.ArgumentParser, names: Iterable[str], changed: Mappi
 
 
 def host_of(args: argparse.Namespace, known: Host | None = None) -> Host | None:
-    """Read the second memory that options ask for; the known one gives the figures that they do not name.
+    """Read the second memory from options; the known one gives figures that they leave out.
 
     Raises:
         UsageError: if there are not one or two rates, or nothing names a budget or a rate.

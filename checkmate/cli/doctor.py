@@ -1,4 +1,4 @@
-"""Tell whether this installation is in order: versions, device, threads, solver, and the folder of files."""
+"""Check this installation: versions, device, threads, solver, and the folder of files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXTRAS = ("matplotlib", "pandas")
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings. ``wrong``: the obstacles in words, with the way out."""
+    """The findings. ``wrong``: the obstacles in words, each with the way out."""
 
     facts: dict[str, Any]
     wrong: list[str]

@@ -12,7 +12,7 @@ from checkmate.core.solution import Solution
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
-    """A solution as plain data: bytes, seconds, and what runs again how often."""
+    """A solution as plain data: bytes, seconds, and how often each op reruns."""
     s = solution
     second_memory: dict[str, float] = {}  # bytes, and seconds of the step in which a transfer is waited for
     if away := s.second_memory:
@@ -45,7 +45,7 @@ def solution_record(solution: Solution) -> dict[str, Any]:
 
 
 def steps_of(solution: Solution) -> list[dict[str, str]]:
-    """The plan in order: which op runs, over which value if it writes over one; which value is freed, sent, ..."""
+    """The plan in order: runs, with the value they write over, frees, sends, ..."""
     assert solution.plan is not None
     graph = solution.problem.graph
 
@@ -61,7 +61,7 @@ def steps_of(solution: Solution) -> list[dict[str, str]]:
 
 
 def finite(document: Any) -> Any:
-    """The document with null for infinities and NaNs, which JSON does not know.
+    """The document with null for infinities and NaNs, which JSON lacks.
 
     >>> finite({"gap": float("inf"), "costs": (1.0, 2)})
     {'gap': None, 'costs': [1.0, 2]}

@@ -27,11 +27,11 @@ and name {where}:example."""
 
 
 class UsageError(Exception):
-    """The command line names something that is not there, or is no such thing."""
+    """Raised if the command line names something that does not exist or does not fit."""
 
 
 def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any, Any]]:
-    """The function that a target names, seen from the current folder; it is checked to give (step, batch).
+    """The function that a target names, from the current folder; it is checked to give (step, batch).
 
     Its errors are one line that names the target; a UsageError says that there is none. ``on_meta``: its tensors are
     made on the meta device, where they take no memory; ``debug``: its errors stay.

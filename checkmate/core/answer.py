@@ -1,4 +1,4 @@
-"""The printed form of answers, in a terminal, a notebook, a data frame or on the page: title, facts, tables, a picture.
+"""Answers as text, HTML, data frames and page data: title, facts, tables, a picture.
 
 In a notebook it is HTML without scripts and without network, whose lines and words have the notebook's own colour, so
 that they are read on light paper and on dark.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under heads, columns as wide as needed; those of ``numbers`` stand to the right.
+    """Rows of text under heads, columns as wide as needed, ``numbers`` right-aligned.
 
     >>> print(Table(("name", "n"), [("a", "1"), ("longer", "23")], {"n"}))
     name     n
@@ -68,7 +68,7 @@ Get = str | Callable[[Any], Any]  # the name of a row's field, or a function of 
 
 @dataclass(frozen=True)
 class Column:
-    """A head, and for each row the cell under it: text, or a number that ``show`` writes.
+    """A head, and the cell for each row: text, or a number that ``show`` formats.
 
     Numbers stand to the right, and a page sorts by them. None, and a number that is not finite, is "-"; a text in the
     place of a number is written as it is.
@@ -88,7 +88,7 @@ class Column:
         return str(value) if self.show is None or isinstance(value, str) else self.show(value)
 
     def key(self, row: Any) -> float | None:
-        """The number that a row sorts by; None: it has none, and stands last."""
+        """The number that a row sorts by; None: none, and the row goes last."""
         value = _value(row, self.sort or self.get)
         return None if isinstance(value, str) else value
 
@@ -99,7 +99,7 @@ def _value(row: Any, get: Get) -> Any:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], *, top: int | None = None, title: str = "") -> Table:
-    """The table of the first rows, and a row that says how many are left out.
+    """The table of the first rows, with a last row that counts the rest.
 
     >>> print(table([Column("name", str.title), Column("length", len, str, total=True)], ["ann", "bob", "cy"], top=1))
     name            length
@@ -115,14 +115,14 @@ def table(columns: Sequence[Column], rows: Sequence[Any], *, top: int | None = N
 
 @dataclass(frozen=True)
 class Notes(Table):
-    """A table of two columns whose texts are long: below each other, as text."""
+    """A table of two columns with long texts: as text, one below the other."""
 
     def __str__(self) -> str:
         return "\n".join([self.title, *(f"  {first}\n    {second}" for first, second in self.rows)])
 
 
 def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """A title and facts with their names, in HTML, the text escaped.
+    """A title and named facts as HTML, the text escaped.
 
     >>> facts_html("a < b", [("peak", "4 B")])
     '<div><strong>a &lt; b</strong></div><table><tbody><tr><td>peak</td><td>4 B</td></tr></tbody></table>'
@@ -138,7 +138,7 @@ SKY = "#56B4E9"  # of Okabe and Ito
 
 
 def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | None, words: str, end: str) -> str:
-    """Heights over a length as an area, in HTML: an inline SVG.
+    """Heights along an axis as an area: an inline SVG.
 
     Args:
         heights: of each stretch, at least one.
@@ -177,18 +177,18 @@ def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | N
 
 
 def record(row: Any) -> dict[str, Any]:
-    """List the fields of a row, without those that its `repr` leaves out, such as a solution."""
+    """The fields of a row by name, without those that its `repr` hides, such as a solution."""
     return {field.name: getattr(row, field.name) for field in fields(row) if field.repr}
 
 
 class Printed:
-    """An answer that prints as a title, facts and tables, in a notebook as HTML; its `records` make a data frame."""
+    """An answer that prints as title, facts and tables, in a notebook as HTML; its `records` make a data frame."""
 
     listed: ClassVar[str] = "rows"  # the field that holds the rows of `records`
     facts_width: ClassVar[int] = 11  # of the names of facts, at least
 
     def records(self) -> list[dict[str, Any]]:
-        """List the rows as dicts."""
+        """The rows as dicts."""
         return [record(row) for row in getattr(self, self.listed)]
 
     def to_pandas(self) -> pandas.DataFrame:

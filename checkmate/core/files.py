@@ -1,4 +1,4 @@
-"""Files that several processes read and write at once: never half written, never run as code.
+"""Files that several processes read and write: never half written, never run as code.
 
 The user's cache folder, or the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names, keeps costs of ops,
 plans and speeds of links for the next process, in one SQLite database with a table for each. A row is a key, a document
@@ -85,12 +85,12 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def hash_of(what: object) -> str:
-    """SHA-256 of what JSON can hold."""
+    """SHA-256 of a JSON-serializable value."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file at once: whoever reads meanwhile sees the old file or the new one.
+    """Write a file atomically: readers see the old file or the new one.
 
     Only this user may read a ``private`` one; else whoever may read a file that a program makes here.
 
@@ -113,29 +113,29 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a table, within one transaction."""
+    """The rows of a table within one transaction."""
 
     _database: sqlite3.Connection
     _table: str
 
     def get(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The documents of those keys that are there."""
+        """The documents of those keys that exist."""
         chosen = f"SELECT key, text, checksum FROM {self._table} WHERE key = ?"
         return self._intact(row for key in keys for row in self._database.execute(chosen, [key]))
 
     def beginning(self, prefix: str, most: int = -1) -> dict[str, Any]:
-        """The documents of keys with this prefix, the last used first, ``most`` at most."""
+        """Up to ``most`` documents whose keys have this prefix, the last used first."""
         chosen = f"SELECT key, text, checksum FROM {self._table} WHERE key >= ? AND key < ? ORDER BY used DESC LIMIT ?"
         return self._intact(self._database.execute(chosen, [prefix, f"{prefix}\U0010ffff", most]))
 
     def put(self, documents: Mapping[str, Any]) -> None:
-        """Add documents, as the last used; of a key the latest counts."""
+        """Add documents, marked as used now; the latest document of a key counts."""
         texts = [(key, json.dumps(document, allow_nan=False)) for key, document in documents.items()]
         rows = [(key, text, hash_of([key, text]), time.time()) for key, text in texts]
         self._database.executemany(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?, ?)", rows)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove rows, where they are there."""
+        """Remove rows, if they exist."""
         self._database.executemany(f"DELETE FROM {self._table} WHERE key = ?", [[key] for key in keys])
 
     def note_use(self, key: str) -> None:
@@ -143,7 +143,7 @@ class Rows:
         self._database.execute(f"UPDATE {self._table} SET used = ? WHERE key = ?", [time.time(), key])
 
     def prune(self, most: int, most_bytes: int) -> None:
-        """Remove the rows not used for longest, beyond a number and bytes of text."""
+        """Remove the least recently used rows beyond a number and bytes of text."""
         self._database.execute(
             f"DELETE FROM {self._table} WHERE key IN (SELECT key FROM (SELECT key, row_number() OVER latest AS number,"
             f" sum(length(text)) OVER latest AS total FROM {self._table} WINDOW latest AS (ORDER BY used DESC, key))"
@@ -163,7 +163,7 @@ class Rows:
 
 @contextmanager
 def rows(table: str, *, write: bool = False) -> Iterator[Rows]:
-    """The rows of a table, made if missing: to be read at one moment, or to be read and written by nobody else.
+    """The rows of a table, made if missing: a snapshot to read, or an exclusive transaction to write.
 
     The table's name has a version of what its documents say.
 

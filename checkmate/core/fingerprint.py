@@ -1,4 +1,4 @@
-"""Hashes of a problem's graph, bytes and seconds: by these, plans of the same or of a similar step are found."""
+"""Hashes of a problem's graph, bytes and seconds, by which plans of the same or a similar step are found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fingerprints(problem: Problem) -> Fingerprints:
 
 
 def same_ops(a: Problem, b: Problem) -> bool:
-    """Tell whether two problems have the same ops, reading and making the same values, of any bytes and seconds."""
+    """Tell whether two problems have the same ops on the same values; bytes and seconds may differ."""
     return fingerprints(a).structure == fingerprints(b).structure
 
 

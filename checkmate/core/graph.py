@@ -1,4 +1,4 @@
-"""The graph of a step: operations, the storages they read and write, and the order they first run in.
+"""The graph of a step: ops, the storages they read and write, and the order of their first execution.
 
 Operations and values are two sets, because an operation may have several outputs with different lives (batch
 normalization: an output and two statistics), and because a view is neither: it is the same value, seen differently.
@@ -30,7 +30,7 @@ _LINE = re.compile(r"[^\s,()]+:\d+$")
 
 @dataclass(frozen=True)
 class CodePlace:
-    """The place in the user's code that an op comes from, each part empty where not known."""
+    """The place in the user's code that an op comes from; parts are empty if unknown."""
 
     module: str = ""  # path, such as "layer1.0.conv2"
     kind: str = ""  # class of the module, such as "Conv2d"
@@ -57,7 +57,7 @@ def code_place_of(where: str | None) -> CodePlace:
 
 @dataclass(frozen=True)
 class Value:
-    """A storage: what occupies memory. All views of it are the same value."""
+    """A storage, which occupies memory. All views of it are the same value."""
 
     name: str
     size_bytes: int
@@ -67,7 +67,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """Something that runs, once or several times in a step."""
+    """An operation that runs once or more often in a step."""
 
     name: str
     target: str  # what it computes, e.g. "aten.mm.default"
@@ -88,7 +88,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations in the order of their first execution, the values, and which values are the step's results.
+    """Ops in the order of their first execution, the values, and which values are the step's results.
 
     An op may overwrite what is there before the step begins, as the update of a parameter does. Ops before it in the
     order read the old content, so that they must not run after it; ops after it read the new one.
@@ -181,12 +181,12 @@ class Graph:
 
     @cached_property
     def overwritten_by(self) -> dict[int, int]:
-        """Overwriting ops, by the value that each overwrites."""
+        """For each overwritten value, the op that overwrites it."""
         return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
 
     @cached_property
     def links(self) -> dict[str, tuple[int, ...]]:
-        """The ops that each link carries, ascending."""
+        """For each link, the ops that it carries, ascending."""
         names = dict.fromkeys(op.link for op in self.ops if op.link)
         return {name: tuple(k for k, op in enumerate(self.ops) if op.link == name) for name in names}
 
@@ -221,7 +221,7 @@ class Graph:
 
     @cached_property
     def forward_length(self) -> int:
-        """The number of ops in the forward, and so the index of the backward's first op."""
+        """The number of forward ops, and so the index of the backward's first op."""
         return sum(op.phase == "forward" for op in self.ops)
 
     def in_order(self, order: Sequence[int]) -> Graph:

@@ -1,4 +1,4 @@
-"""A second memory beside the one that the budget is for: how much it holds, and how fast its links are.
+"""A second memory beside the budgeted one: its size and the speed of its links.
 
 The host's memory beside a GPU, or a file beside the RAM. Values wait there that are not needed for a while: a `Send`
 copies one there, a `Fetch` back, while ops go on running. `checkmate.core.timing` says how long that takes.
@@ -45,11 +45,11 @@ class Host:
             raise InvalidProblem(f"latency is a finite number of seconds, at least 0, not {self.latency!r}.")
 
     def seconds_to_send(self, size: int) -> float:
-        """The seconds for which the link is busy with a copy of this many bytes to the second memory."""
+        """Seconds that the link is busy with a copy of this many bytes to the second memory."""
         return self.latency + size / self.send
 
     def seconds_to_fetch(self, size: int) -> float:
-        """The seconds for which the link is busy with a copy of this many bytes from the second memory."""
+        """Seconds that the link is busy with a copy of this many bytes from the second memory."""
         return self.latency + size / self.fetch
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Ops in place: a result takes over the storage of an input that dies there.
+"""In-place ops: a result takes over the storage of an input that dies there.
 
 An op that reads a value for the last time may write its result over it: a rectified tensor over the tensor, a gradient
 over the gradient that it is made of. While a plain run of op k has its inputs, its outputs and W_k bytes of workspace
@@ -27,7 +27,7 @@ from checkmate.errors import InvalidProblem
 
 @dataclass(frozen=True, order=True)
 class InPlace:
-    """Run op ``op`` in place: make value ``makes`` in the storage of its input ``over``, which this frees."""
+    """Run op ``op`` in place: its result ``makes`` takes the storage of input ``over``, which is freed."""
 
     op: int
     makes: int | None  # None: what counts as workspace, and is no value of the graph
@@ -36,7 +36,7 @@ class InPlace:
     slower: bool = False  # than a plain run: taken only where that would be above the budget
 
     def check(self, graph: Graph) -> None:
-        """Refuse what no run could do.
+        """Raise if no run could do this.
 
         Raises:
             InvalidProblem: if the op or the values are not there, not of the op, not of one size, or stay with others.
@@ -64,7 +64,7 @@ Saving = tuple[int, int]  # a value, and the bytes less where it goes with the r
 
 
 def savings(ways: Sequence[InPlace], sizes: np.ndarray, workspace: np.ndarray) -> tuple[tuple[Saving, ...], ...]:
-    """Savings of each op's ways, the most first: (value that is written over, bytes), all more than none.
+    """For each op (overwritten value, bytes saved), the most first, all above 0.
 
     A value of no bytes is nothing to write over.
 

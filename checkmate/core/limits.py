@@ -1,4 +1,4 @@
-"""Limits of plans by rules and overwrites: how often and until when ops run, which values the backward lacks.
+"""Limits on plans from rules and overwrites: how often and until when ops run, which values must be remade.
 
 A rule that lets an op run once pins it, as an op is pinned that draws random numbers: `checkmate.core.graph.Op.pinned`
 says so in its words. The others are two limits of their own: how often an op may run, and which values are not at hand
@@ -39,18 +39,18 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """The rule as it is written: ``'blocks.3.*': 'once'``."""
+        """The rule as the user writes it: ``'blocks.3.*': 'once'``."""
         return f"{self.pattern!r}: {self.asks!r}"
 
     @property
     def pin(self) -> str | None:
-        """The reason why its ops run once, in the words of `Op.pinned`; None: they may run again."""
+        """The reason why its ops run once, in `Op.pinned`'s words; None if they may run again."""
         return f"is under the rule {self.text}" if self.asks in ("keep", "once", 1) else None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The runs and values that plans must not have, beside runs of pinned ops."""
+    """The runs and values that plans must not have, pinned ops aside."""
 
     max_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
     recomputed: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
@@ -83,7 +83,7 @@ class Limits:
 
 
 def last_stages(graph: Graph) -> dict[int, int]:
-    """The last stage in which an op may run that reads what a later one overwrites: before that one.
+    """For each op that reads a value overwritten later, the last stage in which it may run.
 
     Pinned ops are left out: they run in their own stage only.
 
@@ -100,7 +100,7 @@ def last_stages(graph: Graph) -> dict[int, int]:
 
 
 def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """The last stage in which running each op may be of use, and the last that may read each value.
+    """The last stage in which a run of each op can be useful, and the last that can read each value.
 
     Results of the step are at hand in any case, and not made again to be read.
 

@@ -1,4 +1,4 @@
-"""A plan: what a training step does, in order.
+"""A plan: the steps of a training step, in order.
 
 It runs ops, frees values, begins what a link carries early, and may have values wait in a second memory.
 """
@@ -12,7 +12,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Run:
-    """Execute an op: make its outputs; if one is still in memory, the new copy is freed when the op is done.
+    """Execute an op: make its outputs; an older copy of an output is freed when the op is done.
 
     ``over``: a value that is gone then, since the op has written over it (`checkmate.core.inplace`).
     """
@@ -23,7 +23,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Start:
-    """Begin an op that a link carries (`Op.link`) and go on; its `Run` waits for it.
+    """Begin an op that a link carries (`Op.link`) without waiting; its `Run` waits for it.
 
     What it makes takes its bytes now, and is at hand after `Run`; what it reads stays until then.
     """
@@ -37,7 +37,7 @@ class _OfValue:
 
 
 class Free(_OfValue):
-    """Let go of a value."""
+    """Free a value."""
 
 
 class Send(_OfValue):
@@ -45,15 +45,15 @@ class Send(_OfValue):
 
 
 class Fetch(_OfValue):
-    """Begin to copy a value back from the second memory. It takes its bytes now, and can be read after `Wait`."""
+    """Begin to copy a value back from the second memory. Its bytes count from now on; it can be read after `Wait`."""
 
 
 class Wait(_OfValue):
-    """Go on when the transfer of a value has ended."""
+    """Wait until the transfer of a value has ended."""
 
 
 class Drop(_OfValue):
-    """Let go of the copy of a value in the second memory."""
+    """Free the copy of a value in the second memory."""
 
 
 Step = Run | Start | Free | Send | Fetch | Wait | Drop
@@ -83,27 +83,27 @@ class Plan:
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The ops in the order in which they run, repeats included."""
+        """The ops in execution order, repeats included."""
         return tuple(step.op for step in self.steps if isinstance(step, Run))
 
     @property
     def runs_over(self) -> int:
-        """The number of runs that write over a value."""
+        """The number of in-place runs."""
         return sum(isinstance(step, Run) and step.over is not None for step in self.steps)
 
     @cached_property
     def sent(self) -> frozenset[int]:
-        """The values that have a copy in the second memory for a while."""
+        """The values that have a copy in the second memory at some time."""
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
 
     @cached_property
     def started(self) -> bool:
-        """True if an op is begun before it is waited for."""
+        """Tell whether an op is begun before it is waited for."""
         return any(isinstance(step, Start) for step in self.steps)
 
     @cached_property
     def is_a_schedule(self) -> bool:
-        """True if R says all of it: each op runs at most once a stage, in order, and nothing is on a link."""
+        """Tell whether R says all: each op runs at most once a stage, in order, and no link is used."""
         turn, before = 0, -1
         for k in self.runs:
             if k <= before:

@@ -1,4 +1,4 @@
-"""The whole input of any solver as plain data: a graph, what its ops cost, and JSON to carry both anywhere.
+"""The input of every solver as plain data: a graph, the costs of its ops, and JSON to carry both anywhere.
 
 On the main path, 6 of 16: see docs/idea.md.
 """
@@ -189,12 +189,12 @@ class Problem:
 
     @property
     def resident(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes resident throughout the step."""
         return self.profile.resident_bytes
 
     @cached_property
     def savings(self) -> tuple[tuple[Saving, ...], ...]:
-        """Savings of each op's ways, the most first: (value that is written over, bytes less where it goes)."""
+        """For each op (value that it may write over, bytes saved if that value goes), the most bytes first."""
         return savings(self.profile.ways, self.sizes, self.workspace)
 
     def saved(self, k: int, dying: Container[int]) -> Saving | None:
@@ -203,12 +203,12 @@ class Problem:
 
     @cached_property
     def slower(self) -> frozenset[tuple[int, int]]:
-        """The ops and the values that they write over in more time than a plain run takes."""
+        """The (op, overwritten value) pairs whose in-place run is slower than the plain one."""
         return frozenset((way.op, way.over) for way in self.profile.ways if way.slower)
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits beside pinned ops: from its rules, and from ops that overwrite what others read."""
+        """The limits beside pinned ops: from rules, and from ops that overwrite inputs of others."""
         return Limits.of(self.graph, self.rules)
 
     @cached_property
@@ -223,13 +223,13 @@ class Problem:
 
     @cached_property
     def least_cost(self) -> float:
-        """Seconds that every plan takes at least: those of all ops of the processor, or of a link if that is longer."""
+        """A lower bound on the seconds of every plan: all ops of the processor, or of a link if that is more."""
         on_links = [float(self.seconds[[*ops]].sum()) for ops in self.graph.links.values()]
         return max(self.keep_all_cost - sum(on_links), *on_links) if on_links else self.keep_all_cost
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """(T,) int64: bytes in memory while each op runs, if each runs once and values are freed after their last use.
+        """(T,) int64: bytes in memory while each op runs, if each runs once and values go after their last use.
 
         Ways that are slower than a plain run are not taken.
         """
@@ -249,7 +249,7 @@ class Problem:
 
     @cached_property
     def keep_all_peak(self) -> int:
-        """Bytes that a step needs in which nothing runs twice."""
+        """The peak in bytes of a step that runs each op once."""
         return int(self.live_bytes.max())
 
     @cached_property
@@ -279,7 +279,7 @@ class Problem:
         return np.array(bytes_at, dtype=np.int64)
 
     def with_host(self, host: Host | None) -> Problem:
-        """The problem, and its further splits, with this second memory or without one.
+        """The problem and its further splits with this second memory, or with none.
 
         >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
         >>> print(problem.with_host(Host(100, send=1e9, fetch=1e9)).host)
@@ -294,7 +294,7 @@ class Problem:
         return replace(self, host=host, next_split=None if next_split is None else split_further)
 
     def splits_in_turn(self) -> Iterator[Problem]:
-        """The problem, then the same step split further and further, as long as that is asked for and helps."""
+        """The problem, then the step split further and further, as long as that helps."""
         problem: Problem | None = self
         while problem is not None:
             yield problem
@@ -363,7 +363,7 @@ class Problem:
 
 
 def _without_defaults(part: Op | InPlace) -> dict[str, Any]:
-    """An op or a way as JSON holds it: without what older files lack, where it has none."""
+    """An op or an in-place way for JSON, without newer fields that have their defaults."""
     return {name: what for name, what in asdict(part).items() if name not in NOT_IN_OLDER or what}
 
 

@@ -1,4 +1,4 @@
-"""Rules of the user: a pattern of modules, ops or tags, and what every plan does with the ops it names.
+"""The user's rules: patterns of modules, ops or tags, and the demand on the ops that they name.
 
     "keep", "once"    its values stay at hand until the last op that reads them has run: it runs once
     "recompute"       its values are not kept for the backward, which makes again what it reads of them
@@ -77,7 +77,7 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
 
 
 def _ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
-    """Rule the step that is split further; None if the rules name nothing in it."""
+    """Apply rules to the step's further split; None if they name nothing in it."""
     problem = next_split()
     try:
         return None if problem is None else with_rules(problem, rules)
@@ -87,7 +87,7 @@ def _ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | 
 
 
 def read_rules(texts: Iterable[str]) -> dict[str, Ask]:
-    """Rules as a command line has them.
+    """Parse rules as a command line gives them.
 
     Raises:
         RuleError: if one has no pattern, or asks for nothing that there is.
@@ -102,7 +102,7 @@ def read_rules(texts: Iterable[str]) -> dict[str, Ask]:
 
 
 def without_rules(problem: Problem) -> Problem:
-    """The problem as it is without rules."""
+    """The problem without rules."""
     if not problem.rules:
         return problem
     pins = {rule.pin for rule in problem.rules} - {None}
@@ -112,12 +112,12 @@ def without_rules(problem: Problem) -> Problem:
 
 
 def as_mapping(problem: Problem) -> dict[str, Ask]:
-    """The rules of a problem as they were given."""
+    """The rules of a problem as the user gave them."""
     return {rule.pattern: rule.asks for rule in problem.rules}
 
 
 def check(rules: object) -> None:
-    """Raise a RuleError for rules that are wrong for every step."""
+    """Raise a RuleError for rules that are wrong for any step."""
     if not isinstance(rules, Mapping):
         raise RuleError(f'Rules are a dict of patterns, such as {{"blocks.3": "keep"}}, not {rules!r}.')
     for pattern, asks in rules.items():
@@ -140,7 +140,7 @@ def names_any(pattern: str, graph: Graph) -> bool:
 
 
 def _runs_no_more(graph: Graph, k: int) -> str | None:
-    """The reason why an op cannot run again in the backward; None: it can."""
+    """The reason why an op cannot run again in the backward; None if it can."""
     op = graph.ops[k]
     if op.phase == "backward":
         return "is in the backward"
@@ -152,7 +152,7 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
 
 
 def _names(pattern: str, op: Op) -> bool:
-    """Tell whether a pattern names an op: by its target or a tag, or by its module in the forward."""
+    """Tell whether a pattern names an op: by its target, a tag, or, in the forward, its module."""
     return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *_modules(op)))
 
 
@@ -163,13 +163,13 @@ def _targets(op: Op) -> tuple[str, ...]:
 
 
 def _modules(op: Op) -> list[str]:
-    """The module that an op of the forward is of, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
+    """The module of a forward op, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
     parts = op.place.module.split(".") if op.place.module and op.phase == "forward" else []
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
 
 
 def _near(graph: Graph, pattern: str) -> str:
-    """Names of the step that are nearest to a pattern, and which kinds there are."""
+    """The names in the step nearest to a pattern, and the kinds of names there are."""
     names: dict[str, None] = {}
     for op in graph.ops:
         names |= dict.fromkeys((*op.tags, *_modules(op), *_targets(op)[::-1]))

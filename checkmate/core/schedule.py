@@ -1,4 +1,4 @@
-"""A schedule as two matrices, R of runs and S of kept values, with the paper's equations, term by term.
+"""A schedule as two matrices, R of runs and S of kept values, with the paper's equations term by term.
 
 Rows are stages: stage t ends with the first execution of op t, and before that may run any earlier op again, in order.
 ``R[t, k]``: op k runs in stage t. ``S[t, v]``: value v, made in an earlier stage, is at hand when stage t begins.
@@ -43,7 +43,7 @@ class Schedule:
 
     @classmethod
     def of_plan(cls, graph: Graph, plan: Plan) -> Schedule:
-        """Read R and S from a plan: runs in each stage; values in memory, elsewhere or under way when it begins.
+        """Read R and S from a plan; S also holds values that wait elsewhere or are under way.
 
         H, Out and In are None for a plan without transfers. An op that a link carries counts as run where it starts.
         """
@@ -150,11 +150,11 @@ class Schedule:
         return U
 
     def peak(self, problem: Problem) -> int:
-        """Bytes reached, by the equations: the largest U."""
+        """The largest U, in bytes."""
         return int(self.memory(problem).max())
 
     def violations(self, problem: Problem, budget: int | None = None) -> list[str]:
-        """List the equations that do not hold: name, place and amount. Empty if all hold.
+        """The equations that do not hold: name, place and amount. Empty if all hold.
 
         Raises:
             ValueError: if values are sent to a second memory, as for `memory`; such plans are checked by
@@ -212,7 +212,7 @@ class Schedule:
 
 
 def _touched(stage: np.ndarray, op: np.ndarray, values: list[tuple[int, ...]], T: int) -> np.ndarray:
-    """(N,) int: (T + 1) v + t + 1 for each value v of each op that runs in a stage t."""
+    """(N,) int: (T + 1) v + t + 1 for each value v that an op touches in stage t."""
     counts = np.array([len(vs) for vs in values])
     flat, begins = np.array([v for vs in values for v in vs], dtype=np.int64), np.cumsum(counts) - counts
     of_run = counts[op]
@@ -221,7 +221,7 @@ def _touched(stage: np.ndarray, op: np.ndarray, values: list[tuple[int, ...]], T
 
 
 def run_at_once(plan: Plan, graph: Graph) -> Plan:
-    """The plan with each started op run at its start, or at its turn if it starts before that.
+    """The plan with each started op run at its start, or in its turn if it starts earlier.
 
     It takes no more bytes at any run: what an op on a link holds, it holds from its start to its end, and the op's turn
     is not before the one nor after the other, as `checkmate.core.simulator.check_plan` asks for. So what is proven of

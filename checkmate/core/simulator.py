@@ -1,4 +1,4 @@
-"""Lower a schedule to a plan; check plans, and simulate what they cost and take, without knowing any solver.
+"""Lower a schedule to a plan; check plans and simulate their cost and memory, independently of all solvers.
 
 Both are short, slow and obvious on purpose: they are what a solver's answer is measured by.
 On the main path, 13 of 16: see docs/idea.md.
@@ -21,7 +21,7 @@ from checkmate.units import exact_bytes
 
 @dataclass(frozen=True)
 class Usage:
-    """The result of a simulation: for each `Run`, the bytes in memory while it ran, or before the next one did."""
+    """The result of a simulation: for each `Run`, the most bytes in memory from its begin to that of the next run."""
 
     ops: tuple[int, ...]
     bytes_at: tuple[int, ...]
@@ -34,7 +34,7 @@ class Usage:
 
     @property
     def peak_op(self) -> int:
-        """The op that ran at that moment."""
+        """The op that ran at the peak."""
         return self.ops[self.bytes_at.index(self.peak)]
 
 
@@ -77,7 +77,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
 
 
 def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
-    """Make a plan of the ops that run in each stage, in any order and number; a value is kept only while it is read.
+    """The plan of the ops that run in each stage, in any order and number; values live only until their last read.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> print(lower_runs(problem, [[0], [1], [2], [0, 3]]))
@@ -111,7 +111,7 @@ def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
 
 
 def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
-    """A plan whose ops run plainly where they would write over a value more slowly and the budget has room.
+    """The plan with slower in-place runs made plain, where the budget has room.
 
     >>> from dataclasses import replace
     >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], over={2: [1]})
@@ -135,7 +135,7 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
 
 
 def without_idle_values(plan: Plan, problem: Problem) -> Plan:
-    """The plan that lets go of what nothing reads any more, or not before it is made again; the same one where it does.
+    """The plan that frees values nothing reads before they are remade; the same object if it has none.
 
     Modules hold nothing else, whatever their plan says: so the peak is theirs.
     """
@@ -183,14 +183,14 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
 
 
 def cost(plan: Plan, problem: Problem) -> float:
-    """The seconds of the step: the sum over all runs, and the waits for links."""
+    """The seconds of the step: the sum over all runs, plus waits for links."""
     if plan.sent or plan.started:
         return timing(plan, problem).seconds
     return float(sum(problem.seconds[k] for k in plan.runs))
 
 
 def check_plan(plan: Plan, problem: Problem, budget: int | None = None, usage: Usage | None = None) -> list[str]:
-    """Everything that is wrong with a plan, in words; empty when nothing is.
+    """Everything that is wrong with a plan, in words; empty if nothing is.
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
     side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; an op writes
@@ -303,7 +303,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
 
 
 class _Links:
-    """The transfers under way to and from the second memory, the copies there, and the ops under way on links."""
+    """The transfers under way, the copies in the second memory, and the ops under way on links."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -312,7 +312,7 @@ class _Links:
         self.started: set[int] = set()
 
     def follow(self, step: Send | Fetch | Wait | Drop, at_hand: set[int]) -> Iterator[str]:
-        """Faults of a step about transfers, which then counts as done."""
+        """Faults of a step concerning transfers; the step then counts as done."""
         v = step.value
         value = self.problem.graph.values[v]
         if self.problem.host is None:
@@ -347,7 +347,7 @@ class _Links:
         self.going[v] = step
 
     def touched(self, step: Run | Start | Free) -> Iterator[str]:
-        """Faults of a step that lets go of, makes or writes over a value on a link, or one that an op there uses."""
+        """Faults of a step that frees, makes or overwrites a value on a link, or one that an op there uses."""
         graph, over = self.problem.graph, [step.over] if isinstance(step, Run) and step.over is not None else []
         values = [step.value] if isinstance(step, Free) else [*graph.ops[step.op].outputs, *over]
         for v in values:

@@ -1,4 +1,4 @@
-"""The answer of a solver: a plan with its cost, the bound that proves how good it is, and a message.
+"""The answer of a solver: a plan with its cost, a bound that proves how good it is, and a message.
 
 On the main path, 14 of 16: see docs/idea.md.
 """
@@ -96,14 +96,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost: no schedule saves more of the step than this share; infinite without a plan."""
+        """(cost - bound) / cost: no schedule saves a larger share of the step; infinite without a plan."""
         if self.plan is None:
             return float("inf")
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
 
     @property
     def overhead(self) -> float:
-        """The cost relative to a step that runs each op once, minus one: recomputation and waits.
+        """The cost relative to running each op once, minus one: recomputation and waits.
 
         Negative where links carry more beside the processor than that is.
         """
@@ -119,19 +119,19 @@ class Solution:
 
     @property
     def waited(self) -> float:
-        """Seconds of the step in which no op runs, since a link has not done."""
+        """Seconds of the step in which no op runs, because a link is not done."""
         if self.plan is not None and (self.problem.graph.links or self.plan.sent):
             return timing(self.plan, self.problem).waited
         return 0.0
 
     @property
     def runs_over(self) -> int:
-        """The number of runs of the plan that write over a value."""
+        """The number of runs that write over a value."""
         return 0 if self.plan is None else self.plan.runs_over
 
     @cached_property
     def second_memory(self) -> SecondMemoryUse | None:
-        """The values in the second memory; None if the plan sends nothing."""
+        """The use of the second memory; None if the plan sends nothing."""
         if self.plan is None or not self.plan.sent:
             return None
         peak = simulate(self.plan, self.problem).host_peak
@@ -209,19 +209,19 @@ class Solution:
 
 
 def check_problem(problem: object) -> None:
-    """Raise a TypeError unless it is a problem."""
+    """Raise a TypeError for anything but a problem."""
     if not isinstance(problem, Problem):
         raise TypeError(f"This takes a Problem, not {_kind(problem)}. Make one: checkmate.trace(step, *batch).")
 
 
 def check_solution(solution: object) -> None:
-    """Raise a TypeError unless it is a solution."""
+    """Raise a TypeError for anything but a solution."""
     if not isinstance(solution, Solution):
         raise TypeError(f"This takes a Solution, not {_kind(solution)}. Make one: checkmate.solve(problem, budget).")
 
 
 def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
-    """The plan and the schedule of a solution that is to be compared, drawn, ...
+    """The plan and schedule of a solution that is to be compared, drawn, ... ``act`` names this in errors.
 
     Raises:
         TypeError: if it is no solution.

@@ -1,4 +1,4 @@
-"""Walk through a plan step by step: the bytes in both memories, and the clock.
+"""Walk through a plan step by step, with the bytes in both memories and the clock.
 
 One walk, which everything that counts bytes or seconds of a plan goes by: `timing` here,
 `checkmate.core.simulator.simulate` and `checkmate.inspection.timeline`; the checker,
@@ -31,7 +31,7 @@ from checkmate.core.problem import Problem
 
 
 class Event(NamedTuple):
-    """A step of a plan as it happens. Seconds are since the training step began."""
+    """A step of a plan as it happens, in seconds since the training step began."""
 
     step: Step
     at: float  # seconds when it is reached
@@ -57,7 +57,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of everything that happens, in seconds since the step began."""
+    """The times of all events, in seconds since the step began."""
 
     seconds: float  # of the whole step
     at: tuple[float, ...]  # for each step of the plan, when it is reached
@@ -71,7 +71,7 @@ class Timing:
 
     @property
     def hidden(self) -> float:
-        """The share of the seconds that transfers take in which ops run beside them; 1 without transfers."""
+        """The share of the transfers' seconds during which ops run; 1 without transfers."""
         busy = sum(moved.end - moved.begin for moved in self.transfers)
         return max(0.0, 1 - self.waited / busy) if busy else 1.0
 

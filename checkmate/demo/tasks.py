@@ -1,4 +1,4 @@
-"""Two networks, and data without a download: the text that ships with Python, and digits of clocks."""
+"""Two networks with data that needs no download: the text that ships with Python, and digits of clocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123
 
 @dataclass(frozen=True)
 class Task:
-    """A network to train: its description, its step, and its batches."""
+    """A network to train: its description, step and batches."""
 
     title: str
     network: Callable[[], nn.Module]
     batches: list[Batch]
 
     def make(self) -> tuple[nn.Module, Step]:
-        """The network, each time with the same parameters, and the step that ends in its loss."""
+        """The network, with the same parameters each time, and the step that gives its loss."""
         torch.manual_seed(0)
         module = self.network()
         return module, step_of(module)
@@ -50,7 +50,7 @@ def digits_task(steps: int) -> Task:
 
 
 def step_of(module: nn.Module) -> Step:
-    """The step of a network, that ends in its cross entropy."""
+    """The step of a network, which ends in the cross entropy."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(module(x).flatten(0, -2), y.flatten())
@@ -129,7 +129,7 @@ class _Bottleneck(nn.Module):
 
 
 def documentation() -> tuple[Tensor, str]:
-    """(N,) int64: the characters of Python's documentation topics as indices into the alphabet, and that alphabet."""
+    """(N,) int64: the characters of Python's documentation topics as indices into the alphabet, and the alphabet."""
     text = "\n".join(topics[topic] for topic in sorted(topics))
     alphabet = "".join(sorted(set(text)))
     index = {character: i for i, character in enumerate(alphabet)}
@@ -137,7 +137,7 @@ def documentation() -> tuple[Tensor, str]:
 
 
 def text_batches(text: Tensor, count: int, size: int, length: int) -> list[Batch]:
-    """Batches of passages that begin anywhere: (size, length) each, and the character after each of theirs."""
+    """Batches of random passages, (size, length) each, and the character after each of theirs."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(len(text) - length, (count, size), generator=generator)
     passages = text[starts[..., None] + torch.arange(length + 1)]
@@ -145,7 +145,7 @@ def text_batches(text: Tensor, count: int, size: int, length: int) -> list[Batch
 
 
 def digit_batches(count: int, size: int, pixels: int) -> list[Batch]:
-    """Batches of digits in seven segments, each of its own place, size, slant and stroke, with noise.
+    """Batches of seven-segment digits with noise, each with its own place, size, slant and stroke.
 
     (size, 1, pixels, pixels) float32 from about 0 to 1, and (size,) int64, which digit each is.
     """

@@ -1,4 +1,4 @@
-"""Train a network plainly, then inside up to three byte budgets, and hold every promise against plain PyTorch.
+"""Train a network plainly, then within up to three byte budgets, and check every promise against plain PyTorch.
 
 Budgets are three quarters and half of what keeping everything takes, and 1.15 times the smallest that works. A promise
 is broken where a measured peak differs from the predicted one or exceeds its budget, or where one bit of the losses,
@@ -32,7 +32,7 @@ TIGHT = 1.15  # times the smallest budget, the last one
 
 @dataclass(frozen=True)
 class Effort:
-    """Seconds and steps that it may take."""
+    """Seconds and steps for the demo."""
 
     lowest: float = 10.0  # seconds to look for the smallest budget
     plan: float = 6.0  # seconds to plan for one budget
@@ -66,7 +66,7 @@ class Row:
     bitwise: bool
 
     def broken(self) -> list[str]:
-        """The promises that do not hold, in words."""
+        """The broken promises, in words."""
         budget, peak = exact_bytes(self.budget), f"the measured peak of {exact_bytes(self.measured)}"
         promises = (
             (self.measured <= self.budget, f"{peak} exceeds the budget of {budget}"),
@@ -116,7 +116,7 @@ def train(
 
 
 def run_step(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> Tensor:
-    """A forward and a backward, from no gradients; the loss."""
+    """Run a forward and a backward, from no gradients; give the loss."""
     module.zero_grad(set_to_none=True)
     loss = step(*batch)
     loss.backward()
@@ -124,7 +124,7 @@ def run_step(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> 
 
 
 def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
-    """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
+    """Peak bytes that a second step allocates, from no gradients; it leaves none."""
     run_step(module, step, *batch)
     module.zero_grad(set_to_none=True)
     peak = measure_peak(partial(run_step, module, step, *batch)).peak
@@ -133,7 +133,7 @@ def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
 
 
 def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object]) -> list[Row]:
-    """Train plainly, then inside each budget; tell the findings as text."""
+    """Train plainly, then within each budget; report the findings as text."""
     say(f"\n{task.title}")
     module, step = task.make()
     problem = trace(step, *task.batches[0])
@@ -166,7 +166,7 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
 def paired_seconds(
     device: torch.device, plain: Callable[..., Tensor], ours: Callable[..., Tensor], batch: Any, pairs: int
 ) -> dict[str, float]:
-    """Median seconds of a step of each, in turn, and the median of the ratios."""
+    """Median seconds of a step of each, alternating, and the median of the ratios."""
 
     def seconds(run: Callable[..., Tensor]) -> float:
         _synchronize(device)

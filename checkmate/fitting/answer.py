@@ -18,7 +18,7 @@ NOT_ASKED = "not looked at: everything=True does"  # why there is no way, or no 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A way to have the step take less, and its price."""
+    """One way to make the step take less memory, with its price."""
 
     name: str
     options: dict[str, str]  # of `checkmate.training_step`, beside the budget
@@ -31,12 +31,12 @@ class MemoryOption:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the solution is for."""
+        """The budget of the solution, in bytes."""
         return None if self.solution is None else self.solution.budget
 
     @property
     def peak(self) -> int | None:
-        """Bytes of the solution."""
+        """The peak of the solution, in bytes."""
         return None if self.solution is None else self.solution.peak
 
     @property
@@ -58,7 +58,7 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class LargestSizes:
-    """The largest sizes of the batch for which a step stays within the room; 0 where not even 1 does."""
+    """The largest batch sizes for which a step stays within the room; 0 if not even 1 does."""
 
     given: int  # the size of the batch that was looked at
     plain: int  # of plain PyTorch, estimated
@@ -72,7 +72,7 @@ class LargestSizes:
 
 @dataclass(frozen=True, repr=False)
 class Fits(Printed):
-    """Tell whether a step fits a device, and what would make it fit. Prints as a page."""
+    """The answer whether a step fits a device, and what would make it fit. Prints as a page."""
 
     device: str  # its name
     room: int  # bytes that a step may take there
@@ -97,12 +97,12 @@ class Fits(Printed):
 
     @property
     def fits(self) -> bool:
-        """Plain PyTorch does, or one of the ways."""
+        """Tell whether plain PyTorch or one of the ways fits."""
         return self.fits_plainly or self.best is not None
 
     @property
     def best(self) -> MemoryOption | None:
-        """The way that the code is for; None: plain PyTorch fits, or nothing does."""
+        """The way that the line of code uses; None if plain PyTorch fits, or nothing does."""
         return None if self.fits_plainly else next((way for way in self.ways if way.fits), None)
 
     def records(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The largest batch of a step within a device's room: from two traces, and where there is time looked at itself."""
+"""The largest batch of a step within a device's room: from two traces, and checked by a trace if there is time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def size_of(batch: Batch) -> int:
 
 
 def scaled(batch: Batch, size: int) -> Batch:
-    """The batch with another first dimension of all its tensors, laid out as before; with data its rows are repeated.
+    """The batch with another size of the first dimension of all tensors, strides in proportion; data rows repeat.
 
     >>> args, kwargs = scaled(((torch.ones(8, 3)[:, 1:],), {}), 2)
     >>> args[0].shape, args[0].stride()
@@ -81,7 +81,7 @@ def scaled(batch: Batch, size: int) -> Batch:
 
 
 def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides with another first dimension: those of dimensions outside of it grow as it does.
+    """Strides for another size of the first dimension: dimensions outside of it grow in proportion.
 
     >>> _strides_at(6, torch.ones(2, 3, 4).transpose(0, 1))
     (4, 24, 1)
@@ -99,7 +99,7 @@ def largest_sizes(
     trace_seconds: float,
     deadline: float,
 ) -> LargestSizes:
-    """The largest sizes within a room: of plain PyTorch, of a step that runs nothing twice, and of a planned one.
+    """The largest sizes within a room: of plain PyTorch, of a step that reruns nothing, and of a planned one.
 
     Args:
         given: the size of the batch that was looked at.

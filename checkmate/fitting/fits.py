@@ -181,7 +181,7 @@ def verdict(
     best: MemoryOption | None,
     sizes: LargestSizes | None,
 ) -> str:
-    """Tell whether it fits, and how, in a sentence."""
+    """The verdict in a sentence."""
     needs, room = format_bytes(plain_peak), format_bytes(place.room)
     if plain_peak <= place.room:
         return f"It fits {place.name} as it is: plain PyTorch takes about {needs}, and there is room for {room}."
@@ -212,7 +212,7 @@ _HOW = {
 
 
 def line_of_code(fn: Callable[..., Any], best: MemoryOption | None, *, plainly: bool, room: int) -> str:
-    """The line to write."""
+    """The line of code to write."""
     name = getattr(fn, "__name__", "loss_fn")
     name = name if name.isidentifier() else "loss_fn"
     if plainly:
@@ -231,7 +231,7 @@ def notes(
     ways: tuple[MemoryOption, ...],
     largest: LargestSizes | None,
 ) -> Iterator[str]:
-    """The assumptions, and the meaning of the words on the page."""
+    """The assumptions, and the terms on the page explained."""
     yield "nothing run twice: a planned step that runs each op once, and lets go of each gradient at its update"
     looked_at = {way.name for way in ways if way.smallest is not None}
     if IN_PARTS in looked_at:

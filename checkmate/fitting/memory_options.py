@@ -1,4 +1,4 @@
-"""The ways to have a step take less: the smallest budget of each, and a plan for the room or that budget."""
+"""The ways to make a step take less memory: the smallest budget of each, and a plan for the room or that budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ways_of(
     fits: bool,
     everything: bool,
 ) -> list[MemoryOption]:
-    """List the ways to have the step take less, with the smallest budget of each, and a plan for it or for the room.
+    """The ways to make the step take less, each with its smallest budget, and a plan for that or for the room.
 
     Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
     none that would go on beyond the deadline if it took as long as the longest before it.
@@ -80,7 +80,7 @@ def ways_of(
 
 
 def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:
-    """The first plan within a budget that is found, and if it may be far from the best, a better one.
+    """The first plan found within a budget, and a better one if it may be far from the best.
 
     Args:
         patience: seconds until there is one.

@@ -1,4 +1,4 @@
-"""The parts of a step's peak: run plainly, as PyTorch does, and as a whole step that runs nothing twice.
+"""The parts of a step's peak: as plain PyTorch runs it, and as a whole step that reruns nothing.
 
 Plain PyTorch keeps each gradient until `optimizer.step`, which comes last; a whole step of `checkmate.training_step`
 updates each parameter as soon as it can, and lets ops write over what nobody reads any more.
@@ -23,7 +23,7 @@ UPDATES = "checkmate.update_parameter"  # the target of ops that update a parame
 
 @dataclass(frozen=True)
 class Resident:
-    """Resident bytes by kind; the rest are of buffers and the batch."""
+    """Resident bytes by kind; the remainder is buffers and the batch."""
 
     parameters: int
     optimizer_state: int
@@ -31,7 +31,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes at the peak of a step. They add up to it."""
+    """Bytes at the peak of a step, by part."""
 
     parameters: int
     gradients: int  # of parameters
@@ -48,20 +48,20 @@ class Parts:
         return sum(bytes_ for _, bytes_ in self)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Give the parts' names, in words, and their bytes."""
+        """Yield the names of the parts, in words, with their bytes."""
         for one in fields(self)[:-1]:
             yield one.name.replace("_", " "), getattr(self, one.name)
 
 
 def gradients_of(problem: Problem) -> frozenset[int]:
-    """The values that updates of parameters read, and ops make: gradients."""
+    """The gradients: values that ops make and updates of parameters read."""
     graph = problem.graph
     read = (v for op in graph.ops if op.target.startswith(UPDATES) for v in op.inputs)
     return frozenset(v for v in read if graph.values[v].producer is not None)
 
 
 def as_plain(problem: Problem, update_bytes: int) -> Problem:
-    """The step as plain PyTorch runs it: no op writes over a value, and one update of all parameters comes last.
+    """The step as plain PyTorch runs it: no op in place, and one update of all parameters at the end.
 
     The update takes ``update_bytes`` beside gradients. This is an estimate: where a Python function holds a tensor
     longer than its last reader, PyTorch does too.
@@ -104,7 +104,7 @@ def parts_of(problem: Problem, resident: Resident) -> Parts:
 
 
 def lives_of_plain(plain: Problem) -> Lives:
-    """The blocks that plain PyTorch allocates in a step, of the problem that `as_plain` gives."""
+    """The blocks that plain PyTorch allocates in a step, from the problem that `as_plain` gives."""
     line = keep_all_timeline(plain)
     values = [(span.bytes, span.born, span.died) for span in line.spans]
     workspaces = [(size, at, at + 1) for at, size in enumerate(line.workspaces.tolist())]
@@ -112,5 +112,5 @@ def lives_of_plain(plain: Problem) -> Lives:
 
 
 def without_parts(problem: Problem) -> Problem:
-    """The step with its loss at once, for each budget."""
+    """The step without further splits: its loss runs in one part."""
     return replace(problem, next_split=None)

@@ -1,4 +1,4 @@
-"""A step without data: tensors on the meta device stand in for its parameters, buffers and batch while it is looked at.
+"""A step without data: meta tensors stand in for its parameters, buffers and batch while it is traced.
 
 What has no data takes no memory, and its ops are those of the device that is planned for, wherever the tensors are.
 """
@@ -25,7 +25,7 @@ STEPS = 2  # of an optimizer, until its state is there
 
 
 class StandIns:
-    """Stand-ins of tensors on the meta device, with their shapes, strides and types; meta tensors stay."""
+    """Meta tensors that stand in for others, with their shapes, strides and types; meta tensors stay."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the tensor, which must live on, and its
@@ -42,11 +42,11 @@ class StandIns:
         return self._made[id(tensor)][1]
 
     def within(self, tree: Any) -> Any:
-        """The tree with its tensors stood in for."""
+        """The tree with stand-ins for its tensors."""
         return tree_map_only(torch.Tensor, self.of, tree)
 
     def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
-        """Copy an optimizer with its settings and state, for stand-ins of its parameters."""
+        """Copy an optimizer with its settings and state, for the stand-ins of its parameters."""
         groups = [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
         other = _copy(optimizer, groups)
         for parameter, state in optimizer.state.items():
@@ -55,7 +55,7 @@ class StandIns:
 
     @contextmanager
     def in_modules(self, things: Any) -> Iterator[None]:
-        """Within the block, modules within reach have tensors without data; their own are back after it."""
+        """Within the block, modules within reach have stand-ins for tensors; afterwards their own are back."""
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in {id(m): m for root in modules_within(things) for m in root.modules()}.values():
             for held in (module._parameters, module._buffers, vars(module)):
@@ -70,7 +70,7 @@ class StandIns:
 
 
 def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that gives the loss: the ``loss`` of a model's output, or the first of several results.
+    """Make a function that gives the loss: a model output's ``loss``, or the first of several results.
 
     A tensor that is no number stands for a loss with its sum.
     """
@@ -86,7 +86,7 @@ def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trained(things: Any) -> list[nn.Parameter]:
-    """The parameters within reach that have gradients.
+    """The parameters within reach that get gradients.
 
     Raises:
         Unsupported: if there are none.
@@ -103,7 +103,7 @@ def trained(things: Any) -> list[nn.Parameter]:
 
 
 def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
-    """Bytes that ``optimizer.step()`` takes beside parameters, gradients and state, found on the meta device.
+    """Bytes that ``optimizer.step()`` takes beyond parameters, gradients and state, found on the meta device.
 
     With ``at_once`` an optimizer that does not say otherwise updates all parameters by one op, as PyTorch does on a
     GPU. Where it cannot be found out, twice what it updates at a time is taken for it.
@@ -132,7 +132,7 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
 
 
 def _copy(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
-    """The optimizer with other groups of parameters, and no state yet."""
+    """The optimizer with other parameter groups and no state yet."""
     other = copy.copy(optimizer)
     other.param_groups, other.state = groups, copy.copy(optimizer.state)
     other.state.clear()
@@ -140,7 +140,7 @@ def _copy(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Opt
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the bytes of tensors that ops make, while they live."""
+    """Counts the bytes of living tensors that ops make."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The device that a step is to run on: how much room there is, and what its allocator would hold."""
+"""The device that a step is to run on: its room, and the bytes that its allocator would hold."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class TargetDevice:
 
     @property
     def budget(self) -> int:
-        """Bytes to plan for: the room, as it is written in a line of code."""
+        """The room as a budget, as a line of code writes it."""
         return parse_bytes(written(self.room))
 
     @classmethod
     def of(cls, name: str | None, budget: Bytes | None, reach: Any) -> TargetDevice:
-        """The device of that name, or the one here."""
+        """The device of a name, or the one here."""
         asked = None if budget is None else parse_bytes(budget)
         if name is None:
             held = {storage(t): t.untyped_storage().nbytes() for t in tensors_within(reach) if not is_fake(t)}
@@ -65,14 +65,14 @@ class TargetDevice:
         return cls(device.name, device.room if asked is None else asked, *about)
 
     def host(self, asked: Host | None) -> Host | None:
-        """The second memory that is asked for, or the one that a GPU has beside it."""
+        """The second memory that is asked for, or the one beside a GPU."""
         if asked is not None or self.device is None or not self.is_gpu:
             return asked
         rate = HOST_SHARE * self.device.host_link
         return Host(HOST_BYTES, send=rate, fetch=rate)
 
     def reserved(self, resident: int, lives: Lives) -> int | None:
-        """Bytes that PyTorch's allocator would hold on a GPU of NVIDIA, by its rules; elsewhere None."""
+        """Bytes that PyTorch's allocator would hold on an NVIDIA GPU, by its rules; None elsewhere."""
         if not self.is_gpu or self.device is None:
             return None
         return resident + replay_steps(lives, CudaAllocator()).reserved
@@ -87,7 +87,7 @@ class TargetDevice:
 
 
 def written(count: int) -> str:
-    """Bytes as `parse_bytes` reads them: in few digits, a little less rather than more.
+    """Bytes in few digits for `parse_bytes`, rounded down.
 
     >>> written(23_709_803_776), written(64 * 10**9), written(999)
     ('23.7 GB', '64 GB', '999 B')

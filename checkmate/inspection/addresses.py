@@ -1,4 +1,4 @@
-"""The addresses of a plan's values in one arena, and how much higher it is than the most bytes alive."""
+"""The addresses of a plan's values in one arena, and how much the arena exceeds the live peak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
 
 @dataclass(frozen=True)
 class Box:
-    """A copy of a value, or a workspace, with its place. Where it is written over another, that has the same place."""
+    """A copy of a value, or a workspace, with its place; one written over another shares that one's place."""
 
     name: str
     role: str
@@ -30,7 +30,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Life:
-    """A storage over time: a copy of a value, and the copies that are written over it, one after another."""
+    """A storage over time: a copy of a value, then the copies written over it."""
 
     bytes: int  # as the plan counts
     born: int  # the tick of `checkmate.core.timing.Event` from which on it is needed
@@ -53,7 +53,7 @@ class Addresses(Printed):
 
     @property
     def gap(self) -> float:
-        """(height - bound) / height: at most this share of the arena could be saved."""
+        """(height - bound) / height: the largest share of the arena that a better placement could save."""
         return (self.height - self.bound) / self.height if self.height else 0.0
 
     def _title(self) -> str:
@@ -80,7 +80,7 @@ _COLUMNS = (
 
 
 def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresses:
-    """Place what a plan makes in one arena: lives are known when a step is planned, so addresses are.
+    """Place a plan's values in one arena: as lives are known in advance, so are addresses.
 
     Args:
         time_limit: seconds to search for a lower arena than the first one found.
@@ -106,7 +106,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
 
 
 def lives_of(solution: Solution) -> list[Life]:
-    """The storages of a plan: of its values, and of the workspace of each op that runs."""
+    """The storages of a plan: its values, and the workspace of each run."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
     chains: list[list[Span]] = []  # of each storage, the copies in it

@@ -45,7 +45,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """The difference within neighbouring modules, taken together."""
+    """The difference within neighbouring modules, summed up."""
 
     module: str
     runs: int  # that the second plan makes more
@@ -200,7 +200,7 @@ def same_problem(a: Problem, b: Problem) -> bool:
 
 
 def _values(problem: Problem, a: Set[int], b: Set[int]) -> tuple[ValueDifference, ...]:
-    """The values in one of two sets only, the most bytes first."""
+    """The values in one of two sets only, the largest first."""
     rows = []
     for v in sorted(a ^ b):
         value = problem.graph.values[v]

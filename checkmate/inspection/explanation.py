@@ -1,4 +1,4 @@
-"""The reasons why a step cannot be planned, or not as wished: graph breaks, and ops that must run once."""
+"""Why a step cannot be planned, or not as wished: graph breaks, and ops that must run once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pinned:
 
 @dataclass(frozen=True)
 class Break:
-    """A place in the user's code where `torch.compile` cannot go on with one graph."""
+    """A place in the user's code where `torch.compile` cannot continue one graph."""
 
     where: str
     why: str
@@ -49,12 +49,12 @@ class Explanation(Printed):
 
     @property
     def can_be_planned(self) -> bool:
-        """True if the whole step was captured."""
+        """Tell whether the whole step was captured."""
         return self.problem is not None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that every plan holds between forward and backward, since what makes them runs once."""
+        """Bytes that every plan holds between forward and backward, as their ops run once."""
         return sum(row.held_bytes for row in self.pinned)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -104,7 +104,7 @@ _COLUMNS = (
 
 
 def pinned_ops(problem: Problem) -> tuple[Pinned, ...]:
-    """The ops that run once in every plan, those that make most bytes first."""
+    """The ops that run once in every plan, those with the most bytes first."""
     graph, sizes = problem.graph, problem.sizes
     in_backward = {v for op in graph.ops if op.phase == "backward" for v in op.inputs}
     rows = [

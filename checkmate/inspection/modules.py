@@ -1,4 +1,4 @@
-"""Modules of the user's code that ops come from: neighbours are folded until few enough are left to show."""
+"""Fold neighbouring ops by their modules in the user's code, until few enough groups are left to show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
 
 class _Group(NamedTuple):
-    """Neighbours of a row: those from ``first`` to ``last``, both included."""
+    """Neighbouring rows from ``first`` to ``last``, both included."""
 
     first: int
     last: int
@@ -21,7 +21,7 @@ class _Group(NamedTuple):
 
 
 def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) -> list[tuple[str, range]]:
-    """Neighbours of one module as one group, the innermost modules first, until few enough groups are left.
+    """Group neighbours of one module, the innermost modules first, until few enough groups are left.
 
     Where one module would hold more than half of the weight, as with the many equal blocks of a transformer, it stays
     apart: then neighbours are taken together so that the heaviest group is as light as it can be; or, where this would
@@ -73,7 +73,7 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
 
 
 def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
-    """Each run of neighbours of one module, by the first ``depth`` of its names, as one group."""
+    """Group each run of neighbours that share the first ``depth`` names of their module."""
     for module, same in groupby(groups, key=lambda g: g.begin[:depth] or g.first):
         run = list(same)
         if len(run) == 1 or not isinstance(module, tuple):
@@ -83,7 +83,7 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
 
 
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
-    """Neighbours taken together as long as they weigh no more than this."""
+    """Merge neighbouring groups up to this weight."""
     packed: list[_Group] = []
     for group in groups:
         if packed and packed[-1].weight + group.weight <= capacity:
@@ -98,7 +98,7 @@ def _joined(a: _Group, b: _Group) -> _Group:
 
 
 def _label(group: _Group, paths: list[Path]) -> str:
-    """``h`` for all of a module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
+    """``h`` for a whole module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
     inside = [path for path in paths[group.first : group.last + 1] if path]
     # Names at the front that all of them have in common.
     pairs = zip(min(inside, default=()), max(inside, default=()), strict=False)

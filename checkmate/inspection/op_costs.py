@@ -1,4 +1,4 @@
-"""The costs of a step, op by op: time, bytes made, and how long these bytes stay."""
+"""The costs of a step, op by op: seconds, bytes made, and how long these bytes live."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Costs(Listed[OpCosts]):
     top: int = 10  # how many ops each printed table shows
 
     def by_time(self) -> list[OpCosts]:
-        """The most expensive first, by seconds."""
+        """The rows sorted by seconds, the largest first."""
         return sorted(self.rows, key=lambda row: -row.seconds)
 
     def by_bytes(self) -> list[OpCosts]:
@@ -50,7 +50,7 @@ class Costs(Listed[OpCosts]):
         return sorted(self.rows, key=lambda row: -(row.output_bytes + row.workspace_bytes))
 
     def by_lifetime(self) -> list[OpCosts]:
-        """The rows sorted by bytes times the seconds that they stay, from which rematerialization wins most."""
+        """The rows sorted by bytes times seconds alive, from which rematerialization gains most."""
         return sorted(self.rows, key=lambda row: -row.byte_seconds)
 
     def _title(self) -> str:
@@ -83,7 +83,7 @@ _COLUMNS = (
 
 
 def costs_of(problem: Problem, top: int = 10) -> Costs:
-    """List the costs of each op of a problem, as a table that prints the ``top`` most expensive."""
+    """The costs of each op of a problem, as a table that prints the ``top`` most expensive."""
     graph, seconds, sizes = problem.graph, problem.seconds, problem.sizes
     ends = np.cumsum(seconds)
     step = problem.keep_all_cost

@@ -27,7 +27,7 @@ TIME_LIMIT = 5.0  # seconds for each price
 
 @dataclass(frozen=True)
 class Held:
-    """A value that is in memory at the peak."""
+    """A value in memory at the peak."""
 
     value: int  # index in the graph
     name: str
@@ -47,7 +47,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Price:
-    """The step within another budget. Changes are against the plan explained; a negative one is faster."""
+    """The step within another budget. Changes are relative to the explained plan; negative is faster."""
 
     change_bytes: int  # less or more than this plan may have
     budget: int  # bytes
@@ -60,7 +60,7 @@ class Price:
 
 @dataclass(frozen=True, repr=False)
 class PeakExplanation(Listed[Held]):
-    """The answer of `explain_peak`. Iterates over the values held, the most bytes first; prints as tables."""
+    """The answer of `explain_peak`. Iterates over the values held, the largest first; prints as tables."""
 
     held: tuple[Held, ...]
     prices: tuple[Price, ...]  # of less memory, then of more; empty where not asked for
@@ -170,7 +170,7 @@ def explain_peak(
     time_limit: float = TIME_LIMIT,
     top: int = 10,
 ) -> PeakExplanation:
-    """List the values in memory at the peak of a plan, with the price of not having each there.
+    """List the values in memory at the peak of a plan, with the price of dropping each there.
 
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
     from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
@@ -239,7 +239,7 @@ def explain_peak(
 
 
 class Remaking:
-    """The ops that must run to make a value again at some moment, from the values in memory then."""
+    """The ops needed to remake a value at a moment from the values in memory then."""
 
     def __init__(self, solution: Solution, line: Timeline) -> None:
         self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
@@ -255,7 +255,7 @@ class Remaking:
         return i >= 0 and copies[i][1] >= index
 
     def ops(self, value: int, index: int) -> set[int]:
-        """The ops that make the value again just before this execution, if its copy there were gone."""
+        """The ops that remake the value just before this execution, if its copy there were gone."""
         producer = self.graph.values[value].producer
         assert producer is not None  # what no op makes is resident
         needed, ask = {producer}, [producer]
@@ -313,7 +313,7 @@ def _held(
 
 
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
-    """The fastest plan of the same ops that fits the budget too, if one of the answers is faster."""
+    """The fastest plan of the same ops that also fits the budget, if one of the answers is faster."""
     best, least = None, solution.cost * (1 - OPTIMAL_GAP)
     for one in answers:
         fits = one.peak is not None and one.peak <= solution.budget and one.problem.splits == solution.problem.splits
@@ -336,7 +336,7 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> t
 
 
 def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Span) -> float | None:
-    """Seconds by which the step would be longer were this value away at this moment; None: it cannot be.
+    """Seconds by which the step grows if this value is away at this moment; None if it cannot be.
 
     It would be sent when it is made and be waited for right before the moment, be fetched right after it, and be waited
     for where it is read next. The rest of the plan stays as it is: its transfers may have to wait for these on their

@@ -38,7 +38,7 @@ GROUPS = 8  # of modules, where nobody says how many
 
 @dataclass(frozen=True)
 class Moment:
-    """An execution of an op."""
+    """One execution of an op."""
 
     index: int  # which execution of the plan this is, from 0
     op: int  # index in the graph
@@ -61,7 +61,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """A copy of a value, in memory while the executions from ``first`` to ``last`` run, both included.
+    """A copy of a value, in memory from execution ``first`` to ``last``, both included.
 
     A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
     fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
@@ -87,13 +87,13 @@ class Span:
     died: int  # the tick from which on it is gone
 
     def next_use(self, index: int) -> int | None:
-        """The first Moment after this one that reads the copy; None: nobody does."""
+        """The first Moment after this one that reads the copy; None if there is none."""
         return next((use for use in self.uses if use > index), None)
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """A transfer to or from the second memory, or an execution of an op that a link carries.
+    """A transfer to or from the second memory, or an op that a link carries.
 
     Seconds are since the begin of the step.
     """
@@ -113,13 +113,13 @@ class LinkUse:
 
     @property
     def stall(self) -> tuple[float, float]:
-        """Begin and end of the seconds in which it is waited for."""
+        """Begin and end of the seconds in which the step waits for it."""
         return self.end - self.waited, self.end
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """A plan as it unfolds. Made by `timeline`; the sum of all bytes in memory is the simulator's, to the byte."""
+    """A plan as it unfolds. Made by `timeline`; its bytes in memory equal the simulator's."""
 
     moments: tuple[Moment, ...]  # (N,) in the order in which they run
     spans: tuple[Span, ...]  # in the order in which they are made
@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def lanes(self) -> dict[str, list[LinkUse]]:
-        """The uses of each link: to the second memory and back, where anything crosses; then the graph's links."""
+        """The uses of each link: out to the second memory and back, if used; then the graph's links."""
         lanes: dict[str, list[LinkUse]] = {"sent": [], "fetched": []} if self.crossings else {}
         for use in (*self.crossings, *self.carried):
             lanes.setdefault(use.lane, []).append(use)
@@ -162,7 +162,7 @@ class Timeline:
         return self.moments[int(self.bytes.argmax())]
 
     def alive(self, index: int) -> tuple[Span, ...]:
-        """The copies in memory while this execution runs, its outputs included, the most bytes first.
+        """The copies in memory while this execution runs, outputs included, the largest first.
 
         Where more bytes are at hand after it than while it runs, since a fetch begins, the copies that are there then.
         """
@@ -170,11 +170,11 @@ class Timeline:
         return tuple(sorted(here, key=lambda span: -span.bytes))
 
     def under_way(self, index: int) -> tuple[LinkUse, ...]:
-        """The transfers that the plan has asked for and not yet waited for, at the same moment."""
+        """The transfers that were begun and not yet waited for, at the same moment."""
         return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
 
     def by_role(self) -> dict[str, np.ndarray]:
-        """Bytes over the step, (N,) int64, of each role that has any, in the order of ROLES.
+        """(N,) int64 bytes over the step for each role that has any, in the order of ROLES.
 
         They add up to `bytes`.
         """
@@ -184,7 +184,7 @@ class Timeline:
         return {role: rows[role] for role in ROLES if role in rows and rows[role].any()}
 
     def by_module(self, groups: int = GROUPS) -> dict[str, np.ndarray]:
-        """Bytes over the step, (N,) int64, of what the ops of each group of modules make and need.
+        """(N,) int64 bytes over the step for each group of modules.
 
         Modules next to each other are taken together as in `checkmate.inspection.modules.fold`, until there are
         at most ``groups`` of them. What belongs to none is under "outside modules", what is there all the time under
@@ -360,7 +360,7 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
 
 
 def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ...], tuple[LinkUse, ...]]:
-    """List the transfers as they are asked for, and the executions of ops on links as they are waited for."""
+    """The transfers in the order in which they begin, and ops on links in the order in which they are waited for."""
     graph, crossings, carried = problem.graph, list[LinkUse](), list[LinkUse]()
     last: dict[int, int] = {}  # by value, the number of its last transfer
     asked: dict[int, Event] = {}  # starts of ops that go on
@@ -386,7 +386,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
 
 
 def _resident(problem: Problem) -> dict[str, int]:
-    """Bytes that are there all the time, by role; what no value accounts for is "other resident"."""
+    """Bytes resident throughout the step, by role; bytes of no value are "other resident"."""
     words = {"parameter": "parameters", "buffer": "buffers", "input": "inputs"}
     sizes = dict.fromkeys(RESIDENT, 0)
     for value in problem.graph.values:

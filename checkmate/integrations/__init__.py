@@ -1,1 +1,1 @@
-"""Ways into other tools: trainers, loops, Inductor's memory budget. Each is one module."""
+"""Connections to other tools: trainers, loops, Inductor's memory budget. One module each."""

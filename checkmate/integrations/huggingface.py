@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face within a budget of bytes: transformers' `Trainer`, TRL's, and all that are made of them.
+"""Hugging Face Trainers within a budget of bytes: transformers' `Trainer`, TRL's, and their subclasses.
 
 Trainer(..., callbacks=[WithinBudget("8 GB")])
 """
@@ -55,7 +55,7 @@ class WithinBudget(TrainerCallback):
         self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
 
     def add_to(self, trainer: Any) -> WithinBudget:
-        """Add this to a Trainer that is made already: its reference model counts, if it has one.
+        """Add this to an existing Trainer; its reference model, if any, counts as resident.
 
         If it was made with ``auto_find_batch_size=True``, `find_batch_size` finds the size, by plans.
         """
@@ -71,11 +71,11 @@ class WithinBudget(TrainerCallback):
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """The Trainer has its model, whose forward nothing was wrapped around yet."""
+        """Called when the Trainer has its model, before anything wraps its forward."""
         self._plan(known["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """The Trainer has its optimizer."""
+        """Called when the Trainer has its optimizer."""
         model, count = known["model"], args.gradient_accumulation_steps
         loop = Loop([known["optimizer"]], accumulates=count > 1, ahead=count, beside=self._beside, around=model)
         if hasattr(args, "precompute_ref_log_probs") and not self._refers:
@@ -120,7 +120,7 @@ class WithinBudget(TrainerCallback):
 def find_batch_size(
     trainer: Any, budget: Bytes, *, beside: Sequence[nn.Module] = (), reserve: Bytes = 0, **options: Any
 ) -> LargestBatch:
-    """Give a Trainer the largest batch whose step fits a budget, found by plans and not by running out of memory.
+    """Give a Trainer the largest batch whose step fits a budget, found by planning, without running out of memory.
 
     Beside the step it counts what the Trainer keeps: the state of its optimizer, which is made here, gradients that are
     accumulated, batches that are fetched ahead. Train with ``WithinBudget(budget)`` then.
@@ -154,7 +154,7 @@ def find_batch_size(
 
 
 def head_within(model: Any) -> tuple[nn.Module, Callable[..., Any]] | None:
-    """The module whose forward ends in a head of TRL's, and that forward; None: there is none.
+    """The module whose forward ends in a TRL head, and that forward; None if there is none.
 
     TRL's trainers compute log-probabilities in the model's forward, in tiles, by a function that is in no one graph.
 
@@ -207,7 +207,7 @@ def _bytes_outside(
 
 
 def _peak(fn: Callable[[], Any], device: torch.device) -> Any:
-    """Measure the bytes of a call, in another thread if a profiler runs in this one, under the same autocast."""
+    """Measure the bytes of a call under the same autocast, in another thread if a profiler runs in this one."""
     kind = device.type
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 

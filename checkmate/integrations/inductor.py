@@ -1,4 +1,4 @@
-"""A solver for the memory budget of `torch.compile` that takes bytes and goes by the peak of forward and backward.
+"""A solver for `torch.compile`'s memory budget that takes bytes and measures by the peak of forward and backward.
 
 PyTorch's own solvers choose by a knapsack of the bytes that are saved. What is made again in the backward takes memory,
 too: at small shares all of it is made at once, and the peak rises as the share falls (pytorch 197838). `KnapsackSolver`
@@ -75,7 +75,7 @@ class KnapsackSolver(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: Sequence[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Places of the nodes to save, and of those to make again, among what the partitioner does not make again.
+        """Indices of the nodes to save and to recompute, among those that the partitioner asks about.
 
         Args:
             memory: bytes of these nodes as shares of what PyTorch would save by default; not needed.
@@ -111,7 +111,7 @@ class KnapsackSolver(CustomKnapsackSolver):
         return sorted({*places}.difference(recomputed)), recomputed
 
     def choose(self, plans: KeptOps, share: float) -> Choice:
-        """The plan for the budget, or without one for a share."""
+        """The plan for the budget, or, if the solver has no budget, for a share."""
         highest, budget = plans.everything.peak, self.budget
         if budget is None:
             least = least_peak(plans)
@@ -129,13 +129,13 @@ class KnapsackSolver(CustomKnapsackSolver):
         return choice
 
     def uuid(self) -> tuple[bytes, int | None]:
-        """The key of the solver in Inductor's cache of compiled code: its sources, and the budget."""
+        """The solver's key in Inductor's cache of compiled code: its sources, and the budget."""
         return get_hash_for_files((__file__, step_graph.__file__, kept_ops.__file__)), self.budget
 
 
 @contextmanager
 def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
-    """Keep the simulated peak of steps that are compiled for the first time in this block within a budget of bytes.
+    """Keep the simulated peak of steps that are first compiled in this block within a budget of bytes.
 
     It sets all that `KnapsackSolver` needs. A warning says if PyTorch did not ask it: its cache on disk may have the
     code for this budget, or its own cut may save less than the bytes of all inputs, parameters included.

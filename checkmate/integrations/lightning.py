@@ -64,7 +64,7 @@ class WithinBudget(lightning.Callback):
         self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The module is there, and nothing was wrapped around it yet."""
+        """Called when the module exists, before anything wraps it."""
         if stage != "fit" or (self.planned is not None and self.planned.module is pl_module):
             return
         part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
@@ -82,14 +82,14 @@ class WithinBudget(lightning.Callback):
         self.planned = plan_call(pl_module, part, self._options, wrap)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The optimizers are there, with the states of a checkpoint if training is resumed."""
+        """Called when the optimizers exist, with the states of a checkpoint if training resumes."""
         assert self.planned is not None
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
         keeps = type(pl_module).optimizer_zero_grad is not lightning.LightningModule.optimizer_zero_grad
         self.planned.begin(Loop(trainer.optimizers, accumulates=accumulates or keeps, ahead=2, beside=self._beside))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Let go of gradients that Lightning sets to None behind the forward only."""
+        """Free gradients that Lightning would set to None only after the forward."""
         own = type(pl_module).optimizer_zero_grad is not lightning.LightningModule.optimizer_zero_grad
         if pl_module.automatic_optimization and not own and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
@@ -97,7 +97,7 @@ class WithinBudget(lightning.Callback):
 
 
 class BatchSizeFinder(lightning.Callback):
-    """Set the largest batch size whose step fits a budget, found by plans and not by running out of memory.
+    """Set the largest batch size whose step fits a budget, found by planning, without running out of memory.
 
     As Lightning's own finder it sets ``batch_size`` of the data module or of the module, of which their
     ``train_dataloader`` makes its loader. Give it before a `WithinBudget` of the same budget.
@@ -127,7 +127,7 @@ class BatchSizeFinder(lightning.Callback):
         self.found: LargestBatch | None = None  # once training has begun
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find the size: the optimizers and the loader are made as they will be, and let go of."""
+        """Find the size with the optimizers and loader as they will be made; they are freed afterwards."""
         owner = next((one for one in (trainer.datamodule, pl_module) if hasattr(one, "batch_size")), None)
         if owner is None or not is_overridden("train_dataloader", owner):
             raise Unsupported(
@@ -167,7 +167,7 @@ def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
-    """Keep what is logged within the block."""
+    """Record what is logged within the block."""
 
     def record(name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: calls.append((name, _detached(args), _detached(kwargs)))

@@ -1,4 +1,4 @@
-"""A training loop of your own within a budget of bytes: with Accelerate, as in the examples of diffusers, or plainly.
+"""Your own training loop within a budget of bytes: with Accelerate, as in diffusers' examples, or plainly.
 
 model = within_budget(model, optimizer, "8 GB")  # this line
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -1,4 +1,4 @@
-"""A module's forward planned where it is, with what training keeps beside a step left out of the budget.
+"""Plan a module's forward in place, with the bytes that training keeps beside a step left out of the budget.
 
 Trainers hold a module, wrap its forward and make its optimizer themselves. So the forward is replaced on the module
 that they have, and planned at its first training call: by then there is an optimizer, and what it will keep is known.
@@ -45,7 +45,7 @@ _NO_SAMPLE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class Kept:
-    """The bytes in use while a step runs that are no part of it."""
+    """The bytes in use while a step runs that do not belong to it."""
 
     states: int  # of the optimizers, from the first update on
     gradients: int  # that are kept from one step to the next
@@ -56,7 +56,7 @@ class Kept:
 
     @property
     def total(self) -> int:
-        """Bytes to leave out of the budget of a step."""
+        """The bytes to subtract from the budget of a step."""
         return self.states + self.gradients + self.batches + self.beside + self.outside + SCALARS
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Loop:
     outside: Outside | None = None  # measures what runs around the planned part
 
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
-        """The bytes that it keeps beside a step of a module on a batch."""
+        """The bytes that the loop keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
         updates = [
             Update(optimizer, i, p)
@@ -109,7 +109,7 @@ class Loop:
 
 
 class PlannedCall(Planned):
-    """A method of a module that trains it, planned at its first training call."""
+    """A module's training method, planned at its first training call."""
 
     def __init__(self, module: nn.Module, name: str, options: Options) -> None:
         found: Any = getattr(module, name)
@@ -126,11 +126,11 @@ class PlannedCall(Planned):
         return () if self._step is None else self._step._backends
 
     def begin(self, loop: Loop) -> None:
-        """A loop begins to train: what was planned for another one does not hold."""
+        """Begin another training loop: plans for the last one do not hold."""
         self.loop, self._step = loop, None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the planned method; without gradients the plain one."""
+        """Call the planned method, or without gradients the plain one."""
         given = (module, *args) if self._is_bound else args
         if self.stub is not None:
             return self.stub
@@ -174,7 +174,7 @@ class PlannedCall(Planned):
 
 
 def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[Any], Any] | None = None) -> PlannedCall:
-    """Replace a method of a module, on the object, by one that is planned at its first training call.
+    """Replace a method of a module object by one that is planned at its first training call.
 
     ``wrap``: makes of the planned method what is called in its place.
 
@@ -213,7 +213,7 @@ def largest_batch(
     options: Mapping[str, Any],
     prepare: Callable[[Any], Any] = lambda batch: batch,
 ) -> LargestBatch:
-    """Find the largest batch of a module's step, within a budget of which the loop around it needs a part.
+    """Find the largest batch of a module's step within a budget, part of which the loop around it needs.
 
     Batches are made of the rows of a loader's data, and prepared. Those that the loop holds beside the one at hand grow
     with it: the step is given them too, and reads one.
@@ -252,7 +252,7 @@ def largest_batch(
 
 
 def plain_optimizer(optimizer: Any) -> optim.Optimizer:
-    """The optimizer within those that Accelerate and Lightning wrap around it.
+    """The optimizer inside Accelerate's and Lightning's wrappers.
 
     >>> sgd = optim.SGD([torch.ones(1)], lr=0.1)
     >>> plain_optimizer(sgd) is sgd
@@ -278,7 +278,7 @@ def _state_bytes(update: Update) -> int:
 
 
 def _bytes_on_the_way(updates: Sequence[Update]) -> int:
-    """Bytes that the optimizers make and free while they update: of the largest parameter, or of all at once."""
+    """Temporary bytes of an optimizer update: for the largest parameter, or for all at once."""
     per_element: dict[Any, float] = {}
     largest: dict[Any, int] = defaultdict(int)
     for update in updates:
@@ -292,7 +292,7 @@ def _bytes_on_the_way(updates: Sequence[Update]) -> int:
 
 
 def _sampled(update: Update) -> float:
-    """Bytes for each element of a parameter that an update makes on its way, of a small one that is like it."""
+    """Temporary bytes per element of a parameter in an update, from a small parameter like it."""
     p = update.parameter
     like = nn.Parameter(torch.zeros(SAMPLE, dtype=p.dtype, device=p.device))
     states: dict[torch.Tensor, Any] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""A joint graph of forward and backward, as PyTorch's partitioner has it when it asks a solver, read as a `Problem`.
+"""Read a joint graph of forward and backward, as PyTorch's partitioner gives it to a solver, as a `Problem`.
 
 The nodes are PyTorch's, in the order in which its two halves will run. Views are no ops. Inductor computes pointwise
 ops within the kernels of their readers where these stand near: no op that it does not fuse stands in between, or else
@@ -52,14 +52,14 @@ _UNKNOWN_COST = (Unsupported, KeyError, TypeError, IndexError, AttributeError, V
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A step as ops and values, and the nodes that they stand for."""
+    """A step as ops and values, with the nodes they stand for."""
 
     problem: Problem
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for what the caller hands in
 
 
 def read_joint_graph(joint_graph: fx.Graph, node_info: Any) -> StepGraph:
-    """Read a joint graph; ``node_info`` tells the nodes of the forward. Costs are estimated for the kind of device.
+    """Read a joint graph; ``node_info`` tells forward nodes. Costs are estimated for the kind of device.
 
     The backward is in the order in which the partitioner puts it: an op that depends on no gradient runs before its
     first reader.
@@ -145,7 +145,7 @@ class _Reader:
         return self.pointwise.is_fusible(node) or str(node.target).startswith(_DRAWS)
 
     def _melts(self, node: fx.Node) -> bool:
-        """Tell whether Inductor computes it within its readers, which stand near where they are of the same half."""
+        """Tell whether Inductor fuses it into its readers, which are in the same half and near."""
         if not self._is_pointwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         if is_random(node) or is_mutating(node) or _is_to_be_saved(node) or storage(node.meta["val"]) in self.written:
@@ -168,7 +168,7 @@ class _Reader:
                 yield user
 
     def _pinned(self, node: fx.Node) -> str | None:
-        """Why an op must not run again; None where it may."""
+        """The reason why an op must not run again; None if it may."""
         read = (storage(t) for a in node.all_input_nodes for t in _tensors(a))
         reasons = {
             "writes into what is there": is_mutating(node),
@@ -181,7 +181,7 @@ class _Reader:
         return next((why for why, holds in reasons.items() if holds), None) or runs_once(node)
 
     def _make(self, node: fx.Node, producer: int | None) -> tuple[int, ...]:
-        """The values that an op or an input makes: one for each storage."""
+        """The values that an op or an input makes, one per storage."""
         made: dict[int, None] = {}
         for i, tensor in enumerate(_tensors(node)):
             known = self.by_storage.get(storage(tensor))
@@ -195,7 +195,7 @@ class _Reader:
         return self.made[node]
 
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
-        """The values that a reader of a node reads."""
+        """The values that are read through a node."""
         if node in self.made:
             return self.made[node]
         if node not in self.shown:
@@ -236,7 +236,7 @@ def _bytes_of(node: fx.Node) -> int:
 
 
 def _number(size: Any) -> int:
-    """A size as a number; an open size has its value of when the step was traced."""
+    """A size as a number; a symbolic size has its value at tracing."""
     if isinstance(size, int):
         return size
     hint = getattr(size.node, "hint", None)

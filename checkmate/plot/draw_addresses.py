@@ -1,4 +1,4 @@
-"""A picture of where in one arena a plan's values lie, over the time of the step."""
+"""A picture of a plan's addresses in one arena over the time of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
-    """Bytes over the executions of a plan, each copy of a value as a box, coloured by role.
+    """Draw addresses over the executions of a plan: each copy of a value is a box, coloured by role.
 
     Raises:
         ValueError: if nothing is placed.

@@ -1,4 +1,4 @@
-"""Cost against peak as a picture: a line of plans for each method, and where it is proven that no schedule can be."""
+"""Cost against peak as a picture: a line of plans for each method, and the area proven empty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodLine:
-    """The plans that a method found, as a line."""
+    """The plans found by a method, as a line."""
 
     name: str
     label: str  # the name, and for how many budgets it has a plan if not for all
@@ -28,7 +28,7 @@ class MethodLine:
 
 
 def by_method(rows: Iterable[Row]) -> list[MethodLine]:
-    """A line for each method, in the order of the rows."""
+    """One line per method, in the order of the rows."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.method, []).append(row)
@@ -43,7 +43,7 @@ def by_method(rows: Iterable[Row]) -> list[MethodLine]:
 def proven_area(
     rows: list[Row], points: Iterable[tuple[float, float]]
 ) -> tuple[list[tuple[float, float]], float, float]:
-    """The area proven to have no schedule, in a picture with these points: peak in bytes and seconds of the step.
+    """The area proven to hold no schedule, in a picture of these points: peak in bytes and seconds of the step.
 
     It lies below a line of steps, of which this gives the corners, each up to its peak: at the best bound of any row
     whose budget is no smaller, beyond all budgets at the seconds of a step that runs each op once. Then come the lowest

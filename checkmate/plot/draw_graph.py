@@ -1,4 +1,4 @@
-"""A step as a picture of boxes and arrows, by module where the ops are many."""
+"""A step as a picture of boxes and arrows, grouped by module if there are many ops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Node:
 
 
 def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axes:
-    r"""The ops as boxes with their seconds and the bytes they make: the forward downwards, the backward upwards.
+    r"""Draw ops as boxes with their seconds and the bytes they make: the forward downwards, the backward upwards.
 
     Arrows are values, the wider the more bytes; the bytes of those from forward to backward, which a plan keeps or
     makes again, stand beside them where there is room. The darker a box the more time it takes. Where there are more
@@ -114,7 +114,7 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
 
 
 def _nodes(problem: Problem, most: int) -> list[_Node]:
-    """The boxes, in the order of the ops: one for each, or where these are too many for neighbours of some modules."""
+    """The boxes in the order of ops: one each, or one for neighbours of some modules if these are too many."""
     ops, forward = problem.graph.ops, problem.graph.forward_length
     halves = [half for half in (range(forward), range(forward, len(ops))) if half]
     if len(ops) <= most:
@@ -148,7 +148,7 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
 
 
 def _aligned(problem: Problem, groups: list[range], backward: range) -> list[int]:
-    """The forward's group of each op of the backward, the last group first: as many ops as can be are where they fit.
+    """For each op of the backward the forward's group, the last group first, so that most ops match.
 
     An op fits the groups of its module; where none is of it, those that make or read what it reads.
     """
@@ -183,7 +183,7 @@ PLACES = (0.2, 0.3, 0.12, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88)  # of the way along an 
 
 
 def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
-    """Label each arrow, above or below, away from arrows and other labels.
+    """Label each arrow above or below it, clear of arrows and other labels.
 
     Arrows are a text, two points and a width; the first ones choose first. What finds no room is not written.
     """
@@ -213,7 +213,7 @@ def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
 
 
 def _crosses(ends: np.ndarray, margin: float, box: np.ndarray) -> bool:
-    """Tell whether a straight line comes nearer to a box than the margin, above or below it."""
+    """Tell whether a straight line comes closer to a box than the margin, above or below it."""
     (x, y), (dx, dy) = ends[0], ends[1] - ends[0]
     over = np.clip(box[:, 0], *sorted(ends[:, 0]))  # from where to where the line is over or under the box
     if over[0] == over[1]:

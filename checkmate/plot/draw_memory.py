@@ -95,7 +95,7 @@ def memory(
 
 
 def _called(solution: Solution) -> str:
-    """The name of a plan: plain PyTorch, which runs each op once and keeps all, or planned within a budget."""
+    """The name of a plan: plain PyTorch if it runs each op once and keeps all, else planned within a budget."""
     plan = check_plan(solution, "draw")[0]
     kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
     if kept and not (plan.sent or plan.started):
@@ -108,7 +108,7 @@ def _held(row: np.ndarray) -> np.ndarray:
 
 
 def _label(ax: Axes, line: Timeline, budget: str, level: int, longest: float, height: float) -> None:
-    """Label the halves, the budget unless that is empty, the end of the step if it ends sooner, and the peak."""
+    """Label both halves, the budget unless empty, the end of the step if it ends sooner, and the peak."""
     below_top: dict[str, Any] = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
     if 0 < line.boundary < len(line.moments):
         border = line.moments[line.boundary].begin
@@ -147,7 +147,7 @@ def _styles(rows: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _links(ax: Axes, line: Timeline) -> None:
-    """Strips under a picture of the memory, on its seconds: a lane for each link, and the bytes in a second memory."""
+    """Draw strips below the memory, on its seconds: a lane per link, and the bytes in a second memory."""
     # The Axes become lower, to make room for the strips below; in no grid they keep their height.
     count = len(line.lanes)
     heights = [0.5 * count, *[1.2] * bool(line.crossings)]  # where the picture is 6 high

@@ -1,4 +1,4 @@
-"""A schedule as a picture: which op runs in which stage (R), and whose values are kept from stage to stage (S)."""
+"""A schedule as a picture: which ops run in each stage (R), and which values stay from stage to stage (S)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEGEND_SIZE = 45  # square points of the marks in the legend
 
 
 def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
-    """R and S as a triangle: a row for each stage, a column for each op.
+    """Draw R and S as a triangle: a row for each stage, a column for each op.
 
     Filled squares are first executions (R on the diagonal), crosses are rematerializations (R below it), and what is
     shaded is at hand when the stage begins (S; an op's column is shaded where any of its values is). Dashed lines
@@ -74,7 +74,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
 
 
 def _averaged(cells: np.ndarray) -> np.ndarray:
-    """(n, n) float: the cells, or where there are too many to see the averages of square blocks of them."""
+    """(n, n) float: the cells, or if they are too many to see, averages of square blocks."""
     side = -(-len(cells) // MOST_CELLS)
     if side == 1:
         return cells.astype(float)

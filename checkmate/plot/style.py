@@ -1,4 +1,4 @@
-"""The common style of pictures: colours, hatches, numbers with units, and Matplotlib, imported for the first one.
+"""The common style of pictures: colours, hatches, units, and the import of Matplotlib at first use.
 
 What colours tell apart, hatches, markers or line styles tell apart too, so that pictures read in black and white.
 """
@@ -54,7 +54,7 @@ def pyplot() -> Any:
 
 
 def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The Axes given, or those of a new figure of this size in inches.
+    """The given axes, or those of a new figure of this size in inches.
 
     Raises:
         TypeError: if what is given is none, such as the array of ``plt.subplots(2, 2)``.

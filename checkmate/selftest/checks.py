@@ -1,4 +1,4 @@
-"""The checks of a device: each looks at one promise, and tells its findings and the way out."""
+"""The checks of a device: each tests one promise, and gives its findings and the way out."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAIRS = 5  # of plain and compiled steps that are timed
 
 
 def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
-    """The network "transformer", "bottlenecks" or "chain", its step and a batch: each time the same."""
+    """The network "transformer", "bottlenecks" or "chain", its step and a batch: equal at each call."""
     torch.manual_seed(0)
     quick = setting.quick or setting.device.type == "cpu"
     with setting.device:
@@ -73,7 +73,7 @@ def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor,
 
 
 def versions(setting: Setting) -> Finding:
-    """Versions and settings, and a sum on the device."""
+    """Report versions and settings, and compute a sum on the device."""
     device = setting.device
     facts: dict[str, Any] = {"checkmate": __version__, "python": platform.python_version(), "torch": torch.__version__}
     facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
@@ -95,7 +95,7 @@ def versions(setting: Setting) -> Finding:
 
 
 def ops_of(name: str, setting: Setting) -> Finding:
-    """Measure each distinct op of a network's step, run it again and again, and try what it may write over.
+    """Measure each distinct op of a network's step, repeat it, and try it in place.
 
     Raises:
         RuntimeError: naming the op that has stopped the device.
@@ -129,7 +129,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
 
 
 def _repeats(node: fx.Node, device: torch.device) -> bool:
-    """Tell whether the numbers that an op makes of the same arguments and draws are the same each time."""
+    """Tell whether an op gives the same numbers each time, from the same arguments and draws."""
     if "empty" in target_name(node):  # which makes none
         return True
     run = call_of(node)
@@ -143,7 +143,7 @@ def _repeats(node: fx.Node, device: torch.device) -> bool:
 
 
 def dropout(setting: Setting) -> Finding:
-    """Draw masks, and again from the kept state of the generator: same bits, and the generator as it was."""
+    """Draw masks, and redraw them from the kept generator state: same bits, and the generator unchanged."""
     device, wrong, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
     for shape, p, dtype in cases:
         x = torch.randn(shape, device=device).to(dtype)
@@ -165,7 +165,7 @@ def dropout(setting: Setting) -> Finding:
 
 
 def attention(setting: Setting) -> Finding:
-    """Run each kernel of attention and its backward again and again."""
+    """Run each attention kernel and its backward repeatedly."""
     device, found, strays = setting.device, {}, []
     length = 256 if setting.quick else 1024
     for dtype in HALF_AND_FULL:
@@ -181,7 +181,7 @@ def attention(setting: Setting) -> Finding:
 
 
 def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, length: int) -> bool | None:
-    """Tell whether a kernel's gradients are the same each time; None: it does not run here."""
+    """Tell whether a kernel's gradients are the same each time; None if it does not run here."""
     q, k, v = (torch.randn(2, 4, length, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
 
     def gradients() -> tuple[Tensor, ...]:
@@ -198,7 +198,7 @@ def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, l
 
 
 def copies(setting: Setting) -> Finding:
-    """Rates to a second memory and back, and the bits that come back while the device computes."""
+    """Measure rates to a second memory and back, and compare the bits that return while the device computes."""
     device = setting.device
     if device.type == "cpu" and sys.platform != "linux":
         return Finding(None, "a file beside the RAM needs Linux")
@@ -228,13 +228,13 @@ def _plan_seconds(setting: Setting) -> float:
 
 
 def _range(setting: Setting, step: Step, *batch: Tensor) -> tuple[int, int]:
-    """The smallest budget of a step, and the peak of keeping everything."""
+    """The smallest budget of a step, and the peak of keep-all."""
     problem = trace(step, *batch)
     return min_budget(problem, time_limit=_plan_seconds(setting)).peak, problem.keep_all_peak
 
 
 def capacity(setting: Setting) -> Finding:
-    """Forbid the device beyond a planned peak: the planned step trains there, and the plain one has no memory."""
+    """Limit the device to a planned peak: the planned step trains there, and the plain one runs out of memory."""
     device = setting.device
     if device.type != "cuda":
         return Finding(None, "PyTorch has no limit for memory on the CPU")

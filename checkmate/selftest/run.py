@@ -1,4 +1,4 @@
-"""Run checks, each in a process of its own: one that fails, hangs or stops the device takes no other with it.
+"""Run checks, each in a process of its own, so that one that fails or hangs does not affect the others.
 
 A process that has not touched the device is forked for each where the system can, so that PyTorch is imported once.
 """
@@ -32,21 +32,21 @@ VERDICTS = {True: "passed", False: "failed", None: "skipped"}
 
 @dataclass(frozen=True)
 class Setting:
-    """The device of the checks, and the size of their networks."""
+    """The device for the checks, and the size of their networks."""
 
     name: str  # of the device: "cpu", "cuda", "cuda:1"
     quick: bool = False  # small networks
 
     @property
     def device(self) -> torch.device:
-        """The device itself, a CUDA device by its number."""
+        """The device itself; a CUDA device by its number."""
         device = torch.device(self.name)
         return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of a check."""
+    """One finding of a check."""
 
     passed: bool | None  # None: there is nothing to check on this device
     found: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the list of checks."""
+    """One check in the list."""
 
     name: str
     checked: str
@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """The report of a check that has ended."""
+    """The report of a finished check."""
 
     name: str
     checked: str
@@ -87,7 +87,7 @@ class Result:
 
 
 def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
-    """Results of the checks; ``limit``: seconds for each, in place of its own.
+    """Run the checks and yield their results; ``limit``: seconds for each, in place of its own.
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """
@@ -105,7 +105,7 @@ def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = Non
 
 
 def places() -> int:
-    """The number of checks to run at a time, by processors and memory."""
+    """The number of checks to run at a time, from processors and memory."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = min((limit.free for limit in limits()), default=0)
     return max(1, min(MOST, processors, free // OF_A_CHECK))
@@ -136,7 +136,7 @@ def _run(context: Any, setting: Setting, limit: float | None, check: Check) -> R
 
 
 def _child(check: Check, setting: Setting, folder: Path) -> None:
-    """Run a check, with all that it prints in a file, and costs of ops measured anew and not kept."""
+    """Run a check with its output in a file; costs of ops are measured anew and not kept."""
     printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

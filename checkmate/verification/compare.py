@@ -1,4 +1,4 @@
-"""Run a step plainly and compiled on the user's own batch, and compare all that it leaves behind, bit by bit.
+"""Run a step plainly and compiled on the user's own batch, and compare all its effects bit by bit.
 
 On CUDA some kernels do not repeat their own numbers: they add in whatever order their threads come, atomically. Bits
 cannot be promised there. If a result differs from plain PyTorch, plain PyTorch is run again, to see by how much its
@@ -43,7 +43,7 @@ _OUTSIDE = " What hooks and code outside the compiled step allocate is in no pla
 
 @dataclass(frozen=True)
 class Certificate:
-    """The certificate that a compiled step and plain PyTorch agree, with what was compared."""
+    """A certificate that a compiled step and plain PyTorch agree, with the list of comparisons."""
 
     outputs: int  # tensors that the step returns
     gradients: int
@@ -98,7 +98,7 @@ def compare_with_plain(
     capture: Callable[[Backend], Callable[..., Any]],
     calls: int = 1,
 ) -> Certificate:
-    """Run a step and its backward both ways on the same batch from the same state, and restore that state.
+    """Run a step and its backward both ways on one batch from one state, and restore that state.
 
     Where plain PyTorch does not repeat its own numbers, this is logged as a warning, with the spread of its runs.
     ``capture`` compiles the step with another backend, to find out where it differs. ``calls``: how often each is
@@ -168,7 +168,7 @@ def compare_with_plain(
 def _differentiated(
     reach: Reach, step: Callable[[], Any], calls: int
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Outputs and gradients of a step. Several calls are differentiated at once, with factors 1, -1/2, 1/3, ..."""
+    """Outputs and gradients of a step. Several calls are differentiated together, with factors 1, -1/2, 1/3, ..."""
     made = [(i, t) for i in range(calls) for t in tree_leaves(step()) if isinstance(t, torch.Tensor)]
     roots = [t for _, t in made if t.requires_grad]
     nodes = (node for root in roots for node in reachable([root.grad_fn]))
@@ -263,7 +263,7 @@ def _compare(
 
 
 def names_that_differ(expected: StepState, found: StepState) -> list[str]:
-    """Names of the tensors that are not the same bits in both."""
+    """Names of the tensors whose bits differ."""
     a, b = expected.tensors, found.tensors
     return [name for name in {**a, **b} if not same_bits(a.get(name), b.get(name))]
 
@@ -282,7 +282,7 @@ def _as_error(name: str, *, repeats: bool) -> str:
 def compare_with_spread(
     names: Sequence[str], plain: Sequence[StepState], found: StepState, sums: Collection[str]
 ) -> float:
-    """Hold what differs against what plain runs differ by among themselves, in each tensor by the largest element.
+    """Compare differences with those among plain runs, per tensor by the largest element.
 
     Where kernels add in no order of their own, a tensor may come out the same in all of a few runs and differ in the
     next. So it is decided for all gradients together: if one of them differs between plain runs, each may be off by
@@ -338,7 +338,7 @@ def compare_with_spread(
 
 
 def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The largest difference of two elements; 0 for the same bits, infinite where they cannot be compared."""
+    """The largest difference of two elements; 0 for equal bits, infinite if they cannot be compared."""
     if same_bits(a, b):
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -351,7 +351,7 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 def check_peak(measured: int, plan: Solution, device: torch.device, limit: int) -> None:
-    """Refuse a peak above the prediction on the CPU, to the byte, and above the budget anywhere.
+    """Raise for a peak above the budget, or on the CPU above the prediction, to the byte.
 
     On CUDA these are the bytes that were asked for.
 

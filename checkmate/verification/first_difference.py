@@ -43,7 +43,7 @@ def first_difference(
     run: Callable[[Callable[..., Any]], Any],
     plain: Callable[..., Any],
 ) -> str | None:
-    """The first value that differs and the op that makes it, in words; None where all are the same.
+    """The first value that differs and the op that makes it, in words; None if all values are equal.
 
     Args:
         capture: compiles the step with a backend.
@@ -60,7 +60,7 @@ def first_difference(
         return Profile(costs, costs, problem.resident)
 
     def fingerprints(plan: Solution) -> list[tuple[str, list[str]]]:
-        """Fingerprints of each value by its node, in the order of a plan."""
+        """Fingerprints of each value by node, in the order of a plan."""
         found: list[tuple[str, list[str]]] = []
 
         def lower(module: fx.GraphModule, _: list[Any]) -> Callable[[list[Any]], Any]:
@@ -92,7 +92,7 @@ def first_difference(
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a module node by node, and takes the fingerprints of each result at once: it may be written over later."""
+    """Runs a module node by node and takes fingerprints of each result at once, before it can be overwritten."""
 
     def __init__(self, module: fx.GraphModule, found: list[tuple[str, list[str]]]) -> None:
         super().__init__(module)
@@ -106,7 +106,7 @@ class _Recorder(fx.Interpreter):
 
 
 class _Made(TorchDispatchMode):
-    """Fingerprints of all that plain PyTorch makes, by op."""
+    """Fingerprints of everything that plain PyTorch makes, by op."""
 
     def __init__(self) -> None:
         super().__init__()

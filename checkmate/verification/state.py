@@ -1,4 +1,4 @@
-"""The state around a step: found and named, copied for a comparison, and put back."""
+"""The state around a step: find and name tensors, copy them for a comparison, restore them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH, PYTHON, NUMPY = "torch", "Python's random", "NumPy's global generator"
 
 @dataclass(frozen=True)
 class StepState:
-    """Tensors and random states after a step, copied to the CPU: on the device they would be in the next one's way."""
+    """Tensors and random states after a step, copied to the CPU so that the next run has the device to itself."""
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]  # and the norm of all, where the step computes it
@@ -53,11 +53,11 @@ class Reach:
         self._names, self._optimizers = names_of(self.tensors, (things, parameters)), optimizers
 
     def name(self, tensor: torch.Tensor) -> str:
-        """A tensor as errors name it."""
+        """A tensor's name in errors."""
         return f"{self._names.get(id(tensor), f'tensor {id(tensor):#x}')} of shape {tuple(tensor.shape)}"
 
     def run(self, step: Callable[[], tuple[Any, dict[str, torch.Tensor | None]]]) -> StepState:
-        """Measure a step that gives outputs, and gradients by name; copy its state, and restore the one before."""
+        """Run and measure a step that gives outputs and gradients by name; copy its state, restore the one before."""
         with self.put_back():
             use = measure_peak(step, self.device)
             made, gradients = use.result
@@ -76,7 +76,7 @@ class Reach:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put tensors, their gradients, the optimizers and the random states back as they were after the block."""
+        """Restore tensors, their gradients, the optimizers and the random states after the block."""
         gradients = [(t, t.grad) for t in self.tensors if t.is_leaf]
         states = [{p: dict(values) for p, values in o.state.items()} for o in self._optimizers]
         copies = [copy.deepcopy([*of.values()]) for of in states]

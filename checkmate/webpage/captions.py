@@ -1,4 +1,4 @@
-"""The sentences and figures of the page: the price of a plan, its proof, and a text for each picture."""
+"""The sentences and figures of the page: the price of a plan, its proof, and a caption for each picture."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
 
 
 def memory_text(solution: Solution, line: Timeline) -> str:
-    """Describe the picture of the memory, for those who do not see it."""
+    """Describe the picture of the memory for those who cannot see it."""
     moment, after = line.peak_moment, len(line.moments) - line.boundary
     where = f" ({moment.where})" if moment.where else ""
     halves = f" The forward runs {_counted(line.boundary, 'op')}, the backward {after:,}." if after else ""

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: the summary in words, pictures to point at, tables to sort. It needs no network.
+"""A plan as one HTML page: a summary in words, interactive pictures, sortable tables. It needs no network.
 
 The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
 ``page_data.py``, and this file joins them. What comes from the user's model (names of ops, module paths) is in the page
@@ -129,12 +129,12 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The hash by which a content security policy knows a script or a style."""
+    """The hash by which a content security policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _visible(document: Any) -> Any:
-    r"""Write out invisible characters in texts, and those that change the direction of text.
+    r"""Escape invisible characters in texts, and those that change the direction of text.
 
     >>> _visible({"name": "a\u202eb\n"})
     {'name': 'a\\u202eb\\n'}

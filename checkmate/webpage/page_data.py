@@ -1,4 +1,4 @@
-"""The data for the page's script, which becomes JSON: columns of numbers, tables, and each repeated text once."""
+"""The data for the page's script as JSON: columns of numbers, tables, and each repeated text once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from checkmate.webpage.captions import ABOUT_ROLES
 def page_data(
     solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None
 ) -> dict[str, Any]:
-    """The document that is embedded in the page; the script computes nothing of it again."""
+    """The document that is embedded in the page; the script only shows it."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
     texts, places = _Texts(), [op.place for op in graph.ops]
@@ -126,7 +126,7 @@ PageTable = tuple[str, str, Sequence[Column], Sequence[Any], Sequence[int | None
 def _tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
 ) -> Iterator[PageTable]:
-    """Give the tables in order: name, title, columns, rows. Tables that a plan may lack come if they have rows."""
+    """The tables in order: name, title, columns, rows. Optional tables appear if they have rows."""
     columns: Sequence[Column] = peak.columns
     at_peak = [span.first for span in line.alive(peak.moment.index)]
     yield "peak", f"Values at the peak ({len(peak)})", columns, peak.held, at_peak
@@ -185,7 +185,7 @@ def _tables(
 
 
 def _links(line: Timeline) -> dict[str, Any]:
-    """The traffic of each link, the waits for it, and the bytes in a second memory if anything crosses to it."""
+    """The traffic of each link, the waits for it, and the bytes in a second memory if it is used."""
     there = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
     return {
         "lanes": [
@@ -211,7 +211,7 @@ def _intervals(S: np.ndarray) -> list[list[int]]:
 
 
 def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
-    """Points by method, where no schedule can be, and the seconds of the picture."""
+    """Points by method, the area proven empty, and the seconds of the picture."""
 
     def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
         return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
