@@ -277,6 +277,7 @@ def _compile_module(model: Any, options: Options) -> Any:
     What is compiled goes with the module, and not with the class, which stays: Dynamo keeps those it has seen.
     """
     model = getattr(model, "_checkmate_model", model)  # of a compiled module the plain one, for another budget
+    # The class's forward is compiled, so one on the object would be bypassed.
     if "forward" in vars(model):
         raise Unsupported(
             f"The forward of this {type(model).__name__} was replaced on the object. "
@@ -284,6 +285,7 @@ def _compile_module(model: Any, options: Options) -> Any:
         )
     plain: Any = type(model)
 
+    # A subclass whose forward runs the compiled step; copies and pickles are compiled anew.
     class Compiled(plain):
         __slots__ = ("_checkmate_model", "_checkmate_step")
 
@@ -305,6 +307,7 @@ def _compile_module(model: Any, options: Options) -> Any:
             setattr(Compiled, name, _OfItsStep(name))
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    # The twin shares parameters, buffers and hooks with the model.
     compiled: Any = object.__new__(Compiled)
     compiled.__dict__ = model.__dict__
     object.__setattr__(compiled, "_checkmate_model", model)

@@ -47,12 +47,14 @@ def backend(
     >>> step = torch.compile(model, backend=backend, options={"budget": "1 MB"}, dynamic=False)
     >>> step(torch.ones(2, 8)).sum().backward()
     """
+    # Take the answers given while this graph was captured.
     options = options or {}
     answer: Answer = backend.answer  # type: ignore[attr-defined]
     asked, told_yes = [*answer.asked], {*answer.compiled}
     answer.asked.clear()
     answer.compiled.clear()
     answer.said.clear()  # captured: the next capture may say it again
+    # Options that only `compile` has, or nobody.
     if mode is not None:
         raise ValueError(f"The backend checkmate has no modes, and {mode!r} is one of another.")
     if "verify" in options:
@@ -62,6 +64,7 @@ def backend(
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(no_option("The backend checkmate", name, _OPTIONS))
+    # A budget holds for a whole step of fixed sizes only.
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         cause = (

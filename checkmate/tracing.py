@@ -79,6 +79,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
+    # A backend that takes the first problem and runs nothing.
     def taken(problem: Problem) -> Solution:
         problems.append(problem)
         raise _Captured
@@ -87,6 +88,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     def stop(inputs: list[Any]) -> Any:
         raise _Captured
 
+    # Capture; the exception above ends it.
     try:
         with quietly(), drawing_nothing(), as_captured(), _planned_on(costs, fakes):
             backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, overlap=options.overlap)
@@ -169,6 +171,7 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     if any(map(is_fake, tensors_within((fn, args, kwargs)))):
         return []  # nothing can run
 
+    # A backend that notes where each graph ends, and runs it plainly.
     def note(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
@@ -182,6 +185,7 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    # Run the step once, and leave no trace.
     try:
         with unchanged((fn, args, kwargs)), as_captured():
             torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)

@@ -260,6 +260,7 @@ class TrainingStep(Planned):
         if self._verify:
             self._verify = False
             self._compare(args, kwargs)
+        # Plan anew if optimizers, schedules or wrappers changed since the last plan.
         updates = self._updates
         refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
@@ -269,6 +270,7 @@ class TrainingStep(Planned):
         stand_aside(self._wrapped)
         if self._added == 0:
             self._begin()
+        # Forward, with the updates inside the backward of an accumulation's last call.
         last = self._added == self._accumulate - 1
         with self.as_captured():
             result = self._steps[-1 if last else 0](*args, **kwargs)
@@ -279,6 +281,7 @@ class TrainingStep(Planned):
             raise Unsupported(
                 f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
             )
+        # Backward: it updates parameters as their gradients are complete.
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
         scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
         if updates.sums is not None:

@@ -40,6 +40,7 @@ def parse_bytes(budget: int | float | str) -> int:
     (1500000000, 2147483648, 8000000000, 4096)
     """
     if isinstance(budget, str):
+        # Text: a number and a unit.
         match = _BYTES.fullmatch(budget)
         if match is None:
             raise BudgetError(
@@ -60,6 +61,7 @@ def parse_bytes(budget: int | float | str) -> int:
         if scale == 1 and value < _FEW and value != int(value):
             raise BudgetError(_NOT_WHOLE.format(number))
         return int(value)
+    # A number: finite, positive, whole, and not a share.
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise BudgetError(f"A budget is a number of bytes or text such as '8 GB', not {budget!r}.")
     if not -math.inf < budget < math.inf:

@@ -308,6 +308,7 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
     def cost(i: int, seconds: float, ways: dict[int, bool]) -> OpCost:
         return OpCost(seconds, count(i), {p: count(i, p) if does else None for p, does in ways.items()})
 
+    # Record every op's second run, and its runs over arguments; read their bytes from the recording.
     with record_allocations() as recording:
         runs = [partial(attempt, node, partial(run_within, i)) for i, node in enumerate(nodes)]
         ran = [within_memory(run, named(node), ESTIMATED) for run, node in zip(runs, nodes, strict=True)]

@@ -216,6 +216,7 @@ def measure_collectives(
 
 def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
     """Seconds of one collective on zeros, begun by all ranks together, on the slowest rank."""
+    # The collective on zeros.
     all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
     run: Callable[[], object] = {
         ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),
@@ -228,6 +229,7 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
         if not on_cpu:
             torch.accelerator.synchronize(device)
 
+    # Time it several times, begun together.
     run()  # the first one connects the ranks
     times = []
     for _ in range(REPEATS if whole < LARGE else REPEATS_OF_LARGE):
@@ -237,6 +239,7 @@ def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup |
         run()
         finish()
         times.append(time.perf_counter() - began)
+    # All ranks agree on the slowest rank's median.
     slowest = torch.tensor([median(times)], dtype=torch.float64 if on_cpu else torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(slowest)

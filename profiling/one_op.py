@@ -177,6 +177,7 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
     """For each argument of indices, the number of things that they index."""
+    # By kind of op: which argument holds indices, and into how many entries.
     args: tuple[Any, ...] = node.args
     packet = packet_of(node.target)
     found: dict[Any, int] = {}

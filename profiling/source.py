@@ -80,6 +80,7 @@ def listed(joint: Joint, table: OpTable) -> Profile:
         Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate would
             be no promise about memory. Ops that do not run on their own are estimated, as where the table was made.
     """
+    # The table must be of this kind of device, and have every op.
     nodes = [node for node in joint.nodes if node is not None]
     kinds = {device_of_op(node).type for node in nodes}
     kind = table.conditions.device.partition(" ")[0]

@@ -73,6 +73,7 @@ def auto(
     >>> solve(chain, 50, without=["tilted"]).status
     Status.OPTIMAL
     """
+    # Refuse unknown stages; hand a second memory to `offload`; keep all if that fits.
     if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
         raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
     known = None if start is None else as_schedule(task.problem, start).R
@@ -82,10 +83,12 @@ def auto(
         return offload(task, incumbent, alone, start=known_plan, settle=settle)
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.recomputed:
         return checkpoint_all(task, incumbent)
+    # Take over the known plan with its bound.
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))
     if known is not None and obeys_limits(task.problem, known):
         incumbent.offer(known, "start")  # whatever time is left
+    # The stages in turn, each with its share of the time left.
     search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known, patience, enough)
     for stage in STAGES:
         if search.is_open and stage.name not in without and len(task.problem.graph.ops) <= stage.most_ops:

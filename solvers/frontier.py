@@ -200,9 +200,11 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
+    # In other processes.
     if client is not None or jobs > 1:
         with Processes(jobs) if client is None else nullcontext(client) as there:
             return _solve_there(calls, there)
+    # Here, one after another; an interruption keeps the answers so far.
     solutions: list[Solution] = []
     interrupted = False
     for problem, method, budget, options in calls:
@@ -223,6 +225,7 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
 
 def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
     # What writes modules cannot travel.
+    # Problems travel without their graph modules.
     bare = {id(problem): replace(problem, codegen=None) for problem, *_ in calls}
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
     solutions: list[Solution] = []
@@ -232,6 +235,7 @@ def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
             solution = _failed(problem, method, budget, "interrupted before it was solved")
             try:
                 if not interrupted or future.done():
+                    # Trust no process: verify its answer here.
                     answer = replace(future.result(), problem=problem, budget=budget)
                     solution = _certified(answer, answer.bound)
                     log.info("frontier: %d of %d solved", len(solutions) + 1, len(calls))

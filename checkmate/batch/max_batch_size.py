@@ -107,6 +107,7 @@ def max_batch_size(
     >>> found.size >= found.keep_all, found.solution.peak <= 100_000
     (True, True)
     """
+    # Check the options before anything is traced.
     for name, size in (("smallest", smallest), ("largest", largest)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is a size, an integer of at least 1, not {size!r}.")
@@ -125,6 +126,7 @@ def max_batch_size(
     options = Options(profile=profile, cache=cache, host=asked, host_budget=host_budget)
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
+    # Search, compare with other methods, draw the curve.
     steps = SizedSteps(maker_of(make_step), make_batch, options, known)
     search = _Search(SizedProblems(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
@@ -250,6 +252,7 @@ class _Search:
         """The reason why the smallest size does not fit, and a budget that would."""
         solution, size = attempt.solution, attempt.size
         problem = solution.problem
+        # Bisect for the smallest budget that works under the cap.
         least = min_budget(problem).peak
         known = problem.keep_all_peak if self.max_overhead is not None else least
         low, limit = max(self.budget, least - 1), self.time_limit / ATTEMPTS
@@ -257,6 +260,7 @@ class _Search:
             middle = (low + known) // 2
             found = plan_within(problem, middle, attempt.cap, time_limit=limit)
             low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
+        # Say what stands in the way.
         largest = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
         op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
@@ -327,6 +331,7 @@ class _Search:
 
     def result(self) -> LargestBatch:
         # a larger size that keeps all may have been traced for something else, where its own search was cut short
+        # The largest size that keeps all, traced since or before.
         keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
             problem = self.problems.at(size)
@@ -336,6 +341,7 @@ class _Search:
             self.points[self.kept.size] = self.kept.point
             if KEEP_ALL in self.baselines:
                 self.baselines[KEEP_ALL] = self.kept.point
+        # What is known of the next larger size.
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"

@@ -117,6 +117,7 @@ def sweep_meshes(
     """
     if dist.is_initialized():
         raise RuntimeError("Meshes are compared outside of a process group: end it first, destroy_process_group().")
+    # Trace each mesh and size as rank 0 of a fake process group.
     total, asked = parse_bytes(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
     source = source_of(profile)
     on_gpu = isinstance(source, Device) and source.capability is not None
@@ -133,6 +134,7 @@ def sweep_meshes(
         finally:
             dist.destroy_process_group()
         calls.append((problem, "auto", total, {"time_limit": time_limit}))
+    # Solve all problems, and rank them by samples a second.
     points = []
     for (mesh, size), found in zip(asked, solve_all(calls, jobs=jobs, client=client), strict=True):
         one = found if found.plan is not None else refused(found, time_limit=1.0)

@@ -101,6 +101,7 @@ class SizedSteps:
 
     def measured_peak(self, size: int, solution: Solution) -> int:
         """Run a plan on real tensors and give the peak in bytes. Parameters, buffers and random states are restored."""
+        # The step on real tensors, with this plan.
         step, args, kwargs = self.make(size)
         if isinstance(step, TrainingStep):
             raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
@@ -116,12 +117,14 @@ class SizedSteps:
         backend = Backend(planned, profile=solution.problem.profile)
         compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)
 
+        # Forward and backward, from ones.
         def run() -> Any:
             outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]
             roots = [t for t in outputs if t.requires_grad]
             ones = [torch.ones_like(root) for root in roots]
             return outputs, torch.autograd.grad(roots, leaves, ones, allow_unused=True)
 
+        # Measure the second run, and leave no trace.
         with unchanged((step, args, kwargs)):
             run()  # compiles, which is not to be measured
             use = measure_peak(run, main_device(reached))

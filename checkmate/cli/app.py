@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args)
         sys.stdout.flush()
         return code
+    # Errors become one message and an exit code.
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever reads has enough; what is left must not fail at exit
@@ -201,7 +202,8 @@ def _max_batch(args: argparse.Namespace) -> int:
             last[size] = make(size)
         return last[size]
 
-    both(args.smallest)  # what is wrong with the function is said before anything else
+    # Make the smallest step once, so that errors in the user's function come first.
+    both(args.smallest)
     if not (args.quiet or args.verbose or sys.stderr.isatty()):
         _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
     names = ("budget", "max_overhead", "baselines", "measure", "smallest", "largest", "time_limit")
@@ -308,6 +310,7 @@ def _selftest(args: argparse.Namespace) -> int:
     from checkmate.selftest.checks import CHECKS
     from checkmate.selftest.run import Result, Setting, run_all
 
+    # Refuse unknown checks and devices.
     names = [check.name for check in CHECKS]
     if unknown := [name for name in args.only or () if name not in names]:
         raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(names)}")

@@ -19,6 +19,7 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         second_memory = {"values": away.values, "peak": away.peak, "transfers": len(away.timing.transfers)}
         second_memory |= {"waited": away.waited, "hidden": away.timing.hidden}
     again = {} if s.schedule is None else enumerate(s.schedule.recomputed.tolist())
+    # Parts that only some answers have come last.
     return {
         "status": s.status.label,
         "method": s.method,

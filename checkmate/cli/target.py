@@ -36,6 +36,7 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     Its errors are one line that names the target; a UsageError says that there is none. ``on_meta``: its tensors are
     made on the meta device, where they take no memory; ``debug``: its errors stay.
     """
+    # Import the module or file, and find the function in it.
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
@@ -50,11 +51,13 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
 
     from checkmate.capture.provenance import is_users
 
+    # A model alone has no batch.
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
 
     def make(*size: int) -> tuple[Any, Any]:
         called = f"{target} called with ({', '.join(map(str, size))})"
+        # Refuse a function that does not take the size.
         try:
             inspect.signature(function).bind(*size)
         except TypeError as error:
@@ -65,6 +68,7 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
                 made = function(*size)
         except CheckmateError:
             raise
+        # Name the user's own line that failed.
         except (Exception, SystemExit) as error:  # the user's own, whatever it is
             if debug:
                 raise
@@ -75,6 +79,7 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
                 advice = f"\n{_NO_DATA} {lines}"
             said = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
             raise CheckmateError(f"{called} failed: {said}") from error
+        # Refuse results other than (step, batch).
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
             raise UsageError(f"{target} returns {f'({kinds})' if isinstance(made, tuple) else kinds}. {lines}")
@@ -86,6 +91,7 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
 def _module_of(where: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    # By name, or from a file.
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
@@ -98,6 +104,7 @@ def _module_of(where: str) -> Any:
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+    # The missing module may be the target itself, or one that it imports.
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {where} in {Path.cwd()} or among those installed") from None

@@ -159,10 +159,12 @@ class Graph:
     def _check_op(self, k: int, op: Op) -> None:
         _check_texts(f"Op {k}", op.name, op.target, op.pinned or "", op.where or "", *op.tags, op.link)
         _check_indices(f"Op {op.name!r}", [*op.inputs, *op.outputs, *op.overwrites])
+        # Phases: first the forward, then the backward.
         if op.phase not in get_args(Phase):
             raise InvalidProblem(f"Op {op.name!r} has phase {op.phase!r}; a phase is 'forward' or 'backward'.")
         if k and op.phase == "forward" and self.ops[k - 1].phase == "backward":
             raise InvalidProblem(f"Op {op.name!r} is of the forward but stands after {self.ops[k - 1].name!r}.")
+        # Values: known, each once, made before they are read.
         for v in (*op.inputs, *op.outputs):
             if not 0 <= v < len(self.values):
                 raise InvalidProblem(f"Op {op.name!r} names value {v}, but there are {len(self.values)} values.")

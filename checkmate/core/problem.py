@@ -59,6 +59,7 @@ class Profile:
             resident = operator.index(self.resident_bytes)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidProblem(f"The profile has costs that are not numbers: {error}.") from None
+        # Bytes are whole numbers.
         bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
         if bad.size:
             raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")
@@ -153,12 +154,14 @@ class Problem:
         for name, given in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
             if len(given) != n:
                 raise InvalidProblem(f"{n} ops have dependencies, but there are {len(given)} {name}.")
+        # One value per op; unread ones are the results.
         inputs = [tuple(sorted({_index(d, n, f"deps[{k}]") for d in ds})) for k, ds in enumerate(deps)]
         if outputs is None:
             read = {d for ds in inputs for d in ds}
             outputs = [k for k in range(n) if k not in read]
         ops = [Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)]
         values = [Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)]
+        # A parameter for each op that overwrites one, read by the others.
         for by, readers in (overwrites or {}).items():
             for k in {by, *readers}:
                 ops[_index(k, n, "overwrites")] = replace(ops[k], inputs=(*ops[k].inputs, len(values)))
@@ -303,6 +306,7 @@ class Problem:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
         # The least version of files that say all of it.
+        # The oldest version of the format that holds all features of the problem.
         needs = {
             WITH_LINKS: self.graph.links,
             WITH_HOST: self.host,
@@ -325,6 +329,7 @@ class Problem:
             **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
             **({"host": asdict(self.host)} if self.host is not None else {}),
         }
+        # Equal problems give equal files.
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
@@ -340,6 +345,7 @@ class Problem:
         path, what = Path(path), "problem file"
         document = read_json(path, format=FORMAT, versions=(VERSION, *NEWER), what=what, most=MOST_BYTES)
         try:
+            # JSON has lists where the records have tuples.
             ops = []
             for op in document["ops"]:
                 made = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}

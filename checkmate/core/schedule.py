@@ -48,6 +48,7 @@ class Schedule:
         H, Out and In are None for a plan without transfers. An op that a link carries counts as run where it starts.
         """
         plan = run_at_once(plan, graph)
+        # R, S and H at the begin of each stage; Out and In while a transfer is under way in it.
         T, V = len(graph.ops), len(graph.values)
         R = np.zeros((T, T), dtype=bool)
         S, H, Out, In = (np.zeros((T, V), dtype=bool) for _ in range(4))
@@ -129,14 +130,17 @@ class Schedule:
         U = np.zeros((T, T), dtype=np.int64)
         for t in range(T):
             kept = self.S[t + 1] if t + 1 < T else np.isin(np.arange(len(graph.values)), graph.outputs)
+            # The stage begins with the kept values, Eq. (2).
             live = problem.resident + int(sizes @ self.S[t])
             for k in range(t + 1):
                 op = graph.ops[k]
                 if not self.R[t, k]:
                     U[t, k] = live
                     continue
+                # Second copies of results count while the op runs only.
                 new = sum(int(sizes[v]) for v in op.outputs if not (v in results and t > k))
                 second_copies = sum(int(sizes[v]) for v in op.outputs if v in results and t > k)
+                # FREE[t, v, k], Eq. (5): not kept, and not read later in the stage.
                 freed = {
                     v
                     for v in {*op.inputs, *op.outputs}
@@ -235,6 +239,7 @@ def run_at_once(plan: Plan, graph: Graph) -> Plan:
     """
     if not plan.started:
         return plan
+    # ``turn`` is the stage: the next op to run for the first time.
     turn, steps, boundary = 0, list[Step](), 0
     under_way, early = set[int](), set[int]()
     for i, step in enumerate(plan.steps):
@@ -243,6 +248,7 @@ def run_at_once(plan: Plan, graph: Graph) -> Plan:
         if isinstance(step, Run) and step.op in under_way:
             under_way.remove(step.op)
             continue
+        # A first run that starts too early waits for its turn.
         if isinstance(step, Start):
             under_way.add(step.op)
             if step.op > turn:
@@ -251,6 +257,7 @@ def run_at_once(plan: Plan, graph: Graph) -> Plan:
             step = Run(step.op)
         steps.append(step)
         turn += isinstance(step, Run) and step.op == turn
+        # Its turn has come.
         while turn in early:
             early.remove(turn)
             steps.append(Run(turn))

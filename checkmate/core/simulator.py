@@ -61,6 +61,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         kept = schedule.S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
         kept[results] = True
         for k in ops:
+            # Run, over an input that dies here if that saves bytes; free the other values that die.
             touched = {*graph.ops[k].inputs, *graph.ops[k].outputs}
             at_hand[[*graph.ops[k].outputs]] = True
             dying = sorted(v for v in touched if at_hand[v] and last_use[v] == k and not kept[v])
@@ -143,6 +144,7 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     idle: dict[int, list[int]] = {}  # values, by the step after which they may go
     last: dict[int, int] = {}  # step that used a value which is here
     started: set[int] = set()
+    # A value whose last use lies before its next making, or before the end, is idle in between.
     for i, step in enumerate(plan.steps):
         if isinstance(step, (Run, Start)):
             op = graph.ops[step.op]
@@ -163,6 +165,7 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     for v in last.keys() - graph.outputs:
         if graph.values[v].producer is not None:
             idle.setdefault(last[v], []).append(v)
+    # Free each right after its last use.
     if not idle:
         return plan
     steps = [one for i, step in enumerate(plan.steps) for one in (step, *map(Free, sorted(idle.get(i, ()))))]
@@ -317,6 +320,7 @@ class _Links:
         value = self.problem.graph.values[v]
         if self.problem.host is None:
             yield f"sends or fetches {value.name}, though there is no second memory"
+        # Wait: the transfer must be under way.
         if isinstance(step, Wait):
             if v not in self.going:
                 yield f"waits for {value.name}, which is on no link"
@@ -325,6 +329,7 @@ class _Links:
             return
         if v in self.going:
             yield f"handles {value.name} while its transfer is under way"
+        # Send: a value of the step that is in memory, without a copy there.
         if isinstance(step, Send):
             if v not in at_hand or value.producer is None:
                 yield f"sends {value.name}, which is not at hand"
@@ -337,6 +342,7 @@ class _Links:
             self.going[v] = step
             self.in_host.add(v)
             return
+        # Drop and fetch: there must be a copy.
         if v not in self.in_host:
             yield f"asks for {value.name}, of which no copy is there"
         if isinstance(step, Drop):

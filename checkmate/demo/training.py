@@ -136,6 +136,7 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
     """Train plainly, then within each budget; report the findings as text."""
     say(f"\n{task.title}")
     module, step = task.make()
+    # Plain PyTorch: losses, parameters and its peak.
     problem = trace(step, *task.batches[0])
     lowest, keep_all = min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
     expected = train(module, step, task.batches)
@@ -146,6 +147,7 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
         f"of which {exact_bytes(problem.resident)} are parameters and batch; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
         f"in {len(losses)} steps\n"
     )
+    # The budgets, each on a new network with the same parameters.
     tight = int(TIGHT * lowest)
     budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
     rows: list[Row] = []

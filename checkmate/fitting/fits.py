@@ -104,6 +104,7 @@ def fits(
         raise TypeError("checkmate.fits takes what gives the loss, and the optimizer, not a training step of both.")
     place = TargetDevice.of(device, budget, (fn, batch, named))
     with ExitStack() as stack, showing("looking whether it fits"), collecting_seldom():
+        # Replace tensors by meta tensors if the step is for another device, and make it a whole training step.
         stand_ins = StandIns()
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, optim.Optimizer) else [*optimizer]
         if place.device is not None:
@@ -123,6 +124,7 @@ def fits(
                     args, kwargs = StandIns().within((args, kwargs))
             return trace(whole, *args, profile=place.profile, **kwargs)
 
+        # Trace it, and split its resident bytes into parameters, optimizer state and the rest.
         problem = trace(whole, *batch, profile=place.profile, **named)
         traced, deadline = time.perf_counter(), began + time_limit
         seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
@@ -131,12 +133,14 @@ def fits(
         parameters = sum(as_allocated(size, place.block_bytes) for size in weights.values())
         parameters = min(parameters, problem.resident)
         resident = Resident(parameters, min(whole.inserts.updates.held_bytes, problem.resident - parameters))
+        # See whether plain PyTorch fits; else find a way that does.
         of_update = update_bytes(given, at_once=place.is_gpu)
         as_it_is = as_plain(problem, of_update)
         plain = parts_of(as_it_is, resident)
         plainly = plain.peak <= place.room
         ways = tuple(ways_of(problem, place, host, seconds, deadline, fits=plainly, everything=everything))
         best = None if plainly else next((way for way in ways if way.fits), None)
+        # Find the largest batch sizes if asked to, or if nothing fits.
         largest, why_none = None, NOT_ASKED
         if everything or not (plainly or best is not None):
             try:
@@ -185,6 +189,7 @@ def verdict(
     needs, room = format_bytes(plain_peak), format_bytes(place.room)
     if plain_peak <= place.room:
         return f"It fits {place.name} as it is: plain PyTorch takes about {needs}, and there is room for {room}."
+    # It does not fit: name the smallest budget, and a batch that would.
     if best is None:
         least = min((way.smallest for way in ways if way.smallest is not None), default=plain_peak)
         smaller = f"; a batch of {sizes.planned} does" if sizes is not None and sizes.planned else ""
@@ -194,6 +199,7 @@ def verdict(
             f"It does not fit {place.name}: there is room for {room}, plain PyTorch takes about {needs}, and {found} "
             f"of any way is {format_bytes(least)}{smaller}."
         )
+    # It fits planned: at which price.
     again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
     how = _HOW[best.name] if best.overhead or best.name != RECOMPUTATION else "as one whole step"

@@ -110,12 +110,14 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
     """
     most = 0
     for optimizer in optimizers:
+        # A copy of the optimizer on meta parameters.
         stand_ins, groups = StandIns(), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             params = [nn.Parameter(stand_ins.of(p).detach().clone()) for p in group["params"] if p.requires_grad]
             groups.append({**group, "params": params})
             if at_once and group.get(AT_ONCE, False) is None and not group.get("fused"):
                 groups[-1][AT_ONCE] = True
+        # Count the bytes of tensors made in a few steps.
         one: Any = _copy(optimizer, groups)
         trained_ones = [p for group in groups for p in group["params"]]
         for parameter in trained_ones:

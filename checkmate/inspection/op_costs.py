@@ -85,6 +85,7 @@ _COLUMNS = (
 def costs_of(problem: Problem, top: int = 10) -> Costs:
     """The costs of each op of a problem, as a table that prints the ``top`` most expensive."""
     graph, seconds, sizes = problem.graph, problem.seconds, problem.sizes
+    # The clock of a step that runs each op once.
     ends = np.cumsum(seconds)
     step = problem.keep_all_cost
     estimated = set(problem.profile.estimated)

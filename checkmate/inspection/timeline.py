@@ -323,6 +323,7 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
     for event in events:
         step, index, tick = event.step, event.run, event.tick
         if isinstance(step, Run):
+            # Its inputs are used; the one it overwrites ends here.
             op, way, ended = graph.ops[step.op], ways.get((step.op, step.over)), None
             for v in op.inputs:
                 if v in open_:
@@ -333,8 +334,10 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
                     raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
                 ended = open_.pop(step.over)
                 end(ended, index - 1, tick)
+            # The outputs of an op on a link are there since its start, and ready now.
             if step.op in started:
                 started.remove(step.op)
+                # Its outputs begin; a second copy of a value at hand ends at once.
                 for v in op.outputs:
                     made[open_[v]]["ready"] = index + 1
                 continue
@@ -354,6 +357,7 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
             begin(step.value, min(index + 1, final), tick, "fetched", None)
         elif isinstance(step, Wait) and step.value in open_ and made[open_[step.value]]["ready"] is None:
             made[open_[step.value]]["ready"] = index + 1
+    # Values still in memory end with the step.
     for i in open_.values():
         end(i, final, events[-1].tick + 1)
     return tuple(Span(**{**copy, "ready": copy["ready"] or copy["first"] + 1}) for copy in made)
@@ -367,6 +371,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
     never = events[-1].tick + 1
     for event in events:
         step, waited = event.step, event.until - event.at
+        # Transfers: begun here, ended and waited for at their `Wait`.
         if isinstance(step, (Send, Fetch)):
             v, back = step.value, isinstance(step, Fetch)
             last[v] = len(crossings)
@@ -375,6 +380,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
             crossings.append(LinkUse("fetched" if back else "sent", v, name, size, *when))
         elif isinstance(step, Wait):
             crossings[last[step.value]] = replace(crossings[last[step.value]], waited=waited, died=event.tick + 1)
+        # Ops on links: begun at their start, or when they run.
         elif isinstance(step, Start):
             asked[step.op] = event
         elif isinstance(step, Run) and (op := graph.ops[step.op]).link:

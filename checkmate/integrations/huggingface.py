@@ -195,8 +195,10 @@ def _bytes_outside(
         weights = [p for p in base.get_output_embeddings().parameters() if p.requires_grad]  # type: ignore[operator]
         torch.autograd.grad(found.loss, [leaf, *weights], allow_unused=True)
 
+    # The planned part without gradients, as for a reference.
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         use = _peak(refer, device)
+    # The head with its loss and backward, on that part's output.
     leaf = use.result.last_hidden_state.detach().requires_grad_()
     planned.stub = replace(use.result, last_hidden_state=leaf)
     try:

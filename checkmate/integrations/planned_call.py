@@ -84,6 +84,7 @@ class Loop:
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that the loop keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
+        # What the optimizers update, and so which gradients there are.
         updates = [
             Update(optimizer, i, p)
             for optimizer in map(plain_optimizer, self.optimizers)
@@ -95,6 +96,7 @@ class Loop:
         gradients = sum(p.nbytes for p in trained.values())
         ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         buckets = gradients + sum(b.nbytes for b in module.buffers()) if ranks else 0
+        # Tensors of the loop that the planned step does not reach.
         planned = {id(t) for t in _tensors(part)}
         others = {id(t): t.nbytes for other in (module, *self.beside) for t in _tensors(other) if id(t) not in planned}
         outside = 0 if self.outside is None else self.outside(args, kwargs)
@@ -146,6 +148,7 @@ class PlannedCall(Planned):
         return self._fn(*((module, *args) if self._is_bound else args), **kwargs)
 
     def _planned(self, module: nn.Module, given: Sequence[Any], kwargs: Any) -> CompiledStep[..., Any]:
+        # The bytes beside the step, and those that an update needs, whatever is planned.
         args = given[1:] if self._is_bound else given
         options, kept = self._options, self.loop.kept(module, args, kwargs)
         self.kept = kept
@@ -155,6 +158,7 @@ class PlannedCall(Planned):
         trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
         held = sum(t.nbytes for t in _tensors(module)) + trained
         held += kept.states + kept.batches + kept.beside + kept.update
+        # Refuse a budget below these; name one that works.
         if 0 < total < held:
             try:
                 Planner(replace(options, reserve=beside)).plan(traced(self._fn, given, kwargs, options))
@@ -181,6 +185,7 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
     Raises:
         Unsupported: if the module was compiled already.
     """
+    # Refuse modules that are planned or compiled already.
     kind = type(module).__name__
     if hasattr(module, "_checkmate_step") or isinstance(vars(module).get(_PLANNED), PlannedCall):
         raise Unsupported(
@@ -189,6 +194,7 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
         )
     if isinstance(module, OptimizedModule):
         raise Unsupported(f"This {kind} was compiled by torch.compile. Hand over the module that was given to it.")
+    # Put a method with the same signature on the object.
     planned, found = PlannedCall(module, name, options), getattr(module, name)
     run = planned if wrap is None else wrap(planned)
 
@@ -221,6 +227,7 @@ def largest_batch(
     Raises:
         InfeasibleBudget: if the loop leaves nothing, or the smallest size does not fit what it leaves.
     """
+    # The budget of the step is the rest of what the loop keeps.
     rows, kept = loader.dataset, replace(loop, ahead=0).kept(module, (), {})
     total = parse_bytes(asked.budget)
     beside = asked.set_aside + kept.total
@@ -228,6 +235,7 @@ def largest_batch(
     def one_of(batch: Any, *others: Any) -> Any:
         return step(batch)
 
+    # A batch of n rows of the data, with those that the loader prepares ahead.
     def batches(n: int) -> tuple[Any, ...]:
         batch = prepare(loader.collate_fn([rows[i % len(rows)] for i in range(n)]))
         return batch, *(copy.deepcopy(batch) for _ in range(loop.ahead))

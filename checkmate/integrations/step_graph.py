@@ -107,10 +107,12 @@ class _Reader:
     def read(self) -> StepGraph:
         ops: list[Op] = []
         nodes: list[fx.Node | None] = []
+        # Inputs of the step.
         for node in self.forward:
             if node.op != "call_function":
                 self._make(node, None)
         halves: tuple[tuple[Phase, list[fx.Node]], ...] = (("forward", self.forward), ("backward", self.backward))
+        # Ops, each with the values behind its inputs; ops that Inductor fuses into readers are none.
         for phase, half in halves:
             if phase == "backward" and self.handed_in:
                 made = tuple(v for n in self.handed_in for v in self._make(n, len(ops)))
@@ -125,6 +127,7 @@ class _Reader:
                     nodes.append(node)
         if not ops:
             raise Unsupported("The graph has no op to plan.")
+        # Results are the values that the graph returns.
         (output,) = next(iter(self.place)).graph.find_nodes(op="output")
         shown = dict.fromkeys(v for n in leaf_nodes(tree_leaves(output.args)) for v in self._behind(n))
         results = tuple(v for v in shown if self.values[v].producer is not None)

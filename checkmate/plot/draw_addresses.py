@@ -31,6 +31,7 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import EngFormatter
 
+    # A box for each copy, role by role.
     ax = axes_of(ax, (10, 5))
     for role in ROLES:
         if boxes := [box for box in placed.boxes if box.role == role and box.bytes]:
@@ -39,6 +40,7 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
             ends = ((box.first, box.last + 1, box.offset, box.offset + box.bytes) for box in boxes)
             corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in ends]
             ax.add_collection(PolyCollection(corners, label=role, **look))
+    # The bound, axes and title.
     ax.axhline(placed.bound, color="black", ls=(0, (8, 3)), lw=1.2, label="most alive at one moment")
     ax.set(xlim=(0, 1 + max(box.last for box in placed.boxes)), ylim=(0, 1.05 * placed.height or 1))
     ax.yaxis.set_major_formatter(EngFormatter(unit="B"))

@@ -195,12 +195,14 @@ def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
             continue
         text = ax.text(0, 0, words, fontsize=7, ha="center", va="center")
         extent = text.get_window_extent()
+        # How far from the arrow a label has to be.
         half = np.array([extent.width, extent.height]) / 2
         along = ends[1] - ends[0]
         off = half[1] + abs(along[1] / along[0]) * half[0] + 1.05 * margin
         for share, side in itertools.product(PLACES, (1, -1)):
             middle = ends[0] + share * along + [0, side * off]
             box = np.array([middle - half, middle + half])
+            # Take the first place clear of boxes, arrows and labels; else no label.
             inside = ends[0][0] < box[0][0] and box[1][0] < ends[1][0]
             free = not any(_crosses(*other, box) for other in lines)
             if inside and free and not any((box[0] < b[1]).all() and (b[0] < box[1]).all() for b in taken):

@@ -110,6 +110,7 @@ def _held(row: np.ndarray) -> np.ndarray:
 def _label(ax: Axes, line: Timeline, budget: str, level: int, longest: float, height: float) -> None:
     """Label both halves, the budget unless empty, the end of the step if it ends sooner, and the peak."""
     below_top: dict[str, Any] = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
+    # The border between forward and backward.
     if 0 < line.boundary < len(line.moments):
         border = line.moments[line.boundary].begin
         ax.axvline(border, color="black", ls=":", lw=1)
@@ -122,9 +123,11 @@ def _label(ax: Axes, line: Timeline, budget: str, level: int, longest: float, he
         place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
         paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
         ax.annotate(budget, (end, level), (shift, 4), va="bottom", fontsize="small", bbox=paper, **place)
+    # The end of a step that is shorter than the picture.
     if line.seconds < longest:
         ax.axvline(line.seconds, color="black", ls=":", lw=1)
         ax.annotate("end", (line.seconds, 0.99), (4, 0), ha="left", **below_top)
+    # The peak, with its op.
     where = f"\n{moment.where}" if moment.where else ""
     over = f" over {moment.over}" if moment.over else ""
     left = middle < line.seconds / 2

@@ -33,6 +33,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     >>> schedule(solve(problem, 100)).get_title()
     'checkpoint-all: 0 of 4 ops run again, 0 times in all'
     """
+    # The cells: kept values as a shade, first runs and reruns as marks.
     _, plan = check_plan(solution, "draw")
     again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
     T, kept = len(again), np.zeros_like(plan.R)  # of each stage and op: some value of it is at hand
@@ -50,6 +51,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     size = float(np.clip(cell**2, 14, 90))
     label = f"run again ({again.sum()} times)"
     ax.scatter(k, t, s=size, marker="X", c=RED, ec="black", lw=0.4, label=label, zorder=3)
+    # Axes, title, and names if there is room.
     ax.set(xlabel="op, in the order of first execution", ylabel="stage, which ends with the first execution of its op")
     ax.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
     in_place = f", {solution.runs_over} runs write over an input" if solution.runs_over else ""
@@ -59,12 +61,14 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
         names = [op.name for op in ops]
         ax.set_xticks(range(T), names, rotation=90)
         ax.set_yticks(range(T), names)
+    # The border between forward and backward.
     if 0 < forward < T:
         ax.axvline(forward - 0.5, color="black", ls="--", lw=0.8)
         ax.axhline(forward - 0.5, color="black", ls="--", lw=0.8)
         for name, middle in (("forward", forward / 2), ("backward", (forward + T) / 2)):
             ax.text(middle - 0.5, 1.01, name, ha="center", va="bottom", transform=ax.get_xaxis_transform())
             ax.text(1.01, middle - 0.5, name, ha="left", va="center", rotation=270, transform=ax.get_yaxis_transform())
+    # The legend, with marks of one size.
     shade = pyplot().Rectangle((0, 0), 1, 1, color=shades(1.0), label="at hand when the stage begins")
     legend = ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
     marks: list[Any] = legend.legend_handles[:2]

@@ -100,11 +100,13 @@ def ops_of(name: str, setting: Setting) -> Finding:
     Raises:
         RuntimeError: naming the op that has stopped the device.
     """
+    # The distinct ops of the step that run alone.
     _, step, batch = network(name, setting)
     device = setting.device
     problem = trace(step, *batch, profile=f"roofline:{kind_of(device).like}")  # it measures nothing
     distinct = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
     rows: list[dict[str, Any]] = []
+    # Measure, repeat and overwrite each.
     with torch.no_grad():
         for key, node in distinct.items():
             with same_random_state(device):
@@ -115,6 +117,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
             repeats = cost is None or _repeats(node, device)
             rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
+    # What is wrong, and what is only known to vary.
     fails = sorted({row["op"] for row in rows if row["seconds"] is None})
     strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
     waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
@@ -202,6 +205,7 @@ def copies(setting: Setting) -> Finding:
     device = setting.device
     if device.type == "cpu" and sys.platform != "linux":
         return Finding(None, "a file beside the RAM needs Linux")
+    # Send, overwrite at once, fetch: the bits must come back.
     store = open_store("file:" if device.type == "cpu" else "pinned", 4 * rounded(max(BLOCKS)), device)
     try:
         links = measure(store, device, BLOCKS)
@@ -274,6 +278,7 @@ def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Findi
 
     ``exact``: no more may be asked for than the plan predicts; else no more than the budget.
     """
+    # Three budgets between the smallest and keep-all.
     module, step, batch = network(name, setting)
     limit = _plan_seconds(setting)
     least, most = _range(setting, step, *batch)
@@ -282,6 +287,7 @@ def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Findi
         budget = least + int(share * (most - least))
         row: dict[str, Any] = {"budget": budget}
         rows.append(row)
+        # Bits and bytes by `verify`, seconds beside plain PyTorch.
         try:
             report = verify(step, *batch, budget=budget, time_limit=limit)
             row |= {"predicted": report.predicted_peak, "measured": report.measured_peak, "plain": report.plain_peak}
@@ -294,6 +300,7 @@ def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Findi
                 row["parts"] = list(compiled.plans[0].problem.splits)
         except (CheckmateError, RuntimeError) as error:
             row["error"] = f"{type(error).__name__}: {error}"
+    # Where bytes are exact, a measured peak above the predicted one fails too.
     above = max([0, *(row["measured"] - row["predicted"] for row in rows if exact and "error" not in row)])
     advice = f"Set reserve= to {format_bytes(above)} or more when you compile. {REPORT}" if above else REPORT
     passed = not above and not any("error" in row for row in rows)

@@ -113,6 +113,7 @@ def places() -> int:
 
 def _run(context: Any, setting: Setting, limit: float | None, check: Check) -> Result:
     began, limit = time.monotonic(), check.seconds if limit is None else limit
+    # Run the check in a child until its limit.
     with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as name:
         folder = Path(name)
         child = context.Process(target=_child, args=(check, setting, folder))
@@ -121,6 +122,7 @@ def _run(context: Any, setting: Setting, limit: float | None, check: Check) -> R
         code = child.exitcode  # None: it still runs
         child.kill()
         child.join()
+        # Its answer, or how it ended without one.
         if (answer := folder / "answer").exists():
             finding = pickle.loads(answer.read_bytes())
         elif code is None:

@@ -240,6 +240,7 @@ def _compare(
     Raises:
         VerificationError: naming what differs.
     """
+    # Python's and NumPy's draws must be the same.
     expected, found = plain(), compiled()
     for generator in (PYTHON, NUMPY):
         if differing(expected.random[generator], found.random[generator]):
@@ -247,6 +248,7 @@ def _compare(
                 f"The plain step draws from {generator}, the compiled one does not, or not as much. Draw with torch, "
                 "or draw outside and pass the numbers in as tensors."
             )
+    # Tensors must have the same bits; where plain PyTorch does not repeat itself, be within its spread.
     again = plain()
     repeats, spread = not names_that_differ(expected, again), 0.0
     if different := names_that_differ(expected, found):
@@ -255,6 +257,7 @@ def _compare(
         runs = [expected, again, *(plain() for _ in range(PLAIN_RUNS - 2))]
         sums = {*expected.gradients, *(expected.state if updates else ())}
         spread = compare_with_spread(different, runs, found, sums)
+    # PyTorch's generators must end in the same state.
     if differing(expected.random[TORCH], found.random[TORCH]):
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place()}"
@@ -300,6 +303,7 @@ def compare_with_spread(
     min_i |found - plain_i|  <=  max_ij |plain_i - plain_j|,  or of gradients
                              <=  4 * max |plain| * max over all of their type (max_ij |plain_i - plain_j| / max |plain|)
     """
+    # Spread among the plain runs, per tensor; for sums also the largest relative spread of their type.
     runs, results = [state.tensors for state in plain], found.tensors
     together = [name for name, t in runs[0].items() if name in sums and t.is_floating_point() and t.numel()]
     largest = {name: float(runs[0][name].abs().max()) for name in together}
@@ -311,6 +315,7 @@ def compare_with_spread(
     for name in together:
         kind = runs[0][name].dtype
         share[kind] = max(share.get(kind, 0.0), spreads[name] / largest[name] if largest[name] else 0.0)
+    # Each differing tensor must be as near to some plain run as plain runs are to each other.
     for name in names:
         off, allowed = min(distance(results.get(name), run.get(name)) for run in runs), spreads[name]
         if name in together:
@@ -324,6 +329,7 @@ def compare_with_spread(
                 f"{allowed:.3g} is allowed. torch.use_deterministic_algorithms(True) makes it repeat them. Please "
                 "report this if it differs then."
             )
+    # Say that bits could not be compared.
     widest = max(spreads, key=lambda name: spreads[name])
     log.warning(
         "Plain PyTorch does not repeat its own numbers here: %d of its results differ between %d runs, %s by %.3g. "

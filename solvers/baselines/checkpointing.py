@@ -194,6 +194,7 @@ def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple
                 smallest = min(smallest or since, since)
         return tuple(chosen), smallest
 
+    # Step from each b to the next that changes the set.
     found: list[tuple[int, ...]] = []
     b = 0
     while len(found) < most:
@@ -202,6 +203,7 @@ def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple
         if not chosen:
             return found
         b = smallest
+    # Too many sets: a geometric selection of b.
     growing = np.geomspace(by_bytes(0)[1], filled[-1], most - 1).tolist()
     return [*dict.fromkeys([found[0], *(by_bytes(b)[0] for b in growing), ()])]
 

@@ -108,7 +108,8 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
     found: list[Event] = []
     boundary, ran, made, at_hand = 0, set[int](), set[int](), set[int]()
     graph = fetching.problem.graph
-    by_product: list[list[int]] = []  # of each plain op, what is fetched otherwise
+    # For each plain op, its outputs that fetch ops take over.
+    by_product: list[list[int]] = []
     for v in fetching.value:
         if v is None:
             by_product.append([])
@@ -123,6 +124,7 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
             continue
         assert isinstance(step, Run)
         k, v = fetching.op[step.op], fetching.value[step.op]
+        # A fetch op's first run is the value made by its op; any later one with the value gone is a fetch.
         if v is not None:
             if v in made and v not in at_hand:
                 found.append(MustBeBack(v))
@@ -130,6 +132,7 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
             at_hand.add(v)
             continue
         assert k is not None
+        # A plain op runs; when it runs again, values that are fetched elsewhere go at once.
         found.append(Run(k, step.over))
         at_hand.update(graph.ops[step.op].outputs)
         at_hand.discard(step.over if step.over is not None else -1)

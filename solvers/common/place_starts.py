@@ -88,10 +88,12 @@ def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
         assert isinstance(step, Run)
         op = graph.ops[step.op]
         if op.link and step.over is None and not any(here.get(v) for v in op.outputs):
+            # How early it may start, and by when it must have ended, within its half of the step.
             half, end = (0, plan.boundary) if i < plan.boundary else (plan.boundary, len(steps))
             free_to_start = all(graph.values[v].producer is None for v in op.inputs)
             first = max([half, *(gone[v] for v in op.outputs)]) if free_to_start else i
             last = next((j for j in range(i + 1, end) if _ends(problem, steps[j], step.op)), end)
+            # The bytes that it holds until then.
             going = [(j, free.value) for j, free in enumerate(steps[i + 1 : last], i + 1) if isinstance(free, Free)]
             frees = tuple((j, sizes[v]) for j, v in going if v in op.inputs)
             workspace = int(problem.workspace[step.op])

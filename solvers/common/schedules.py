@@ -32,12 +32,14 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
     array([1, 2, 1, 1, 1])
     """
     graph, closing = problem.graph, problem.limits.closing
+    # Values that never go.
     always = {v for v, value in enumerate(graph.values) if value.producer is None} | set(graph.outputs)
     always.update(v for op in graph.ops if op.pinned is not None for v in op.outputs)
     R = np.eye(len(graph.ops), dtype=bool)
     at_hand = {v for v in always if graph.values[v].producer is None}
     for t, op in enumerate(graph.ops):
         always.update(closing.get(t, ()))
+        # Run again what is missing, and what that is made from.
         missing = [v for v in (*op.inputs, *closing.get(t, ())) if v not in at_hand]
         while missing:
             k = graph.values[missing.pop()].producer
@@ -46,6 +48,7 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
                 at_hand.update(graph.ops[k].outputs)
                 missing += [v for v in graph.ops[k].inputs if v not in at_hand]
         at_hand.update(op.outputs)
+        # Free the others after this stage.
         if t in kept_after:
             at_hand &= always.union(kept_after[t])
         if t + 1 == graph.forward_length:

@@ -126,6 +126,7 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     Values that are fetched anywhere are sent when they are made. Transfers begin and end where they are waited for
     least.
     """
+    # The runs of the problem with fetch ops: a value is fetched where F says so, or where its op reruns.
     sent = np.flatnonzero(F.any(axis=0)).tolist()
     fetching = with_fetches(problem, sent)
     runs = np.eye(len(fetching.op), dtype=bool)
@@ -138,6 +139,7 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     runs = without_useless(fetching.problem.graph, runs)
     if not obeys_limits(fetching.problem, runs):
         return None
+    # As a plan with transfers; also without writes over values whose send nothing waits for.
     happens, boundary = plain_events(fetching, lowered(fetching.problem, runs))
     apart: list[list[Event]] = [  # what is on its way there is not written over: nothing waits for that
         [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]

@@ -54,6 +54,7 @@ def offload(
         settle: the gap that is worth all of the time; a smaller one is worth less, in proportion.
     """
     problem = task.problem
+    # Plans that send nothing, and a known one.
     if start is not None and not simulator.check_plan(start, problem, task.budget):
         incumbent.offer_plan(start, "start")
     alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
@@ -62,6 +63,7 @@ def offload(
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
+    # A first plan that sends: all that may go, or that of the smallest peak.
     sets = SentSets(task, incumbent, recompute, settle)
     if incumbent.R is None:
         sets.attempt(sendable(problem))
@@ -70,6 +72,7 @@ def offload(
         _, least = with_most_sent(problem, time_limit=seconds)
         if least is not None:
             sets.offer(least, 0)
+    # Bounds of more and more moments; what their models send is tried.
     bound: Bound | None = None
     for most in MOMENTS:
         if not sets.is_open:
@@ -80,6 +83,7 @@ def offload(
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
+    # Neighbours of the best set.
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 

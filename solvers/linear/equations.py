@@ -67,6 +67,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
     if formulation not in FORMULATIONS:
         raise ValueError(f"Unknown formulation {formulation!r}: it is one of {', '.join(FORMULATIONS)}.")
     model, touches = Model(), Touches.of(problem)
+    # Columns, only where a variable can be nonzero.
     R, S, FREE = _where(problem, budget, touches)
     saved = most_saved_bytes(problem) / size_unit(problem)
     paper, cost = formulation == "paper", problem.seconds / cost_unit(problem)
@@ -78,6 +79,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
         U=model.variables(np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None] + R * saved),
         touches=touches,
     )
+    # Rows: the paper's, or stronger ones that imply them.
     if paper:
         depend(model, x)
         keep(model, x)
@@ -87,6 +89,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
         depend_until_freed(model, x)
         keep_or_free(model, x, after(x.S))
         fit_first_runs(model, x, problem, budget)
+    # The bytes in memory, stage by stage.
     begin_stage(model, x, problem)
     run_and_free(model, x, problem)
     fit(model, x, problem, budget)
@@ -331,15 +334,18 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     stage = np.arange(T)[:, None]
     useful = np.arange(T)  # the last stage in which an op may be of use
     read = np.full(V, -1)  # the last stage in which a value that may be kept is read
+    # From the last op to the first: until when a run of each op can be useful.
     for k in reversed(range(T)):
         if not graph.ops[k].pinned:
             wanted = max([k, *read[list(graph.ops[k].outputs)]])
             useful[k] = min(wanted, until.get(k, wanted))
         inputs = list(graph.ops[k].inputs)
         read[inputs] = np.maximum(read[inputs], useful[k])
+    # R: where an op is useful and fits beside the results so far.
     room = budget - problem.resident - results_bytes(problem)
     fits = own_bytes(problem) - most_saved_bytes(problem) <= room[:, None]
     R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
+    # S: from the stage after the producer to the last read. FREE: where a value can be there and go.
     v, made_by = touch.values()
     S = np.zeros((T, V), dtype=bool)
     S[:, v] = (stage > made_by) & (stage <= read[v])

@@ -41,6 +41,7 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
     problem, budget, clock = task.problem, task.budget, task.clock
     rng = np.random.default_rng(task.seed) if randomized else None
     solved, best = 0, 0.0
+    # Bisect for the least slack epsilon at which rounding fits.
     low, high = 0.0, 1.0 - float(problem.unavoidable_bytes.max()) / budget  # beyond it there is no S*
     epsilon = 0.0
     while solved <= STEPS and not clock.is_over:
@@ -54,6 +55,7 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
                     best = epsilon
         elif solved == 1:
             break
+        # Less slack if plain rounding fits, else more.
         if relaxed.S is None or incumbent.fits(rounded(problem, relaxed.S >= 0.5)):
             high = epsilon
         else:

@@ -59,15 +59,18 @@ class AnyOrder:
         seen = {(last + 1, 0)}
         pursued: dict[int, list[int]] = {}
         while heap:
+            # Take the state nearest the first op, of those the one with the fewest bytes.
             t, _, _, needed, trail = heapq.heappop(heap)
             self.reached = min(self.reached, t)
             if t == 0 or (self.loose and t <= last and not needed & sets.free[t]):
                 return True, trail
+            # A state that needs a superset of a pursued one's values cannot do better.
             better = pursued.setdefault(t, [])
             if any(other & needed == other for other in better):
                 continue
             better.append(needed)
             left -= 1
+            # Its predecessors.
             for stage, before, what in self._before(t, needed, begun=t <= last):
                 if (stage, before) not in seen:
                     seen.add((stage, before))

@@ -237,6 +237,7 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
     of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
     price = np.zeros((len(sets.values), T + 1), dtype=np.float32)
     for k in range(T):
+        # Seconds to run op k again in each stage: its own, and for each input the cheaper of kept or remade.
         again = np.full(T, tables.seconds[k])
         again[tables.last_stage[k] + 1 :] = never
         for u in tables.inputs[k]:
@@ -245,6 +246,7 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
         of_op[k] = np.minimum(again, never)
         for v in tables.outputs[k]:
             if v in place:
+                # A value in memory at stage t was made at its op or later, and has been kept since.
                 size = tables.size[v]
                 full = size > room
                 full[list(tables.users[v])] = False  # what is read there is there in any case

@@ -188,6 +188,7 @@ class BackwardSearch(Backward):
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = None if self.homes is None else self.homes.get(k)
         for (needed, _, _), (_, _, trail) in now.items():
+            # Remake everything missing at once, if that fits: no state of this stage needs less.
             if k < sets.forward_length:
                 missing = needed & free & sets.below[k + 1]
                 scratch = sets.from_scratch(t, missing)
@@ -199,6 +200,7 @@ class BackwardSearch(Backward):
                     if with_pinned == others or self.loose or not self.exact:
                         self.complete &= with_pinned == others or self.loose
                         continue
+            # Run op k again, unless that is too far back or not its place.
             if k >= sets.forward_length and t - k > self.far:
                 if self.loose:  # as if all that is missing were to be had for nothing
                     done.setdefault(needed & ~(free & sets.below[k + 1]), (0.0, 0, trail))
@@ -208,6 +210,7 @@ class BackwardSearch(Backward):
                 self._wait(t, k, sets.before(k, needed), (trail, t, k), waiting)
             if home == t:
                 continue
+            # Or its results were kept from the stage before.
             kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
             if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
                 continue

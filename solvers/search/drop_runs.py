@@ -162,6 +162,7 @@ class _Stages:
         own = np.zeros(len(ops), dtype=np.int64)
         last: dict[int, int] = dict.fromkeys(start, -1)
         born: dict[int, int] = dict.fromkeys(start, 0)
+        # Each op's own bytes, and the intervals of movable values that it makes or reads.
         for i, k in enumerate(ops):
             own[i] = tables.workspace[k] + sum(tables.size[v] for v in tables.outputs[k] if not self.moving[v])
             for v in tables.outputs[k]:
@@ -173,6 +174,7 @@ class _Stages:
             for v in tables.inputs[k]:
                 if self.moving[v]:
                     last[v] = i
+        # Close the last intervals; values that the next stage needs stay to its end.
         idle = {}
         for v, begin in born.items():
             end = len(ops) - 1 if v in self.needed[t + 1] else last[v]
@@ -181,6 +183,7 @@ class _Stages:
                 change[end + 1] -= tables.size[v]
             if v not in self.needed[t + 1]:
                 idle[v] = end + 1
+        # An op may write over an input that dies with it.
         over = {}
         for i, k in enumerate(ops):
             dying = [saving for saving in tables.savings[k] if idle.get(saving[0]) == i + 1]

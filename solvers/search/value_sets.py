@@ -194,11 +194,13 @@ def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
     for k, until in enumerate(tables.last_stage):
         closed.setdefault(until, []).extend(tables.outputs[k])
     for t in range(1, sets.T):
+        # Paths that ended free their bytes.
         for path, least in ending[t - 1]:
             for v in path:
                 left[v] += least
         begun = (path[0] for path, _ in ending[t - 1])
         for source in dict.fromkeys([*begun, *(v for v in closed.get(t - 1, ()) if v in sets.bit)]):
+            # New ones begin where they ended, and at values that close here.
             while path := _widest(sets, source, t, left):
                 least, end = min(left[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
