@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from checkmate.verification.compare import Certificate as Certificate
     from checkmate.webpage.page import report as report
 
-_LAZY = {  # what needs PyTorch or a solver, and where it is
+_LAZY = {  # names that need PyTorch or a solver, by module
     name: f"checkmate.{module}"
     for module, names in {
         "batch.result": "LargestBatch",

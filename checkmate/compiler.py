@@ -290,7 +290,7 @@ def _compile_module(model: Any, options: Options) -> Any:
         __slots__ = ("_checkmate_model", "_checkmate_step")
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            run = getattr(self, "_checkmate_step", plain.forward)  # what the class itself makes is compiled by nobody
+            run = getattr(self, "_checkmate_step", plain.forward)  # objects that the class itself makes run plainly
             return run(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -303,7 +303,7 @@ def _compile_module(model: Any, options: Options) -> Any:
             return _compile_module(deepcopy(self._checkmate_model, memo), options)
 
     for name in ("plans", "memory", "planning", "wait"):
-        if not hasattr(model, name):  # else it is the user's own
+        if not hasattr(model, name):  # keep the user's own attributes
             setattr(Compiled, name, _OfItsStep(name))
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__

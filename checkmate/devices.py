@@ -36,8 +36,8 @@ KERNELS = (  # variables of the environment by which libraries choose kernels
 class Kind:
     """The traits of an accelerator; the CPU and CUDA override some."""
 
-    block_bytes = 512  # what its allocator rounds sizes up to (kMinBlockSize on CUDA and XPU)
-    like = "a100"  # what ops are estimated for in `checkmate.profiling.roofline`, and then scaled
+    block_bytes = 512  # unit of its allocator's sizes (kMinBlockSize on CUDA and XPU)
+    like = "a100"  # the device whose estimates are scaled, of `checkmate.profiling.roofline`
     may_waver = True  # kernels may add in no fixed order: plain PyTorch need not repeat its own numbers
 
     def name(self, device: torch.device) -> str:

@@ -125,7 +125,7 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
 
 def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
     """The costs of ops, by default all, on disk for these conditions; empty, with a warning, if that fails."""
-    at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
+    at = f"{json.dumps(asdict(conditions))} "  # prefix of the keys under these conditions
     try:
         with files.rows(TABLE) as kept:
             found = kept.beginning(at) if keys is None else kept.get(at + key for key in keys)
@@ -137,7 +137,7 @@ def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
 
 def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
     """Add ops to the disk and drop others; the latest cost of an op counts. A warning says if that fails."""
-    at = f"{json.dumps(asdict(conditions))} "  # what keys of these conditions begin with
+    at = f"{json.dumps(asdict(conditions))} "  # prefix of the keys under these conditions
     try:
         with files.rows(TABLE, write=True) as kept:
             kept.drop(at + key for key in without)

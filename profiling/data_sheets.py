@@ -33,10 +33,10 @@ class Device:
     compute_efficiency: float = 0.7  # of the peak rate: what large matrix products and convolutions reach
     memory_efficiency: float = 0.8  # of the bandwidth: what copies and pointwise kernels reach
     processors: int = 0  # of a GPU, each of which computes a tile of a product at a time; 0: no GPU
-    clock: float = 0.0  # of these, in cycles per second
+    clock: float = 0.0  # cycles per second of the units
     cache_bytes: int = 0  # of the cache that they share
     host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
-    memory_bytes: int = 0  # that it has; 0: not known
+    memory_bytes: int = 0  # 0: not known
     link: float = PCIE[4]  # bytes per second to other devices of its kind, each way
     host_link: float = PCIE[4]  # bytes per second to the memory of its host, each way
 

@@ -68,7 +68,7 @@ MOST_REPEATS = 50
 SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
 USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say
 LEAST_REPEATS = 3
-SECONDS_PER_OP = 0.03  # what timing one op may take beyond the least repeats
+SECONDS_PER_OP = 0.03  # limit for timing one op beyond the least repeats
 LONG = 2e-3  # seconds of an op of which a recording takes less than a hundredth
 RECORDED_AT_ONCE = 32  # ops in one recording of the allocator: starting one costs as much as a few ops
 STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
@@ -357,7 +357,7 @@ def _measure_on_accelerator(node: fx.Node, known: OpCost | None) -> OpCost:
     counts: dict[int, int] = {}
     with torch.accelerator.device_index(device.index):
         run = call_of(node)
-        torch.accelerator.synchronize(device)  # so that memory let go of while others used it is free from the run on
+        torch.accelerator.synchronize(device)  # memory freed while in use elsewhere is free from the run on
         run()  # the first run loads kernels and takes the libraries' workspaces
         in_autograds_thread(device, run)  # which may choose another kernel
         count = partial(allocated_bytes, run, device)

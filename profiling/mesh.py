@@ -44,9 +44,9 @@ COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # by PyTorch's names of 
 LATENCY, EFFICIENCY = 28e-6, 0.8
 
 SIZES = tuple(4**n for n in range(6, 14))  # bytes of the whole: 4 KiB to 64 MiB
-REPEATS, LARGE, REPEATS_OF_LARGE = 15, 2**22, 5  # the same on all ranks, which would else wait for one another
+REPEATS, LARGE, REPEATS_OF_LARGE = 15, 2**22, 5  # equal on all ranks, which wait for one another
 _RANKS_AT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}  # the argument that says of how many; an all-reduce names its group only
-_JOINED = {"gather_parameter": ALL_GATHER}  # what a captured step calls one that may run again
+_JOINED = {"gather_parameter": ALL_GATHER}  # names in a captured step of collectives that may run again
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 _KEY = re.compile(r"(?P<layout>.+): (?P<collective>\w+) of (?P<whole>\d+) bytes")
 

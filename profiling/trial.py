@@ -55,7 +55,7 @@ SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
 BLOCK_SETS = ("cancelling",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
-SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
+SPECIAL = 2**12  # special numbers at the begin of a tensor
 AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 

@@ -65,7 +65,7 @@ def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap
     if len(data) and (data[:, 2].min() < 0 or (data[:, 1] < data[:, 0]).any()):
         wrong = next(block for block in blocks if block.size < 0 or block.died < block.born)
         raise ValueError(f"{wrong} dies before it is born, or has fewer bytes than none.")
-    data[data[:, 0] == data[:, 1], 2] = 0  # what never lives needs no bytes
+    data[data[:, 0] == data[:, 1], 2] = 0  # blocks that never live need no bytes
     bound = live_peak(blocks)
     born, died, size = data.T
     span = died - born

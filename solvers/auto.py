@@ -87,7 +87,7 @@ def auto(
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))
     if known is not None and obeys_limits(task.problem, known):
-        incumbent.offer(known, "start")  # whatever time is left
+        incumbent.offer(known, "start")  # whether or not there is time left
     # The stages in turn, each with its share of the time left.
     search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known, patience, enough)
     for stage in STAGES:
@@ -112,7 +112,7 @@ class Portfolio:
     patience: float = inf  # seconds to look for a first plan
     enough: float = inf  # seconds to look for a better one
     stuck: int | None = None  # the op that no pass got beyond
-    failed: list[str] = field(default_factory=list)  # what went wrong in a stage
+    failed: list[str] = field(default_factory=list)  # errors of stages
 
     @property
     def left(self) -> float:

@@ -35,7 +35,7 @@ class News:
     cost: float  # seconds of the step, of the best plan
     bound: float  # seconds, proven
     seconds: float  # spent
-    plan: Plan | None = None  # that is notably better than those told before
+    plan: Plan | None = None  # notably better than earlier ones
     over: bool = False  # this is the last
 
 
@@ -85,7 +85,7 @@ class Search(BackgroundProcess):
         return answer.over
 
 
-_searches: weakref.WeakSet[Search] = weakref.WeakSet()  # that there are in this process
+_searches: weakref.WeakSet[Search] = weakref.WeakSet()  # of this process
 _turn = threading.Lock()
 
 

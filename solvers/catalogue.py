@@ -49,7 +49,7 @@ class Method:
     summary: str
     source: str
     run: Callable[..., Remarks] = field(repr=False)  # of a task, the incumbent to offer plans to, and its own options
-    heeds: tuple[str, ...] = ()  # those of the common options that it goes by
+    heeds: tuple[str, ...] = ()  # the common options that it follows
     sends: bool = False  # it knows of a second memory; what others prove does not hold with one
     needs_host: bool = False  # it is for problems with a second memory only
 

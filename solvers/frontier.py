@@ -224,7 +224,7 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
 
 
 def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
-    # What writes modules cannot travel.
+    # Graph modules cannot travel.
     # Problems travel without their graph modules.
     bare = {id(problem): replace(problem, codegen=None) for problem, *_ in calls}
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
@@ -241,7 +241,7 @@ def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
                     log.info("frontier: %d of %d solved", len(solutions) + 1, len(calls))
             except KeyboardInterrupt:
                 interrupted = True
-            except Exception as error:  # noqa: BLE001  # whatever happened there, the other rows are as good as before
+            except Exception as error:  # noqa: BLE001  # the other rows stay valid
                 log.warning("frontier: %s within %s failed: %s", method, format_bytes(budget), error)
                 solution = _failed(problem, method, budget, str(error))
             solutions.append(solution)

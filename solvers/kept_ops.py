@@ -195,7 +195,7 @@ def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
         for share in SHARES:
             cheap = {*order[: round(share * len(order))]} - checkpoints
             rows = [tuple(k for k in plans.free if k < end and k in cheap) for end, _ in ends]
-            # Of these plans, those around the fewest parts that run again within the budget.
+            # Bisect for the fewest parts to run again within the budget.
             low, high = 0, len(rows) - 1
             while low <= high and rows[(low + high) // 2] not in seen:
                 middle = (low + high) // 2

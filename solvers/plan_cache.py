@@ -135,7 +135,7 @@ class UnfinishedSearch:
     problem: Problem
     budget: int  # bytes
     start: Solution  # the plan that was taken
-    seconds: float  # that planning may go on
+    seconds: float  # left for planning
     gap: float  # to stop at
     spent: float  # seconds that were allowed before
     cache: bool  # plans are kept on disk
@@ -359,7 +359,7 @@ def store(record: Record) -> None:
     key = record.question.key
     try:
         with files.rows(TABLE, write=True) as kept:
-            with contextlib.suppress(InvalidProblem, KeyError):  # what is damaged is replaced
+            with contextlib.suppress(InvalidProblem, KeyError):  # replace a damaged record
                 known = from_document(kept.get([key])[key], "The plan on disk")
                 if known.question == record.question:
                     best = record if record.cost <= known.cost else known

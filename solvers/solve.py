@@ -43,7 +43,7 @@ WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
 HALVING, TRY_SECONDS = 1.0, 0.1  # seconds to look for a budget that halves the step, and for each at least
 NEAR = 0.05  # of a budget: as near as that it is looked for
 LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
-PROVING = ("auto", "milp")  # what they prove grows with their time
+PROVING = ("auto", "milp")  # their bounds grow with their time
 FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule
 
 
@@ -316,7 +316,7 @@ def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> R
 
 def _what_it_costs(problem: Problem) -> str:
     """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
-    if problem.host is not None:  # what is waited for there is known once it is planned
+    if problem.host is not None:  # waits for links are known only once it is planned
         return ""
     smallest = ends_of(problem, time_limit=0.0).peak
     took = Tables.of(problem).seconds_of(least_plan(problem, smallest, Clock(0.0)))

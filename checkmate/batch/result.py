@@ -18,7 +18,7 @@ class SizePoint:
     size: int
     throughput: float  # sizes a second: samples/s where the size is that of a batch
     seconds: float  # of the step
-    overhead: float  # of these, what runs again, in proportion to running each op once
+    overhead: float  # recomputation in proportion to running each op once
     peak: int  # bytes
     gap: float  # (cost - bound) / cost: how much better another schedule of this size could be at most
     method: str
@@ -52,7 +52,7 @@ class LargestBatch(Listed[SizePoint]):
     fastest: SizePoint  # the highest predicted throughput of the points: often a smaller size
     next_size: str  # why not one more: "proven", "not found", "not looked at", or "asked for no more"
     baselines: Mapping[str, SizePoint | None]  # the largest size of other methods; None: they plan no size
-    cut_short: tuple[str, ...]  # of these, and "checkpoint-all", whose search the time ended: they may plan more
+    cut_short: tuple[str, ...]  # methods whose search ran out of time: they may fit larger sizes
     measured_peak: int | None  # bytes of the plan as it ran
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"

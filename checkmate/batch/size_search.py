@@ -106,7 +106,7 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
     left, bound = time_limit, problem.keep_all_cost
     while True:
         # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
-        # that is closed, no more is to be known.
+        # that is closed, there is nothing more to find.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
         found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP

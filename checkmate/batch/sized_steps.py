@@ -77,7 +77,7 @@ class SizedSteps:
             step = self.make_step(size)
             name = "make_batch"
             args, kwargs = arguments_of(self.make_batch(size))
-        except Exception as error:  # whatever it is, it is the user's, and the size is what they need to know
+        except Exception as error:  # any error of the user's function: name the size
             advice = _OTHER_SIZES if name == "make_batch" else f"{_OTHER_SIZES} {_STEP_ITSELF}"
             raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {advice}") from error
         if not callable(step):

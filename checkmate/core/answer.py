@@ -156,7 +156,7 @@ def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | N
         return f"{ROOM + TALL * (1 - height / top):.1f}"
 
     stretches = [*zip(heights, ends, strict=True)]
-    # Of many stretches, draw as many columns as can be told apart.
+    # Draw no more columns than can be told apart.
     if len(stretches) > COLUMNS:
         highest, begin = [0] * COLUMNS, 0.0
         for height, until in stretches:

@@ -22,7 +22,7 @@ Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
 
 MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer holds every integer
 
-# what makes values that others hold: autograd, and ops that speak with other ranks
+# makers of values that others hold: autograd, and ops that communicate with other ranks
 _HELD_BY_OTHERS = ("autograd", "_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 _WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
 _LINE = re.compile(r"[^\s,()]+:\d+$")
@@ -70,7 +70,7 @@ class Op:
     """An operation that runs once or more often in a step."""
 
     name: str
-    target: str  # what it computes, e.g. "aten.mm.default"
+    target: str  # its operator, e.g. "aten.mm.default"
     inputs: tuple[int, ...]  # indices of the values it reads, each once
     outputs: tuple[int, ...]  # indices of the values it makes
     phase: Phase = "forward"
@@ -78,7 +78,7 @@ class Op:
     where: str | None = None  # the line of the user's code it comes from, where known
     tags: tuple[str, ...] = ()  # names that the user's code gave to what it makes
     overwrites: tuple[int, ...] = ()  # values without producer that hold something else once it has run
-    link: str = ""  # what carries it beside the ops that the processor runs, such as "ranks 0-7"; empty: the processor
+    link: str = ""  # the link that carries it, such as "ranks 0-7"; empty: the processor runs it
 
     @cached_property
     def place(self) -> CodePlace:

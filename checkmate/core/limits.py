@@ -26,7 +26,7 @@ class Rule:
 
     pattern: str
     asks: Ask
-    ops: tuple[int, ...]  # that it binds, ascending
+    ops: tuple[int, ...]  # the ops bound, ascending
     exempt: tuple[tuple[int, str], ...] = ()  # ops that it names and cannot bind, with why
 
     def __post_init__(self) -> None:

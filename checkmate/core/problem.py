@@ -86,9 +86,9 @@ class Problem:
     graph: Graph
     profile: Profile
     codegen: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
-    rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
+    rules: tuple[Rule, ...] = ()  # obeyed by every plan; put here by `checkmate.core.rules.with_rules`
     host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
-    splits: tuple[str, ...] = ()  # what runs in parts in it, in words; not in files
+    splits: tuple[str, ...] = ()  # the parts it runs in, in words; not in files
     next_split: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
     def __post_init__(self) -> None:

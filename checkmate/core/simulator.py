@@ -258,7 +258,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
             yield f"step {i} {does} {op.name} of the backward in the forward"
         if i >= plan.boundary and op.phase == "forward" and times[step.op] == 0:
             yield f"step {i} {does} {op.name} of the forward for the first time in the backward"
-        # What the op makes is at hand once it ends.
+        # Its outputs are in memory once it ends.
         if isinstance(step, Start):
             if not op.link:
                 yield f"step {i} starts {op.name}, which no link carries"
@@ -273,7 +273,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
             turn += 1
         if isinstance(step, Start):
             continue
-        # What it writes over is gone.
+        # The value that it writes over is gone.
         if step.over is not None:
             if step.over not in dict(problem.savings[step.op]):
                 yield f"step {i} runs {op.name} over {graph.values[step.over].name}, which no way of it does"

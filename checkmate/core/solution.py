@@ -87,7 +87,7 @@ class Solution:
     bound: float = 0.0  # seconds that every schedule within the budget takes, proven
     peak: int | None = None  # bytes
     seconds: float = 0.0  # spent solving
-    message: str = ""  # what happened, where the status does not say it all
+    message: str = ""  # details that the status does not say
     details: dict[str, Any] = field(default_factory=dict)  # figures of the method; nothing goes by them
     origin: str = ""  # of a plan that was not found by this solve alone: "plan cache", "another size", "rank 0"
     interrupted: bool = False  # by Ctrl-C, before the method had come to its end

@@ -110,7 +110,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
                 carried |= {link: now} if link else {}
                 end = now
             at_hand.update(outputs)
-            # What it writes over goes.
+            # The value that it writes over goes.
             if step.over in at_hand:
                 here -= sizes[step.over]
                 at_hand.remove(step.over)

@@ -76,7 +76,7 @@ class Fits(Printed):
 
     device: str  # its name
     room: int  # bytes that a step may take there
-    memory_bytes: int  # that the device has; 0: not known
+    memory_bytes: int  # of the device; 0: not known
     fits_plainly: bool  # plain PyTorch does
     verdict: str  # in a sentence
     code: str  # a line to write
@@ -88,7 +88,7 @@ class Fits(Printed):
     ways: tuple[MemoryOption, ...]  # to have the step take less
     largest: LargestSizes | None
     why_no_largest: str  # in words, where there is none
-    notes: tuple[str, ...]  # what was assumed
+    notes: tuple[str, ...]  # the assumptions
     problem: Problem = field(repr=False, compare=False)  # the whole step, as it was traced
     trace_seconds: float  # spent on tracing
     seconds: float  # spent in all

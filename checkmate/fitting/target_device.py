@@ -34,10 +34,10 @@ class TargetDevice:
 
     name: str
     room: int  # bytes that the step may take
-    memory_bytes: int  # that it has; 0: not known
+    memory_bytes: int  # 0: not known
     device: Device | None  # by its data sheet; None: it is here, and ops are measured
     profile: str  # where costs come from
-    block_bytes: int  # what its allocator rounds up to
+    block_bytes: int  # unit of its allocator's sizes
     is_gpu: bool
 
     @property

@@ -109,7 +109,7 @@ def lives_of(solution: Solution) -> list[Life]:
     """The storages of a plan: its values, and the workspace of each run."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
-    chains: list[list[Span]] = []  # of each storage, the copies in it
+    chains: list[list[Span]] = []  # the copies in each storage
     chain_of: list[list[Span]] = []  # by span
     for span in line.spans:
         if span.continues is None:

@@ -29,7 +29,7 @@ class OpDifference:
     where: str  # module and line of the source
     runs_a: int
     runs_b: int
-    seconds: float  # that the second plan spends more on it
+    seconds: float  # more in the second plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ValueDifference:
     name: str
     module: str
     where: str
-    bytes: int  # that the second plan keeps more; negative where the first one keeps it
+    bytes: int  # kept more by the second plan; negative if by the first
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class ModuleDifference:
     """The difference within neighbouring modules, summed up."""
 
     module: str
-    runs: int  # that the second plan makes more
-    seconds: float  # that it spends more
-    bytes: int  # that it keeps more
+    runs: int  # more in the second plan
+    seconds: float  # more in the second plan
+    bytes: int  # kept more by the second plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +59,7 @@ class Difference(Printed):
 
     a: Solution
     b: Solution
-    ops: tuple[OpDifference, ...]  # those that cost or save most seconds first
+    ops: tuple[OpDifference, ...]  # sorted by seconds cost or saved, the most first
     values: tuple[ValueDifference, ...]  # most bytes first
     modules: tuple[ModuleDifference, ...]  # in the order of the graph
     kept_at: str  # when a value counts as kept, in words

@@ -23,7 +23,7 @@ class Pinned:
     why: str
     phase: str
     output_bytes: int
-    held_bytes: int  # of these, what the backward reads: no plan frees it before
+    held_bytes: int  # the part that the backward reads: no plan frees it before
 
 
 @dataclass(frozen=True)

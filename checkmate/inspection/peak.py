@@ -70,7 +70,7 @@ class PeakExplanation(Listed[Held]):
     resident: dict[str, int]  # bytes that are there all the time, by role
     seconds: float  # of the plan's step
     top: int = 10  # how many values are printed
-    not_over: str = ""  # what the op could write over if it were not kept, in words
+    not_over: str = ""  # the input that the op could write over if it were not kept, in words
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
     host_bytes: int | None = None  # the most bytes in the second memory about then; None: there is none
 
@@ -245,7 +245,7 @@ class Remaking:
         self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
         self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made or back, and gone
         for span in line.spans:
-            last = max((span.last, *span.uses))  # what is written over is there for the execution that does so
+            last = max((span.last, *span.uses))  # an overwritten value is there while the op runs
             self.spans.setdefault(span.value, []).append((span.ready - 1, last))
 
     def at_hand(self, value: int, index: int) -> bool:
@@ -257,7 +257,7 @@ class Remaking:
     def ops(self, value: int, index: int) -> set[int]:
         """The ops that remake the value just before this execution, if its copy there were gone."""
         producer = self.graph.values[value].producer
-        assert producer is not None  # what no op makes is resident
+        assert producer is not None  # values that no op makes are resident
         needed, ask = {producer}, [producer]
         while ask:
             for v in self.graph.ops[ask.pop()].inputs:

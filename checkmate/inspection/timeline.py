@@ -24,7 +24,7 @@ from checkmate.inspection.modules import fold
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
 ROLES = (
     *RESIDENT,
-    "results",  # what the step hands out: the loss, gradients of parameters, new statistics; they stay to its end
+    "results",  # the loss, gradients of parameters, new statistics: they stay to the end of the step
     "activations",  # first copies of what the forward makes
     "made again",  # later copies of anything but results
     "fetched",  # copies from the second memory, from the begin of their transfer on
@@ -43,17 +43,17 @@ class Moment:
     index: int  # which execution of the plan this is, from 0
     op: int  # index in the graph
     name: str  # of the op
-    target: str  # what it computes, e.g. "aten.mm.default"
+    target: str  # the op's operator, e.g. "aten.mm.default"
     op_phase: str  # which half of the graph the op belongs to: "forward" or "backward"
     phase: str  # when it runs: a forward op that is made again for the backward runs in the "backward"
     time: int  # how often the op has run before; above 0 it is a rematerialization
     begin: float  # seconds from the begin of the step
-    seconds: float  # that it takes; of an op that a link carries, those in which it is waited for
+    seconds: float  # its duration; of an op on a link, the wait for it
     bytes: int  # at hand while it runs: resident, values, workspace; or after it, where more is fetched then
     workspace: int  # bytes that it needs while it runs
     over: str  # name of the value that it writes over, which is gone then; empty where it writes over none
     where: str  # as `Op.where`, empty where not known
-    place: CodePlace  # the same in parts
+    place: CodePlace  # ``where`` in parts
     waited: float  # seconds between it and the next execution, in which a transfer is waited for
     position: int  # of the step in the plan
     tick: int  # of `checkmate.core.timing.Event`
@@ -299,7 +299,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
 def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...]:
     """List the copies of all values."""
     graph, sizes = problem.graph, problem.sizes.tolist()
-    made: list[dict[str, Any]] = []  # of each, what is known of its `Span`
+    made: list[dict[str, Any]] = []  # fields of each `Span` so far
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
     final, results = events[-1].run, frozenset(graph.outputs)

@@ -113,7 +113,7 @@ class WithinBudget(TrainerCallback):
         self.planned.begin(loop)
 
     def _plan(self, model: nn.Module) -> None:
-        if head_within(model) is None:  # else what is below it, once it is known how the trainer calls it
+        if head_within(model) is None:  # else the part below the head, once the trainer has called it
             self.planned = plan_call(model, "forward", self._options)
 
 

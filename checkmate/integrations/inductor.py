@@ -59,7 +59,7 @@ class KnapsackSolver(CustomKnapsackSolver):
     >>> import torch
     >>> solver = KnapsackSolver("8 GB")
     >>> with torch._functorch.config.patch(activation_memory_budget=1e-9, activation_memory_budget_solver=solver):
-    ...     pass  # whatever is compiled here for the first time is planned so
+    ...     pass  # code first compiled here is planned within the budget
     """
 
     def __init__(self, budget: float | str | None = None) -> None:

@@ -48,11 +48,11 @@ class Kept:
     """The bytes in use while a step runs that do not belong to it."""
 
     states: int  # of the optimizers, from the first update on
-    gradients: int  # that are kept from one step to the next
-    batches: int  # that were fetched ahead
-    beside: int  # whatever else there is: other modules, the buckets of ranks
-    outside: int  # what runs around the planned part: the loss
-    update: int  # what the optimizers make on their way while they update
+    gradients: int  # kept from one step to the next
+    batches: int  # fetched ahead
+    beside: int  # other modules, the buckets of ranks
+    outside: int  # code around the planned part, such as the loss
+    update: int  # temporaries of the optimizers' updates
 
     @property
     def total(self) -> int:
@@ -77,14 +77,14 @@ class Loop:
     optimizers: Sequence[optim.Optimizer]
     accumulates: bool = False  # gradients of several steps are summed before an update
     ahead: int = 0  # batches that are fetched before they are needed
-    around: nn.Module | None = None  # that the planned module is a part of
+    around: nn.Module | None = None  # the model that the planned module is part of
     beside: Iterable[nn.Module] = ()  # other modules that stay on the device: a reference model
     outside: Outside | None = None  # measures what runs around the planned part
 
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that the loop keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
-        # What the optimizers update, and so which gradients there are.
+        # The updates, and so the gradients.
         updates = [
             Update(optimizer, i, p)
             for optimizer in map(plain_optimizer, self.optimizers)
@@ -120,7 +120,7 @@ class PlannedCall(Planned):
         self._step: CompiledStep[..., Any] | None = None
         self.module, self.loop = module, Loop(())
         self.kept: Kept | None = None  # once it is planned
-        self.stub: Any = None  # what it gives while what is around it is measured
+        self.stub: Any = None  # its result while the code around it is measured
         self.stands_aside = False  # nothing is planned here, but in a part of it
 
     @property

@@ -46,7 +46,7 @@ _UNKNOWN = 4096  # of a size that is left open, as PyTorch's partitioner takes i
 _REDUCES = 4  # an op whose result has so many times fewer bytes than what it reads does not melt: it is dear, and small
 _VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
 _DRAWS = "prims.inductor_"  # numbers from a seed, which only the seed is drawn for
-_ESTIMATED_AS = {"cpu": "laptop"}  # else as an A100: what counts is how much longer products take than copies
+_ESTIMATED_AS = {"cpu": "laptop"}  # else as an A100: only the ratio of products to copies matters
 _UNKNOWN_COST = (Unsupported, KeyError, TypeError, IndexError, AttributeError, ValueError)
 
 
@@ -95,7 +95,7 @@ class _Reader:
         self.device = DEVICES[_ESTIMATED_AS.get(device.type, "a100")]
         self.pointwise = get_default_op_list()
         self.values: list[Value] = []
-        self.made: dict[fx.Node, tuple[int, ...]] = {}  # what each op and each input makes
+        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the values of each op and input
         self.by_storage: dict[int, int] = {}
         self.shown: dict[fx.Node, tuple[int, ...]] = {}  # the values behind any node
         self.written = {  # storages that ops write to, with the place of the last that does

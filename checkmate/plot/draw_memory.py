@@ -163,7 +163,7 @@ def _links(ax: Axes, line: Timeline) -> None:
         ax.set_subplotspec(rows[0])
         figure: Any = ax.figure
         strips = [figure.add_subplot(rows[1 + i], sharex=ax) for i in range(len(heights))]
-    # What each link carries, and where the step waits for it.
+    # The use of each link, and where the step waits for it.
     lanes, waits = strips[0], False
     for i, ((name, uses), (fill, hatch)) in enumerate(zip(line.lanes.items(), cycle(LANES))):
         look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": name}

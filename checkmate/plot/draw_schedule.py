@@ -36,7 +36,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     # The cells: kept values as a shade, first runs and reruns as marks.
     _, plan = check_plan(solution, "draw")
     again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
-    T, kept = len(again), np.zeros_like(plan.R)  # of each stage and op: some value of it is at hand
+    T, kept = len(again), np.zeros_like(plan.R)  # [t, k]: some value of op k is in memory when stage t begins
     for v, value in enumerate(solution.problem.graph.values):
         if value.producer is not None:
             kept[:, value.producer] |= plan.S[:, v]

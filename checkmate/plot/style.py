@@ -26,7 +26,7 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "gradients": (LIGHT_GREEN, "//"),
     "workspace": (YELLOW, "..."),
 }
-ROLE_WORDS = {  # what a legend says of those whose names do not say it all
+ROLE_WORDS = {  # longer names for legends
     "inputs": "inputs: the batch",
     "other resident": "other, there all the time",
     "results": "results: loss, gradients of parameters",

@@ -117,7 +117,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
             repeats = cost is None or _repeats(node, device)
             rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
-    # What is wrong, and what is only known to vary.
+    # Failures, and known variation.
     fails = sorted({row["op"] for row in rows if row["seconds"] is None})
     strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
     waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
@@ -161,7 +161,7 @@ def dropout(setting: Setting) -> Finding:
             again = [*random_draws.drawn_again(draw)(x, p, True, **given), random_draws.save_device_state(device)]
         if not all(map(same_bytes, first, again)):
             wrong.append(f"{shape} {dtype} at {p}")
-        torch.rand(7, device=device)  # so that the next one is drawn elsewhere
+        torch.rand(7, device=device)  # moves the generator on
     found = f"{len(cases) - len(wrong)} of {len(cases)} masks drawn again with the same bits"
     advice = f"Steps are right all the same: such a dropout runs once, and takes more memory. {REPORT}"
     return Finding(not wrong, found, advice, {"wrong": wrong})

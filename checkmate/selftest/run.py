@@ -145,7 +145,7 @@ def _child(check: Check, setting: Setting, folder: Path) -> None:
     os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
     try:
         finding = check.run(setting)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is what this check found
+    except Exception as error:  # noqa: BLE001  # any error is this check's finding
         first = (str(error).strip().splitlines() or [""])[0]
         facts = {"traceback": traceback.format_exc()}
         finding = Finding(False, f"{type(error).__name__}: {first}", facts=facts)

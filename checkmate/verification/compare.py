@@ -57,7 +57,7 @@ class Certificate:
     calls: int = 1  # of the step before the backward
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
     reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
-    foretold: Used | None = None  # the same two, replayed from where the step began; None where that cannot be
+    foretold: Used | None = None  # both, replayed from the step's begin; None if not possible
 
     def __str__(self) -> str:
         why = "the step returns more than one loss" if self.calls == 1 else "a plan is for one call"

@@ -70,7 +70,7 @@ class Reach:
                     kept = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)} | numbers
                     state |= {f"{name} {of}": t for name, t in kept.items()}
             there = {name: t for name, t in gradients.items() if t is not None}
-            numpy_state = np.random.get_state()  # noqa: NPY002  # that of users' code
+            numpy_state = np.random.get_state()  # noqa: NPY002  # the user's generator
             drawn = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
             return StepState(_copied(outputs), _copied(there), _copied(state), drawn, replace(use, result=None))
 

@@ -131,7 +131,7 @@ def _tables(
     at_peak = [span.first for span in line.alive(peak.moment.index)]
     yield "peak", f"Values at the peak ({len(peak)})", columns, peak.held, at_peak
     # The ops that run again, with the price of that.
-    ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # of each op, indices of moments
+    ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # indices of the moments of each op
     for moment in line.moments:
         runs[moment.op].append(moment.index)
     more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
@@ -150,7 +150,7 @@ def _tables(
         yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
     if peak.prices:
         yield "prices", "What less or more memory would change", PRICES, peak.prices, None
-    # What links carry.
+    # The use of links.
     when = (
         Column("asked for after", lambda use: line.moments[use.after].name),
         Column("begins", "begin", format_seconds),

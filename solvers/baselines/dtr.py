@@ -397,7 +397,7 @@ class Runtime:
                 return None
             return sum(tables.size[w] for w in needed if self.evictable[w])
 
-        # Those that bind no more bytes than they have; at a loss, the one of the least loss.
+        # Values that bind no more bytes than they have; at a loss, the one with the least loss.
         chosen = sorted(self.held)
         if even_at_a_loss:
             prices = {v: price - tables.size[v] for v in chosen if (price := bound_bytes(v)) is not None}

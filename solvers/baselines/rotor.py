@@ -148,7 +148,7 @@ class Table:
         least = max(around + chain.keep_peak[s] + waits, chain.always[s] + chain.backward_peak[s])
         yield option(None, 0.0, chain.kept[s] if s < t else 0, least)
         price = chain.keep_seconds if first_time else chain.pass_seconds
-        before = np.concatenate([[0], chain.output[s:t]])[: t - s]  # what enters s is not counted
+        before = np.concatenate([[0], chain.output[s:t]])[: t - s]  # the input of s is not counted
         peaks = np.maximum.accumulate(chain.pass_peak[s:t] + before + (replay[:-1] if first_time else waits)).tolist()
         seconds, output = price[s:t].cumsum().tolist(), chain.output[s:t].tolist()
         for i in range(t - s):

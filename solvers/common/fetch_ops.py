@@ -25,7 +25,7 @@ class WithFetches:
     """A problem with fetch ops, and the op or value of the plain problem behind each of its ops."""
 
     problem: Problem
-    op: tuple[int | None, ...]  # of each op the plain one; None: it fetches a value
+    op: tuple[int | None, ...]  # the plain op of each; None if it fetches a value
     value: tuple[int | None, ...]  # the value that it fetches
 
 
@@ -61,8 +61,8 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
 
     # Behind each op that makes values which are sent, an op for each that fetches it.
     ops, seconds, workspace = list[Op](), list[float](), list[int]()
-    place = list[int]()  # of each plain op
-    plain, fetched = list[int | None](), list[int | None]()  # of each op, the plain one, or the value that it fetches
+    place = list[int]()  # new index of each plain op
+    plain, fetched = list[int | None](), list[int | None]()  # per new op
     producer = [value.producer for value in graph.values]
     for k, op in enumerate(graph.ops):
         place.append(len(ops))

@@ -39,7 +39,7 @@ class Remarks:
 
     message: str = ""  # why there is no plan, or why it ended early
     details: dict[str, Any] = field(default_factory=dict)  # figures
-    method: str | None = None  # what answered, where that goes by another name
+    method: str | None = None  # the name to answer by, if it is another one
     stuck: int | None = None  # the op at which nothing was left to evict
     interrupted: bool = False  # by Ctrl-C
 
@@ -133,7 +133,7 @@ class Incumbent:
         """Simulate and verify a plan, and keep it if it fits and still is the cheapest."""
         problem, budget = self.task.problem, self.task.budget
         usage, there = simulator.simulate(plan, problem), 0 if problem.host is None else problem.host.budget
-        complete = schedule is None or schedule.R.diagonal().all()  # else it is wrong, and not too large
+        complete = schedule is None or schedule.R.diagonal().all()  # an incomplete one is a fault, not too large
         if complete and (not self._is_within(usage.peak) or usage.host_peak > there):
             return False
         if schedule is not None and (roomier := simulator.without_slower_ways(plan, problem, budget)) is not plan:
@@ -160,7 +160,7 @@ class Incumbent:
             if contradicts(bound, self.cost):
                 said = "a bound of %.6g s is wrong: a verified schedule takes %.6g s"
                 log.log(_gravity(self.plan), said, bound, self.cost)
-            elif bound > self.bound:  # what is no number is no bound
+            elif bound > self.bound:  # false for NaN
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0
                 if bound > last * (1 + NOTABLE):

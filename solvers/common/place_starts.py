@@ -72,7 +72,7 @@ class Move:
     last: int  # the last one where it may end
     frees: tuple[tuple[int, int], ...]  # positions of the steps up to there that let go of what it reads, and bytes
     makes: int  # bytes that it holds from its start on
-    workspace: int  # of these, bytes that it holds to its end only
+    workspace: int  # the part of ``makes`` that it holds to its end only
     seconds: float
 
 
@@ -80,7 +80,7 @@ def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
     """The ops that may start earlier or be waited for later, in the order of the plan."""
     graph, sizes, steps = problem.graph, problem.sizes.tolist(), plan.steps
     here = dict[int, bool]()  # values that were made: whether they are at hand
-    gone = [0] * len(graph.values)  # of each value, the position after the step that let go of it
+    gone = [0] * len(graph.values)  # per value, the position after the step that freed it
     for i, step in enumerate(steps):
         if isinstance(step, Free):
             here[step.value], gone[step.value] = False, i + 1

@@ -58,7 +58,7 @@ class Outward:
         self.bytes_on_device, self.seconds = problem.resident, 0.0  # after the last
         self.on_device, self.in_host = set[int](), set[int]()
         self.sending: dict[int, float] = {}  # value -> where its transfer ends, in the order of the link
-        self.leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
+        self.leaving: dict[int, None] = {}  # those freed as soon as they have arrived
 
     def add(self, step: Step, more: int = 0) -> None:
         """Add the next step, which takes this many bytes beside the values in memory."""

@@ -45,7 +45,7 @@ if beside := sys.argv[2] == "beside":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     getattr(os, "nice", int)({NICENESS})
 answers = os.fdopen(os.dup(1), "wb")
-os.dup2(2, 1)  # what is printed must not stand among the answers
+os.dup2(2, 1)  # prints must not mix with the answers
 sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found there
 from checkmate.solvers.common import processes
 call, asked = pickle.load(sys.stdin.buffer)
@@ -105,7 +105,7 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-        with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+        with contextlib.suppress(BrokenPipeError):  # it has ended without reading all
             self._child.stdin.close()  # type: ignore[union-attr]
         self._child.stdout.close()  # type: ignore[union-attr]
         self._child.wait()

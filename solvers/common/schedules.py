@@ -154,7 +154,7 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
         return False
     if any(R[last + 1 :, k].any() for k, last in limits.last_stage.items()):
         return False
-    # What a rule has made again is made before an op of the backward, or one that runs again there, reads it.
+    # Values under a "recompute" rule are remade in the backward before anything reads them there.
     for v in limits.recomputed:
         read = np.flatnonzero(R[begin:, list(graph.users[v])].any(axis=1))
         made = np.flatnonzero(R[begin:, graph.values[v].producer])

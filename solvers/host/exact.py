@@ -141,7 +141,7 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
         return None
     # As a plan with transfers; also without writes over values whose send nothing waits for.
     happens, boundary = plain_events(fetching, lowered(fetching.problem, runs))
-    apart: list[list[Event]] = [  # what is on its way there is not written over: nothing waits for that
+    apart: list[list[Event]] = [  # sent values are freed, not written over: an overwrite would wait for the transfer
         [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]
         for e in happens
     ]

@@ -186,7 +186,7 @@ class SentSets:
             v = best.plan.steps[position].value  # type: ignore[union-attr]  # of a Wait
             waits[v] = waits.get(v, 0.0) + stall
         late = sorted(waits, key=lambda v: -waits[v])
-        # Those that are sent, and those whose ops run more than once, by seconds to make them again for their bytes.
+        # Sent values, and unsent ones whose ops rerun, by seconds per byte to remake them.
         cheap = sorted(best.sent, key=lambda v: _worth(problem, v))
         times = np.bincount(best.plan.runs, minlength=len(graph.ops))
         dear = [v for v in may if times[graph.values[v].producer] > 1 and v not in best.sent]

@@ -82,7 +82,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
     MOut = model.variables(away, name="MOut", cost=out, integer=True)
     MIn = model.variables(before(away, False), name="MIn", cost=back, integer=True)
     equations.depend_until_freed(model, x)
-    equations.keep_or_free(model, x, K)  # what is at hand when ops have run, before pages move
+    equations.keep_or_free(model, x, K)  # values in memory after the ops, before pages move
     for name, first, others, upper in (
         ("stay or page in", x.S, [(before(K), -1.0), (MIn, -1.0)], 0.0),
         ("page out", MOut, [(before(K), -1.0)], 0.0),

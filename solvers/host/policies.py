@@ -149,7 +149,7 @@ class Policy:
         assert self.problem.host is not None
         self.room = self.problem.host.budget
         self.taken: dict[int, Candidate] = {}  # values that are swapped
-        self.dropped: dict[int, int] = {}  # those made again: the op after which each goes
+        self.dropped: dict[int, int] = {}  # values to remake: the op after which each goes
 
     @property
     def triggers(self) -> list[list[Swap]]:
@@ -169,7 +169,7 @@ class Policy:
             candidate = self.free.pop(0)
             if sizes[candidate.swap.value] <= self.room and self._late(candidate) <= 0:
                 best = candidate, True
-        # else the most bytes for a second, by swap or recomputation, whichever takes less
+        # else the most bytes per second, by the cheaper of swap and recomputation
         if best is None:
             most, late = -1.0, self._late()
             for candidate in self.left:

@@ -159,7 +159,7 @@ def moment_bound(
         if at == list(best.moments):
             if gap == task.gap:
                 return best
-            finest = True  # the same once more, as well as can be
+            finest = True  # once more with all rows
 
 
 def _round(
@@ -221,7 +221,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
         held |= negligible(problem)
     useful, read = map(np.array, lives(graph, problem.limits.last_stage))
     # R: each new op of a segment runs in it; one of before may run again while anybody reads it.
-    begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
+    begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # first new op of each segment
     ends = np.array([*moments, T - 1])[:, None]
     k = np.arange(T)
     first = (begins <= k) & (k <= ends)
@@ -407,7 +407,7 @@ def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *
     at: list[int] = sorted(moments)
     found: list[int] = []
     fullest = bytes_in_stages(problem, R)[1]
-    gains = np.zeros(T)  # of each stage as a moment: seconds of the ops that run both before and after it in its gap
+    gains = np.zeros(T)  # per stage: seconds of the ops that run before and after it within its gap
     for begin, end in pairwise([0, *(o + 1 for o in at), T]):
         gains[begin:end] = _gains(R[begin:end], seconds)
     while len(found) < most and gains.max() > WORTH * cost:

@@ -115,7 +115,7 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
         R, fits = _runs(graph, S), True
         for k, last in problem.limits.last_stage.items():
             late = np.flatnonzero(R[last + 1 :, k])
-            if late.size:  # what would be made then stays from the last stage in which it can be made
+            if late.size:  # keep the values from the last stage in which they can be made
                 S[last + 1 : last + 2 + late[-1], list(graph.ops[k].outputs)] = True
                 fits = False
         if fits:

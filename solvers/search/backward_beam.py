@@ -249,7 +249,7 @@ def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
                 # A value in memory at stage t was made at its op or later, and has been kept since.
                 size = tables.size[v]
                 full = size > room
-                full[list(tables.users[v])] = False  # what is read there is there in any case
+                full[list(tables.users[v])] = False  # its readers have it in memory in any case
                 keep = np.where(full, never, worth * size)[k + 1 :]
                 kept = np.concatenate([[0.0], keep.cumsum()])  # from the stage after its op on
                 begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
@@ -283,7 +283,7 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     price = prices(sets, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
     for width in widths:
         beam = Beam(sets, budget, width, price, task.clock, any_order=any_order)
-        if any_order or known is None or known.is_a_schedule:  # else schedules may all be dearer than what is known
+        if any_order or known is None or known.is_a_schedule:  # else all schedules may be dearer than the known plan
             beam.most = incumbent.cost - once
         again, found = beam.bound()
         incumbent.prove(once + again)

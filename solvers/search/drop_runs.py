@@ -148,7 +148,7 @@ class _Stages:
             as_planned = [k for k in self.planned[t] if k in ops]
             if as_planned != missing and set(as_planned).issuperset(missing):
                 yield start, as_planned
-        yield self.needed[t], self.planned[t]  # what goes in the middle of the stage is made again there
+        yield self.needed[t], self.planned[t]  # values that go within the stage are remade there
 
     def _levels(
         self, t: int, start: set[int], ops: list[int]

@@ -134,7 +134,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
                 if state.is_needed(v):
                     state.claim_ancestors(v)
                 state.drop(v)
-        # What a rule has made again in the backward goes once nothing of the forward reads it any more.
+        # Values that a rule has remade in the backward go after their last read in the forward.
         for v in state.going.get(t, ()):
             if at_hand[v]:
                 state.claim_ancestors(v)
@@ -317,7 +317,7 @@ class PassState:
                 if more:
                     written += more
                     urgency[[u for u, _ in savings if u not in ways]] = np.inf
-        # What need not have gone comes back, the worthiest first.
+        # Values that need not have gone come back, the worthiest first.
         for _, v in sorted(gone, reverse=True):
             if self.at_hand[v]:
                 if v == self.overwritten and self.room - written >= goal:

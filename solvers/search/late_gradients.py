@@ -97,7 +97,7 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
         stages[after + 1] -= after - before
     moment = int(stages.cumsum().argmax())
     waiting = [v for before, after, v in waits if before < moment < after]
-    # Of these, each share of the bytes is made again.
+    # For each share of these bytes, the ops to run again.
     total = sum(problem.sizes[v] for v in waiting)
     if total <= WORTH * problem.unavoidable_bytes.max():
         return []

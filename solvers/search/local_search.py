@@ -170,7 +170,7 @@ class Line:
         self.bytes_at = np.zeros(len(places), dtype=np.int64)
         self.max_runs, self.runs_of = tables.max_runs, np.bincount(self.op[self.on], minlength=T)
         self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
-        self.size = [size or int(v in tables.recomputed) for v, size in enumerate(tables.size)]  # what is gone, counts
+        self.size = [size or int(v in tables.recomputed) for v, size in enumerate(tables.size)]  # absence counts
         self.saves: dict[int, dict[int, int]] = {}  # per value that ops may write over, the bytes that each saves
         for k, savings in enumerate(tables.savings):
             for v, saved in savings:

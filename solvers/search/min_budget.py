@@ -71,7 +71,7 @@ class MinBudget:
 
     peak: int  # bytes: a plan is known that reaches no more
     bound: int  # bytes: no plan reaches less, in whatever order it runs ops again
-    splits: tuple[str, ...] = field(default=(), repr=False)  # what runs in parts there, in words
+    splits: tuple[str, ...] = field(default=(), repr=False)  # the parts that the step runs in there, in words
 
     @property
     def gap(self) -> float:

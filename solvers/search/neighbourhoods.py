@@ -222,7 +222,7 @@ class _Line:
 
     def __post_init__(self) -> None:
         T = len(self.tables.inputs)
-        self.begins = np.searchsorted(self.stage, np.arange(T + 1)).tolist()  # of each stage, its first place
+        self.begins = np.searchsorted(self.stage, np.arange(T + 1)).tolist()  # first place of each stage
         self.stages, self.ops = self.stage.tolist(), self.op.tolist()
         workspace = np.array(self.tables.workspace, dtype=np.int64)[self.op]
         self.fixed_at = np.where(self.open, 0, workspace)  # (P,) bytes at a place, whatever the columns are

@@ -46,7 +46,7 @@ CLOCK = 32  # nodes between looks at the clock
 class Packing:
     """The result of a search for addresses below a height."""
 
-    offsets: tuple[int, ...] | None  # of each block; None if none were found
+    offsets: tuple[int, ...] | None  # per block; None if none were found
     impossible: bool  # proven: there are none
     nodes: int  # decisions that were tried
 

@@ -23,7 +23,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 
 MOST_SUMS = 300_000  # sums of bytes that are remembered
-MOST_PATHS = 100  # that are tried from a pinned value, to find where what it made goes
+MOST_PATHS = 100  # tried from each pinned value
 
 
 class MandatoryBytes(NamedTuple):
@@ -95,7 +95,7 @@ class ValueSets:
         self.free = [*accumulate(closed[:-1], lambda free, gone: free & ~gone if free & gone else free, initial=free)]
         results = [sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs]
         self.base = [*accumulate(results[:-1], initial=tables.resident)]
-        # What is computed once for many sets.
+        # Caches for many sets.
         sizes = np.array(self.size + [0] * (-len(self.size) % 8), dtype=np.int64).reshape(-1, 8)
         members = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
         self._eights = sizes @ members.T  # (⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours
