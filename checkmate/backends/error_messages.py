@@ -107,6 +107,10 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         r"NestedTensor",
         "A plan counts bytes, and a nested tensor has as many as its parts are long. Pass a padded batch and a mask.",
     ),
+    (
+        r"functorch tracing attempt",
+        "Within torch.func.vmap, grad, jvp and their like call the plain module, whose parameters are the same.",
+    ),
     (r"ScriptModule", "Compile the original eager nn.Module, which torch.jit was given."),
     (
         r"calls requires_grad_\(",
@@ -298,7 +302,7 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def _explanation(error: Exception) -> str:
     """Dynamo's further explanation; for an op that fails, its call with the shapes of its arguments."""
     said = re.search(r"Explanation: (.+)", str(error))
-    return said.group(1) if said else ""
+    return said.group(1) if said and not said.group(1).endswith(":") else ""  # a list of reasons follows
 
 
 def _place(error: Exception) -> str:
