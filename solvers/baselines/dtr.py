@@ -280,7 +280,7 @@ class Runtime:
                 continue
             lacking = self._make_room(k)
             if lacking > 0:
-                return DeadEnd(k, t, lacking)
+                return DeadEnd(k, lacking)
             # run it
             self.now += tables.seconds[k]
             for v in outputs:

@@ -188,7 +188,7 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
         assert isinstance(step, Fetch)
         size = int(sizes[step.value])
         busy = min(busy, plan.now[position]) - host.seconds_to_fetch(size)
-        wanted = max(first, bisect_right(plan.now, busy) - 1)
+        wanted = min(position, max(first, bisect_right(plan.now, busy) - 1))
         # It begins after the last step at which there is no room for it.
         full = np.flatnonzero(live[wanted:position] + size > budget)
         begin = wanted + int(full[-1]) + 1 if len(full) else wanted

@@ -66,7 +66,6 @@ class DeadEnd:
     """The end of a pass that got stuck: at which op, and the bytes it lacks."""
 
     op: int
-    stage: int
     missing_bytes: int
 
 
@@ -80,7 +79,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
     stages: list[list[int]] = []
     for t, reads in enumerate(inputs):
         if clock is not None and clock.is_over:
-            return DeadEnd(t, t, 0)
+            return DeadEnd(t, 0)
         state.now = t
         # The missing ancestors of op t run, and of what cannot be made again after this stage and is needed then.
         closing = tables.closing.get(t, ())
@@ -97,7 +96,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
         # Other results of these ancestors that are still at hand are made anew.
         for k in again:
             if state.spent[k]:
-                return DeadEnd(k, t, 0)
+                return DeadEnd(k, 0)
             for v in outputs[k]:
                 if at_hand[v] and not tables.result[v]:
                     state.drop(v)
@@ -113,7 +112,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
                     lacking -= saved
                     break
             if lacking > 0 and not state.make_room(k, lacking):
-                return DeadEnd(k, t, lacking)
+                return DeadEnd(k, lacking)
             # Run op k; the inputs of op t are needed next by their next user, and what op k wrote over is gone.
             for v in inputs[k]:
                 state.claims[v] -= 1
