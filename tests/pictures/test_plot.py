@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
 from tests.inspection.test_transfers import SOLUTION as SENDS
+from tests.pictures.plans import frontier, keep_all, no_cost, on_links
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
-from tests.support.all_plans import random_chain_with_links
 
 matplotlib: Any = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -47,18 +46,8 @@ def _again() -> Any:
     return certify(problem, 9, R, method="by hand")
 
 
-def _keep_all(problem: Problem) -> Any:
-    return checkmate.solve(problem, 2 * problem.keep_all_peak, method="checkpoint-all")
-
-
-def _on_links() -> Any:
-    """Ops on a link, some started before they are needed, one waited for."""
-    problem = random_chain_with_links(1)
-    return checkmate.solve(problem, int(0.9 * problem.keep_all_peak))
-
-
 def _drawn(ax: Any) -> Any:
-    """All of it can be drawn, and says in which units its axes are."""
+    """All of it can be drawn."""
     ax.figure.canvas.draw()
     return ax
 
@@ -90,13 +79,13 @@ def test_the_schedule_shows_r_and_s() -> None:
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines] == [(2.5, 0), (0, 2.5)]
     assert _texts(ax) == ["forward", "forward", "backward", "backward"]
     only_forward = Problem.from_dag([[], [0]], [1, 1], [1, 1])
-    assert not plot.schedule(_keep_all(only_forward)).lines
+    assert not plot.schedule(keep_all(only_forward)).lines
 
 
 def test_an_op_is_shaded_where_any_of_its_values_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many cells are averaged."""
     problem = oracle.random_problem(3)
-    solution = _keep_all(problem)
+    solution = keep_all(problem)
     cells = plot.schedule(solution).images[0].get_array()
     for k, op in enumerate(problem.graph.ops):
         expected = solution.schedule.S[:, list(op.outputs)].any(axis=1)
@@ -111,7 +100,7 @@ def test_an_op_is_shaded_where_any_of_its_values_is_at_hand(monkeypatch: pytest.
 
 
 def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
-    solution = _keep_all(_chain())
+    solution = keep_all(_chain())
     for by in ("role", "module"):
         ax = plot.memory(solution, by=by)
         line = timeline(solution.plan, solution.problem)
@@ -127,7 +116,7 @@ def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
 
 
 def test_areas_differ_without_colour() -> None:
-    line = timeline(_keep_all(dags.gpt(2)).plan, dags.gpt(2))
+    line = timeline(keep_all(dags.gpt(2)).plan, dags.gpt(2))
     for rows, styles in ((line.by_role(), ROLE_STYLES), (line.by_module(), draw_memory._styles(line.by_module()))):
         assert len({styles[name] for name in rows}) == len(rows)
     hatches = [hatch for fill, hatch in ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
@@ -174,7 +163,7 @@ def test_colour_blind_eyes_tell_areas_apart(eyes: str, styles: dict[Any, tuple[s
 
 
 def test_budget_and_peak_are_named() -> None:
-    solution = replace(_keep_all(_chain()), budget=200)
+    solution = replace(keep_all(_chain()), budget=200)
     ax = plot.memory(solution)
     (budget,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("budget")]
     assert set(budget.get_ydata()) == {200}
@@ -206,7 +195,7 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
     sizes = [1, 1, 1, 1, 1]
     sizes[at] = 40
     problem = Problem.from_dag([[], [0], [1], [2], [3]], [1] * 5, sizes, forward=3)
-    solution = _keep_all(problem)
+    solution = keep_all(problem)
     for more in (0, 1, 5, 15):
         ax = plot.memory(replace(solution, budget=solution.peak + more), compare=[solution])
         ax.figure.canvas.draw()
@@ -220,27 +209,17 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
 
 
 def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
-    problem = Problem.from_dag([[]], [0.0], [0])
-    solution = checkmate.solve(problem, 1)
-    for ax in (plot.schedule(solution), plot.memory(solution), plot.graph(problem)):
+    for ax in (plot.schedule(no_cost()), plot.memory(no_cost()), plot.graph(no_cost().problem)):
         _drawn(ax)
 
 
 # frontier
 
 
-@cache
-def _frontier() -> checkmate.Frontier:
-    problem = dags.unit_chain(8)
-    return checkmate.frontier(problem, [2, 3, 4, 6, 10], methods=["auto", "checkpoint-all"], jobs=1)
-
-
 def test_each_method_is_a_line_of_its_plans() -> None:
-    rows = _frontier()
-    ax = plot.frontier(rows)
+    ax = plot.frontier(frontier())
     auto, keep_all = [line for line in ax.lines if not line.get_label().startswith("_")]
     steps = [line for line in ax.lines if line.get_label().startswith("_")]
-    assert auto.get_xydata().tolist() == [[row.peak, row.cost] for row in rows if row.method == "auto" and row.peak]
     assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
     assert keep_all.get_xydata().tolist() == [[10, 17]]
     assert auto.get_marker() != keep_all.get_marker()
@@ -251,11 +230,10 @@ def test_each_method_is_a_line_of_its_plans() -> None:
 
 
 def test_what_is_proven_is_shaded_and_no_plan_is_within() -> None:
-    rows = _frontier()
-    ax = plot.frontier(rows)
+    ax = plot.frontier(frontier())
     (shade,) = ax.collections
     path = shade.get_paths()[0]
-    for row in rows:
+    for row in frontier():
         if row.peak is not None:
             assert not path.contains_point((row.peak - 0.01, row.cost + 0.01))
             assert path.contains_point((row.budget - 0.01, row.bound - 0.01))
@@ -395,7 +373,7 @@ def test_each_draws_on_the_axes_given() -> None:
     drawn = [
         plot.schedule(solution, ax=axes[0, 0]),
         plot.memory(solution, ax=axes[0, 1]),
-        plot.frontier(_frontier(), ax=axes[1, 0]),
+        plot.frontier(frontier(), ax=axes[1, 0]),
         plot.graph(solution.problem, ax=axes[1, 1]),
     ]
     assert drawn == list(axes.flat)
@@ -456,7 +434,7 @@ def test_links_are_strips_under_the_memory(given: bool) -> None:
 
 
 def test_each_link_that_carries_ops_has_a_lane() -> None:
-    solution = _on_links()
+    solution = on_links()
     uses = timeline(solution.plan, solution.problem).lanes["gathers"]
     (lanes,) = _drawn(plot.memory(solution)).figure.axes[1:]
     assert [tick.get_text() for tick in lanes.get_yticklabels()] == ["gathers"]
@@ -466,7 +444,7 @@ def test_each_link_that_carries_ops_has_a_lane() -> None:
 
 def test_a_plan_beside_the_drawn_one_is_named_in_the_legend_only_and_the_drawn_one_has_an_end() -> None:
     slow = _again()
-    fast = _keep_all(slow.problem)
+    fast = keep_all(slow.problem)
     for one, other in ((slow, fast), (fast, slow)):
         ax = _drawn(plot.memory(one, compare=[other]))
         called = (
