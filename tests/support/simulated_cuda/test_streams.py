@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkmate.host import Store, open_store, pinned_mover
-from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda import install
 from tests.support.simulated_cuda.plugin import needed
 
@@ -118,85 +116,3 @@ def test_events_time_the_device_s_work_and_not_the_host_s() -> None:
     end.record()
     assert 0 < begin.elapsed_time(middle) < middle.elapsed_time(end) / 5
     assert begin.elapsed_time(middle) == pytest.approx(2e-3, rel=0.01)  # ms: a launch
-
-
-def opened() -> Store:
-    return open_store("pinned", 4 << 20, torch.device("cuda", 0))
-
-
-def back_from(store: Store) -> Tensor:
-    """Where a value comes back that was sent."""
-    back = torch.empty(SIZE, device="cuda")
-    store.fetch(0, back.untyped_storage())
-    store.wait(0)
-    store.drop(0)
-    return back.clone()
-
-
-def send_and_fetch(store: Store) -> None:
-    """A value goes, its memory is used again, and it comes back."""
-    value = torch.randn(SIZE, device="cuda")
-    before = value.cpu()
-    value.mul_(2).div_(2)  # the last write is the stream's, and the host has not waited for it
-    store.send(0, value.untyped_storage())
-    store.wait(0)
-    del value
-    torch.randn(SIZE, device="cuda")
-    assert_same_bits(back_from(store), before.to("cuda"))
-
-
-def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the default stream wait for no event."""
-
-    class Deaf(torch.Stream):
-        def wait_event(self, event: torch.Event) -> None:
-            """As if nothing had to be waited for."""
-
-    now = torch.accelerator.current_stream(0)
-    default = Deaf(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: default)
-
-
-@pytest.mark.parametrize("clocks", [True, False])
-def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
-    install.set_option("clocks", clocks)
-    late, checked = install.lib().simulated_late_tasks(), install.lib().simulated_orders_checked()
-    store = opened()
-    send_and_fetch(store)
-    store.close()
-    assert install.lib().simulated_late_tasks() == late + 2
-    assert install.lib().simulated_orders_checked() > checked
-    assert install.unpinned_early() == 0
-
-
-def test_pinned_memory_is_used_from_one_stream_and_then_from_another() -> None:
-    """What the first stream's copies still read is not written to, though nobody has waited for that stream."""
-    store, found = opened(), []
-    for number in (1.0, 2.0):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            store.send(0, torch.full((SIZE,), number, device="cuda").untyped_storage())
-            store.wait(0)
-            found.append(back_from(store))
-    torch.cuda.synchronize()
-    store.close()
-    assert [{*t.tolist()} for t in found] == [{1.0}, {2.0}]
-
-
-def test_pinned_memory_without_a_wait_is_found_by_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened()
-    install.set_option("clocks", False)
-    without_waits(monkeypatch)
-    with pytest.raises(AssertionError):
-        send_and_fetch(store)
-    store.close()
-
-
-def test_pinned_memory_is_not_let_go_of_while_a_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the host waits; a mover that does not is found."""
-    for waits, early in ((True, 0), (False, 1)):
-        if not waits:
-            monkeypatch.setattr(pinned_mover.PinnedMover, "finish", lambda self: None)
-        store = opened()
-        store.send(0, torch.randn(SIZE, device="cuda").untyped_storage())
-        store.close()
-        assert install.unpinned_early() == early
