@@ -26,9 +26,7 @@ from checkmate.core.limits import lives
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem, Profile
 from tests.support.oracle import (
-    interesting_budgets,
-    optimum,
-    outcomes,
+    optima,
     random_problem,
     random_problem_with_overwrites,
     random_problem_with_ways,
@@ -109,19 +107,14 @@ def smallest_peak(problem: Problem) -> int:
     return next(budget for budget in itertools.count(low) if cheapest_plan(problem, budget)[1] is not None)
 
 
-def least_seconds(problem: Problem, known: list[tuple[float, int]], budget: int) -> float:
-    """Seconds of the cheapest of all plans, of a problem whose schedules are known (`outcomes`).
+def fastest(problem: Problem) -> list[tuple[int, float]]:
+    """The interesting budgets of a problem, each with the least seconds of a plan of any order that fits it.
 
     Where a schedule fits, the best of them has these seconds in all problems that were tried (`test_every_plan`).
     """
-    best = optimum(known, budget)
-    return best if best < float("inf") else cheapest_plan(problem, budget)[0]
-
-
-def fastest(problem: Problem) -> list[tuple[int, float]]:
-    """The interesting budgets of a problem, each with the least seconds of a plan of any order that fits it."""
-    known = outcomes(problem)
-    return [(budget, least_seconds(problem, known, budget)) for budget in interesting_budgets(known)]
+    return [
+        (budget, best if best < float("inf") else cheapest_plan(problem, budget)[0]) for budget, best in optima(problem)
+    ]
 
 
 def is_a_schedule(plan: Plan) -> bool:
@@ -240,7 +233,7 @@ class Moves:
         return sum(self.size[v] for v in self.problem.graph.ops[k].outputs) + int(self.problem.workspace[k])
 
     def _busy(self, state: State) -> frozenset[int]:
-        """What ops on links read and make."""
+        """Values that ops on links read and make."""
         return frozenset().union(*(self.touches[k] for k in state.started))
 
     def _waited(self, state: State, clocks: Clocks, v: int) -> tuple[State, Clocks]:
