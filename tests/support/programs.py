@@ -141,7 +141,7 @@ class _Ops:
         return copy
 
     def write_where_it_lies(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
-        """In the strides of what is written."""
+        """Write in the strides of what is there."""
         copy = a * 1.1
         part = (copy, copy[:, 2:9], copy[:, ::2], copy.t())[n % 4]
         rows = run.index(n)[:4] % len(part)

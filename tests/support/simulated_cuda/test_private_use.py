@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes import run_fresh_python
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("can_be_built")
 
@@ -60,7 +60,7 @@ for budget in (least, (least + most) // 2, most):
     assert_same_bits(drawn, torch.sim.get_rng_state(SIM))
     net.zero_grad(set_to_none=True)
 """
-    run_fresh_python("-c", BEGIN + A_BUDGET + code)
+    run_python("-c", BEGIN + A_BUDGET + code)
 
 
 @pytest.mark.long
@@ -73,7 +73,7 @@ found = checkmate.verify(step, x, budget=budget, host_budget="1 GB", time_limit=
 assert found.spread == 0 and found.measured_peak <= budget, found
 assert lib.simulated_late_tasks() > late
 """
-    run_fresh_python("-c", BEGIN + A_BUDGET + code)
+    run_python("-c", BEGIN + A_BUDGET + code)
 
 
 @pytest.mark.long
@@ -95,4 +95,4 @@ for says, run in (
     else:
         raise AssertionError(says)
 """
-    run_fresh_python("-c", BEGIN + code)
+    run_python("-c", BEGIN + code)

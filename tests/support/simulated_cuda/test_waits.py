@@ -231,7 +231,7 @@ def an_op_is_timed() -> None:
 
 
 def an_op_is_counted_while_other_streams_end() -> None:
-    """What another stream still uses when it is let go of is taken off the count when that stream has come so far."""
+    """Memory that another stream still uses when it is let go of is counted until that stream has come so far."""
     counted, runs = (2, 3), iter(range(10**6))
     pinned = [torch.zeros(SIZE).pin_memory() for _ in counted]
     sides = dict(zip(counted, map(let_go_too_early, pinned), strict=True))
@@ -249,7 +249,7 @@ def an_op_is_counted_while_other_streams_end() -> None:
 
 
 def a_call_is_measured() -> None:
-    """What it has given the device has run when its peak is told."""
+    """A call has ended on the device when its peak is told."""
     source, to = value(), torch.zeros(SIZE).pin_memory()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -456,11 +456,11 @@ def test_without_clocks_the_bits_tell(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_wait_is_missing_from_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one of the product's text nor, of what copies, one that is made."""
     found = set()
-    for room in ("checkmate", "profiling", "solvers"):
-        for path in (ROOT / room).rglob("*.py"):
-            for function in ast.walk(ast.parse(path.read_text())):
-                if isinstance(function, ast.FunctionDef):
-                    found |= {f"{path.relative_to(ROOT)} {function.name} {name}" for name in waits_in(function)}
+    for path in (path for room in ("checkmate", "profiling", "solvers") for path in (ROOT / room).rglob("*.py")):
+        text = path.read_text()
+        for function in ast.walk(ast.parse(text)) if any(name in text for name in WAITS) else ():
+            if isinstance(function, ast.FunctionDef):
+                found |= {f"{path.relative_to(ROOT)} {function.name} {name}" for name in waits_in(function)}
     assert found == {row.place for row in ROWS if " " in row.place} | THEMSELVES
     waits = Waits(monkeypatch)
     for run in {row.run: None for row in ROWS if row.place.startswith("checkmate/host/")}:
@@ -482,7 +482,6 @@ def waits_in(function: ast.FunctionDef) -> set[str]:
 
 
 def test_a_plan_without_one_of_its_waits_is_no_plan() -> None:
-    """Nor one with a wait behind the step that must wait."""
     (solution,) = sending_step()[0].plans
     plan, problem = solution.plan, solution.problem
     assert check_plan(plan, problem) == []
