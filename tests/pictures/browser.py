@@ -13,7 +13,7 @@ import pytest
 
 
 def _missing() -> str:
-    """What lacks for the tests in a browser, in words."""
+    """Say what lacks for the tests in a browser."""
     try:
         import selenium  # noqa: F401
     except ImportError:

@@ -26,13 +26,11 @@ from checkmate.core.problem import Profile
 from checkmate.inspection.timeline import timeline
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
-from checkmate.webpage.page_data import _intervals
 from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.pictures.browser import Page, started
 from tests.pictures.plans import again, four_ops, frontier, no_cost, on_links
 from tests.project.test_import_without_torch import BLOCK, _python
-from tests.support import oracle
-from tests.support.sampling import in_turn, long, slow
+from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 VENDOR = ROOT / "checkmate" / "webpage" / "vendor"
@@ -48,7 +46,7 @@ HOSTILE = (
 
 
 def _written(name: str) -> str:
-    """As the page shows it."""
+    """Write a name as the page shows it."""
     return name.replace(HOSTILE[5], r"\u202eback\u2028line\x00\ud800")
 
 
@@ -87,18 +85,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def _data(path: Path) -> dict[str, Any]:
-    """The document in the page, texts in place of their indices."""
+    """The document in the page."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
-    data = json.loads(text)
-    named = ("name", "target", "module", "line", "where")
-    for column in (data["values"]["name"], *(data["ops"][name] for name in named)):
-        column[:] = [data["texts"][i] for i in column]
-    for table in data["tables"]:
-        assert all(len(row) == len(table["heads"]) for row in table["rows"])
-        rows = [[cell if isinstance(cell, list) else [cell] for cell in row] for row in table["rows"]]
-        named = [[[data["texts"][i], *key] for i, *key in row] for row in rows]
-        table["rows"] = [[cell if len(cell) > 1 else cell[0] for cell in row] for row in named]
-    return data
+    return json.loads(text)
 
 
 class _Elements(html.parser.HTMLParser):
@@ -117,30 +106,7 @@ class _Elements(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-# the page's data
-
-
-@in_turn(seed=range(5))
-def test_the_data_are_those_of_the_timeline(seed: int, path: Path) -> None:
-    problem = oracle.random_problem(seed)
-    solution = checkmate.solve(problem, checkmate.min_budget(problem).peak)
-    data = _data(checkmate.report(solution, path))
-    line, R = timeline(solution.plan, problem), solution.schedule.R
-    moments = data["moments"]
-    assert moments["op"] == [moment.op for moment in line.moments]
-    assert moments["begin"] == [*(moment.begin for moment in line.moments), line.seconds]
-    assert moments["begins"] == [format_seconds(moment.begin) for moment in line.moments]
-    assert [bool(nth) for nth in moments["nth"]] == [moment.time > 0 for moment in line.moments]
-    assert moments["bytes"] == line.bytes.tolist()
-    assert moments["boundary"] == line.boundary
-    assert (data["peak"]["bytes"], data["peak"]["moment"]) == (solution.peak, line.peak_moment.index)
-    assert data["ops"]["takes"] == [format_seconds(seconds) for seconds in problem.seconds]
-    by_role = {role: row.tolist() for role, row in line.by_role().items()}
-    assert {role["name"]: role["bytes"] for role in data["roles"]} == by_role
-    for index, moment in enumerate(line.moments):
-        assert R[moments["stage"][index], moment.op]
-        here = [data["values"]["name"][v] for v, _, _, first, last, _, _ in data["spans"] if first <= index <= last]
-        assert here == [span.name for span in line.alive(index)]
+# the page's data: tables, moments, values and boxes are held by tests/core/test_golden_answers.py
 
 
 def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(path: Path) -> None:
@@ -151,65 +117,20 @@ def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(path: Pa
         assert {str(size) for size in sizes} <= set(data["written"])
 
 
-def test_the_tables_of_ops_count_what_the_schedule_runs(path: Path) -> None:
-    solution = _resnet()
-    problem, R = solution.problem, solution.schedule.R
-    runs, names = R.sum(axis=0), [op.name for op in problem.graph.ops]
-    tables = {table["id"]: table["rows"] for table in _data(checkmate.report(solution, path))["tables"]}
-    by_cost, rows = np.argsort(-runs * problem.seconds, kind="stable"), tables["table-ops"]
-    assert [row[0] for row in rows] == [names[k] for k in by_cost]
-    assert [row[3] for row in rows] == [[str(runs[k]), runs[k]] for k in by_cost]
-    assert [row[5][1] for row in rows] == pytest.approx([runs[k] * problem.seconds[k] for k in by_cost])
-    assert sum(row[5][1] for row in rows) == pytest.approx(solution.cost)
-    assert [row[7][1] for row in rows] == [sum(problem.sizes[v] for v in problem.graph.ops[k].outputs) for k in by_cost]
-    rows = tables["table-again"]
-    assert {row[0]: row[2][1] for row in rows} == {names[k]: n - 1 for k, n in enumerate(runs) if n > 1}
-    assert sum(row[3][1] for row in rows) == pytest.approx(solution.cost - problem.keep_all_cost)
-    for row in rows:
-        k = names.index(row[0])
-        stages = [t for t in np.flatnonzero(R[:, k]) if t != k]
-        assert row[5] == [", ".join(names[t] for t in stages), stages[0]]
-
-
-@in_turn(seed=range(5))
-def test_the_schedule_is_told_by_intervals(seed: int) -> None:
-    problem = oracle.random_problem(seed)
-    S = checkmate.solve(problem, checkmate.min_budget(problem).peak).schedule.S
-    told = np.zeros_like(S)
-    for value, first, last in _intervals(S):
-        assert not told[max(0, first - 1) : last + 2, value].any()  # intervals do not touch
-        told[first : last + 1, value] = True
-    assert np.array_equal(told, S)
-
-
-@pytest.mark.slow
 def test_the_frontier_is_that_of_the_rows(path: Path) -> None:
-    data = _data(checkmate.report(again(), path, frontier=frontier()))
-    assert 'href="#frontier"' in path.read_text()
-    auto, keep_all = data["frontier"]["methods"]
-    assert [point[:2] for point in auto["points"]] == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
-    assert auto["points"][0][2] == "auto: peak 3 B, step 45.0 s"
-    assert data["frontier"]["this"] == [4, 26, "this plan: peak 4 B, step 26.0 s"]
-    assert auto["label"] == "auto (4 of 5 budgets)"
-    assert [point[:2] for point in keep_all["points"]] == [[10, 17]]
-    left, *budgets, right = (peak for peak, _ in data["frontier"]["proven"])
-    nothing, *bounds, once = (seconds for _, seconds in data["frontier"]["proven"])
-    low, high = data["frontier"]["range"]
+    drawn = _data(checkmate.report(again(), path, frontier=frontier()))["frontier"]
+    ((left, *budgets, right), seconds), (low, high) = zip(*drawn["proven"], strict=True), drawn["range"]
+    bounds = [max(row.bound for row in frontier() if row.budget >= budget) for budget in (3, 4, 6, 10)]
     assert (left, budgets, right) == (pytest.approx(1.6), [2, 3, 4, 6, 10], pytest.approx(10.4))
-    assert nothing == bounds[0] == high > 45  # nothing fits 2 bytes
-    assert bounds[1:] == [max(row.bound for row in frontier() if row.budget >= b) for b in budgets[1:]]
-    assert bounds[1:] == pytest.approx([45, 26, 21, 17])
-    assert low < once == 17
-    (table,) = (table for table in data["tables"] if table["id"] == "table-frontier")
-    assert [row[1][1] for row in table["rows"]] == [row.budget for row in frontier()]
-    plain = checkmate.report(again(), path).read_text()
-    assert "#frontier" not in plain.split("<script")[0].split("<nav")[1]
-
-
-def test_a_bound_holds_for_all_smaller_budgets(path: Path) -> None:
+    assert seconds == (high, high, *bounds, 17)  # nothing fits 2 bytes
+    assert bounds == pytest.approx([45, 26, 21, 17])
+    assert low < 17
+    assert high > 45
+    assert 'href="#frontier"' in path.read_text()
+    assert "#frontier" not in checkmate.report(again(), path).read_text().split("<script")[0].split("<nav")[1]
     weaker = [replace(row, bound=20.0) if row.budget == 4 else row for row in frontier()]
-    shade = dict(_data(checkmate.report(again(), path, frontier=weaker))["frontier"]["proven"])
-    assert shade[4] == pytest.approx(21.0)  # of 6 bytes
+    proven = dict(_data(checkmate.report(again(), path, frontier=weaker))["frontier"]["proven"])
+    assert proven[4] == pytest.approx(21.0)  # a bound holds for all smaller budgets: that of 6 bytes
 
 
 # the file
@@ -236,14 +157,13 @@ def test_the_page_loads_nothing_and_runs_its_own_script_only(path: Path) -> None
 
 
 def test_no_name_is_lost(path: Path) -> None:
-    graph = _hostile().problem.graph
-    data = _data(checkmate.report(_hostile(), path))
+    data, graph = _data(checkmate.report(_hostile(), path)), _hostile().problem.graph
     (written,) = re.findall(r'id="data">(.*)</script>$', path.read_text(), flags=re.MULTILINE)
     assert not set("<>&'") & set(written)  # nothing that could end the script or begin a comment
     assert "\\u202eback" in path.read_text()
     assert not {"\u202e", "\u2028", "\x00"} & set(path.read_text())  # nothing that turns a sentence around
-    assert data["ops"]["name"] == [_written(op.name) for op in graph.ops]
-    assert data["values"]["name"] == [_written(value.name) for value in graph.values]
+    for named, told in ((graph.ops, data["ops"]), (graph.values, data["values"])):
+        assert [data["texts"][i] for i in told["name"]] == [_written(one.name) for one in named]
 
 
 def test_it_returns_the_path_and_replaces_what_is_there(path: Path) -> None:
@@ -582,7 +502,7 @@ def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) ->
 
 
 def _plans_pointed_at(page: Page) -> list[str]:
-    """What is said where each plan lies in the picture of the frontier, the page's own one last."""
+    """Read what is said where each plan lies in the picture of the frontier, the page's own one last."""
     drawn, area = _data(page.path)["frontier"], page.in_sight("#frontier-area")
     (left, _), *_, (right, _) = drawn["proven"]
     low, high = drawn["range"]

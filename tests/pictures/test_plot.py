@@ -47,7 +47,6 @@ def _again() -> Any:
 
 
 def _drawn(ax: Any) -> Any:
-    """All of it can be drawn."""
     ax.figure.canvas.draw()
     return ax
 
@@ -156,7 +155,7 @@ def test_colours_are_okabes_and_itos_mixed_with_white_or_grey() -> None:
 @pytest.mark.parametrize("eyes", COLOUR_BLIND)
 @pytest.mark.parametrize("styles", [ROLE_STYLES, dict(enumerate(LANES))], ids=["roles", "lanes"])
 def test_colour_blind_eyes_tell_areas_apart(eyes: str, styles: dict[Any, tuple[str, str]]) -> None:
-    """All by their colours; those that are near to each other by their hatches, too."""
+    """Colours are enough, but for areas that are near to each other, whose hatches differ."""
     for (a, (fill, hatch)), (b, (other, its)) in itertools.combinations(styles.items(), 2):
         apart = float(np.linalg.norm(_seen(fill, COLOUR_BLIND[eyes]) - _seen(other, COLOUR_BLIND[eyes])))
         assert apart > (JUST_SEEN if hatch != its else FAR_APART), (a, b)
@@ -219,14 +218,27 @@ def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
 def test_each_method_is_a_line_of_its_plans() -> None:
     ax = plot.frontier(frontier())
     auto, keep_all = [line for line in ax.lines if not line.get_label().startswith("_")]
-    steps = [line for line in ax.lines if line.get_label().startswith("_")]
     assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
     assert keep_all.get_xydata().tolist() == [[10, 17]]
     assert auto.get_marker() != keep_all.get_marker()
-    assert {auto.get_linestyle(), keep_all.get_linestyle()} == {"None"}  # a line between plans would read as measured
+    for line in (auto, keep_all):  # a line between plans would read as measured
+        assert line.get_linestyle() == "None"
+        assert line.get_markersize() > 1
+    steps = [line for line in ax.lines if line.get_label().startswith("_")]
     assert [line.get_drawstyle() for line in steps] == ["steps-post"] * 2
+    assert all(line.get_marker() in ("", "None") and line.get_linewidth() < 1 for line in steps)
     assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no schedule is here"]
     _drawn(ax)
+
+
+def test_methods_without_a_plan_stand_in_the_title_of_the_legend_and_other_tools_are_points() -> None:
+    rows = [row for row in frontier() if row.budget in (3, 4, 6)]
+    ax = plot.frontier(rows, peers={"other tool": [(5, 30.0), (7, 22.0)]})
+    assert {"auto", "proven: no schedule is here", "other tool"} == {*_labels(ax)}
+    assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
+    (line,) = [drawn for drawn in ax.lines if drawn.get_label() == "other tool"]
+    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
+    assert line.get_linestyle() == "None"
 
 
 def test_what_is_proven_is_shaded_and_no_plan_is_within() -> None:
@@ -304,7 +316,7 @@ def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
 
 
 def test_the_backward_of_each_group_stands_beside_its_forward() -> None:
-    """Also where no module is known: by what it reads."""
+    """Where no module is known, it is known by what it reads."""
     for named in (True, False):
         problem = Problem.from_dag([[], [0], [1], [2], [2, 3], [2, 4], [0, 5], [0, 6]], [1] * 8, [1] * 8, forward=4)
         if named:
@@ -331,7 +343,7 @@ def _along(arrow: Any) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
 def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
-    """Those of the bytes once stood on the arrows."""
+    """Labels of bytes once stood on the arrows."""
     if isinstance(name, int):
         problem = oracle.random_problem(name)
     else:
@@ -362,6 +374,28 @@ def test_a_forward_alone_is_one_column() -> None:
     assert names == ["op0 - op2", "op3 - op5", "op6 - op8"]
     with pytest.raises(ValueError, match="at least 2, not 1"):
         plot.graph(problem, most=1)
+
+
+# addresses
+
+
+def test_each_box_is_where_it_is_placed() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[128, 256, 256, 64])
+    placed = checkmate.addresses(checkmate.solve(problem, "1 kB"))
+    ax = plot.addresses(placed)
+    ax.figure.canvas.draw()
+    drawn = [path.get_extents().extents.tolist() for boxes in ax.collections for path in boxes.get_paths()]
+    expected = [[box.first, box.offset, box.last + 1, box.offset + box.bytes] for box in placed.boxes]
+    assert sorted(drawn) == sorted(np.array(expected, dtype=float).tolist())
+    assert ax.get_ylim()[1] >= placed.height
+
+
+def test_a_gap_is_in_the_title_and_nothing_is_refused() -> None:
+    box = checkmate.addresses(checkmate.solve(Problem.from_dag([[]], seconds=[1], sizes=[64]), 64)).boxes[0]
+    ax = plot.addresses(checkmate.Addresses((box,), height=100, bound=90))
+    assert ax.get_title() == "An arena of 100 B, at most 10.00% could be saved"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot.addresses(checkmate.Addresses((), height=0, bound=0))
 
 
 # all
@@ -416,7 +450,7 @@ except ImportError as error:
 
 
 def _bars(lanes: Any) -> dict[str, list[tuple[float, float]]]:
-    """From when to when each bar is, by its name."""
+    """Begin and end of each bar, by its name."""
     bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
     return {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
 
@@ -459,21 +493,3 @@ def test_a_plan_beside_the_drawn_one_is_named_in_the_legend_only_and_the_drawn_o
         assert line.get_linestyle() != "-"
         assert ax.get_xlim()[1] == slow.cost > fast.cost
         assert [text.xy[0] for text in ax.texts if text.get_text() == "end"] == [fast.cost] * (one is fast)
-
-
-def test_marks_of_a_frontier_are_plans_and_methods_without_one_stand_in_the_title_of_the_legend() -> None:
-    problem = dags.unit_chain(4)
-    least = checkmate.min_budget(problem).peak
-    rows = checkmate.frontier(problem, [least, problem.keep_all_peak - 1], methods=["auto", "checkpoint-all"], jobs=1)
-    ax = plot.frontier(rows)
-    assert ax.get_legend_handles_labels()[1] == ["auto", "proven: no schedule is here"]
-    assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
-    thin, marks = ax.lines
-    assert thin.get_marker() in ("", "None")
-    assert thin.get_linewidth() < 1 < marks.get_markersize()
-    assert marks.get_linestyle() in ("", "None")
-    assert len(marks.get_xdata()) == len({row.peak for row in rows if row.peak is not None})
-    with_peers = plot.frontier(rows, peers={"other tool": [(5, 30.0), (7, 22.0)]})
-    (line,) = [drawn for drawn in with_peers.lines if drawn.get_label() == "other tool"]
-    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
-    assert line.get_linestyle() == "None"

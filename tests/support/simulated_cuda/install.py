@@ -167,9 +167,6 @@ class MemPool:
     def use_count(self) -> int:
         return int(_lib.simulated_pool_uses(self.device, *self.id))
 
-    def snapshot(self, include_traces: bool = True) -> list[Any]:
-        return torch.cuda.memory_snapshot(self.id)
-
     def __del__(self) -> None:
         _lib.simulated_release_pool(self.device, *self.id)
         _lib.simulated_empty_cache(*self.id)

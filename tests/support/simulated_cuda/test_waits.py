@@ -262,7 +262,7 @@ def a_call_is_measured() -> None:
 
 
 class Listed(torch.Stream):
-    """A stream of which it is known what for: each wait is noted, and one is taken out."""
+    """A stream with a role: each wait is noted, and one is taken out."""
 
     role: str
     known: Waits
@@ -288,7 +288,6 @@ class Waits:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
         self.without, self.met = without, set[str]()
         self.events: list[tuple[torch.Event, str]] = []
-        self._streams: dict[int, Listed] = {}
         self._patch, now = monkeypatch, torch.accelerator.current_stream
         for method in ("out", "back", "finish"):
             monkeypatch.setattr(pinned_mover.PinnedMover, method, self._listing(method))
@@ -307,12 +306,9 @@ class Waits:
         return call
 
     def _as(self, stream: torch.Stream, role: str) -> Listed:
-        """One object for each: the mover asks whether the stream is another one."""
-        if stream.stream_id not in self._streams or self._streams[stream.stream_id].role != role:
-            of_it = {"stream_id": stream.stream_id, "device_index": stream.device_index}
-            self._streams[stream.stream_id] = made = Listed(**of_it, device_type=stream.device_type)
-            made.role, made.known = role, self
-        return self._streams[stream.stream_id]
+        listed = Listed(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        listed.role, listed.known = role, self
+        return listed
 
     def goes(self, wait: str) -> bool:
         """Note a wait; whether it is there."""
