@@ -196,12 +196,6 @@ def test_modes_within_one_length() -> None:
     assert len(step.plans) == 8
 
 
-@pytest.mark.parametrize("most", [0, True, 2.5])
-def test_the_limit_is_a_whole_number(most: object) -> None:
-    with pytest.raises(ValueError, match="max_plans"):
-        checkmate.compile(nn.Linear(2, 2), budget="1 MB", max_plans=most)
-
-
 class Annealed(nn.Module):
     """A network with numbers as attributes and as an argument, in the computation and beside it."""
 

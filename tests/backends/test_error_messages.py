@@ -83,6 +83,7 @@ def test_after_an_error_the_model_trains_as_before(net: nn.Module) -> None:
             ({"budget": budget}, checkmate.BudgetError, None)
             for budget in ("8 GB?", "9" * 400, "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1])
         ),
+        *(({"max_plans": most}, ValueError, "max_plans") for most in (0, True, 2.5)),
         ({"method": "magic"}, ValueError, "auto"),
         ({"time_limit": 0}, ValueError, "time_limit"),
         ({"time_limit": float("nan")}, ValueError, "time_limit"),

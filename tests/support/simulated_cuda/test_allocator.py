@@ -1,7 +1,7 @@
-"""The simulated allocator: the rules of PyTorch's on CUDA that no other test needs.
+"""The simulated allocator: the rules of PyTorch's on CUDA, in figures that follow from them.
 
 `tests/memory/test_cuda_allocator.py` holds the rules in Python to the same figures, and this allocator to them after
-each of many random events: blocks, segments, rests, expandable segments, snapshots and peaks.
+each of many random events, also with expandable segments: blocks, segments, snapshots and peaks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.sampling import in_turn
 from tests.support.simulated_cuda import install
 from tests.support.simulated_cuda.plugin import needed
 
@@ -52,6 +53,28 @@ def stats(name: str) -> int:
 def used() -> tuple[int, ...]:
     """Requested, allocated, reserved."""
     return tuple(stats(f"{what}_bytes.all.current") for what in ("requested", "allocated", "reserved"))
+
+
+@in_turn(
+    case=[
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of 1 MiB is not split off
+        (33 * MIB - 5, 34 * MIB, 34 * MIB),
+    ],
+)
+def test_blocks_and_segments(case: tuple[int, int, int]) -> None:
+    nbytes, allocated, reserved = case
+    kept = take(nbytes)
+    assert used() == (nbytes, allocated, reserved)
+    del kept
+    assert used() == (0, 0, reserved)
+    torch.cuda.empty_cache()
+    assert used() == (0, 0, 0)
 
 
 def test_the_smallest_block_that_fits_is_taken_the_lowest_of_equal_ones() -> None:
