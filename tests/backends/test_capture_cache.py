@@ -22,8 +22,8 @@ from checkmate.backends.capture_cache import SELDOM, capture
 from checkmate.backends.compilation import Backend
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-
-ROOFLINE: dict[str, Any] = {"budget": "1 MB", "time_limit": 1, "profile": "roofline:h100"}
+from tests.support.plainly import assert_as_plain, compiled
+from tests.support.whole_steps import plain_step
 
 
 def _no_dynamo() -> bool:
@@ -31,28 +31,8 @@ def _no_dynamo() -> bool:
     return not torch._dynamo.utils.counters["frames"] and not torch._dynamo.utils.counters["stats"]
 
 
-def _assert_alike(step: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> list[Tensor]:
-    """The same bits from the same random state; what both gave."""
-    results = []
-    for run in (step, plain):
-        torch.manual_seed(1)
-        results.append(run(*args))
-    assert_same_bits(*results)
-    return results
-
-
-def _assert_trains_alike(
-    step: Callable[..., Any], plain: Callable[..., Any], twins: tuple[nn.Module, nn.Module], *args: Any
-) -> None:
-    """Loss and gradients, bit for bit."""
-    for loss, model in zip(_assert_alike(step, plain, *args), twins, strict=True):
-        model.zero_grad()
-        loss.backward()
-    assert_same_bits(*([p.grad for p in model.parameters()] for model in twins))
-
-
 def _encoder(layers: int) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
-    """Of a transformer, with a batch of padded sequences."""
+    """An encoder with a batch of padded sequences."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), layers).eval()
     padding = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None]
     return model, torch.randn(3, 7, 16), {"src_key_padding_mask": padding}
@@ -111,31 +91,22 @@ def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True], ids=["compile", "training step"])
-def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
-    """Those of a module, and those of all modules; Dynamo looks at neither by itself."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss_of, optimizer: plain_step(checkmate.compile(loss_of, budget="1 GB"), optimizer),
+        lambda loss_of, optimizer: checkmate.training_step(loss_of, optimizer, budget="1 GB"),
+    ],
+    ids=["compile", "training step"],
+)
+def test_hooks_that_come_and_go_between_steps_are_called(make: Callable[..., Any]) -> None:
+    """Dynamo looks by itself neither at those of a module nor at those of all modules."""
 
-    def losses(planned: bool) -> list[float]:
+    def losses(make: Callable[..., Any]) -> list[float]:
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(3, 4)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(x: Tensor) -> Tensor:
-            return net(x).square().mean()
-
-        if planned and whole:
-            train = checkmate.training_step(step, optimizer, budget="1 GB")
-        else:
-            loss_of = checkmate.compile(step, budget="1 GB") if planned else step
-
-            def train(x: Tensor) -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(x)
-                loss.backward()
-                optimizer.step()
-                return loss
-
-        found = [train(x).item()]
+        step = make(lambda x: net(x).square().mean(), torch.optim.SGD(net.parameters(), lr=0.1))
+        found = [step(x).item()]
         for add in (
             lambda: net[0].register_forward_hook(lambda module, args, made: made * 2),
             lambda: net[1].register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
@@ -143,31 +114,29 @@ def test_hooks_that_come_and_go_between_steps_are_called(whole: bool) -> None:
         ):
             hook = add()
             try:
-                found.append(train(x).item())
+                found.append(step(x).item())
             finally:
                 hook.remove()
-            found.append(train(x).item())
+            found.append(step(x).item())
         return found
 
-    plain = losses(planned=False)
+    plain = losses(plain_step)
     assert len({*plain}) == len(plain) == 7
-    assert losses(planned=True) == plain
+    assert losses(make) == plain
 
 
 def test_nine_lengths() -> None:
     """More than Dynamo compiles one function for; each is captured once."""
     model = nn.Linear(4, 4)
-    twins = model, copy.deepcopy(model)
-    plain = lambda x: twins[1](x).square().mean()  # noqa: E731
-    step = checkmate.compile(lambda x: model(x).square().mean(), **ROOFLINE)
-    batches = [torch.randn(n, 4) for n in range(1, 10)]
+    plain = lambda x: model(x).square().mean()  # noqa: E731
+    step, batches = compiled(plain), [torch.randn(n, 4) for n in range(1, 10)]
     for x in batches:
-        _assert_trains_alike(step, plain, twins, x)
+        assert_as_plain(plain, x, leaves=[*model.parameters()], run=step)
     plans = list(step.plans)
     assert len(plans) == len(batches)
     torch._dynamo.utils.counters.clear()
     for x in batches:
-        _assert_trains_alike(step, plain, twins, x)
+        assert_as_plain(plain, x, leaves=[*model.parameters()], run=step)
     assert _no_dynamo()
     assert all(a is b for a, b in zip(step.plans, plans, strict=True))
 
@@ -213,25 +182,22 @@ def test_what_is_dropped_between_forward_and_backward_still_runs_backward() -> N
 def test_modes_within_one_length() -> None:
     """More states of one kind of input than Dynamo compiles one function for: each has its capture, and keeps it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 1))
-    compiled = checkmate.compile(model, **ROOFLINE)
-    x = torch.randn(3, 4)
+    step, x = compiled(model), torch.randn(3, 4)
     for frozen, training in [*itertools.product(range(4), (True, False))] * 2:
         for i in (0, 2):
             model[i].requires_grad_(bool(frozen >> (i // 2) & 1))
         model.train(training)
-        with torch.autocast("cpu", enabled=frozen == 3):
-            _assert_alike(compiled, model, x)
-    assert len(compiled.plans) == 8
-
-
-@pytest.mark.parametrize("most", [0, True, 2.5])
-def test_the_limit_is_a_whole_number(most: object) -> None:
-    with pytest.raises(ValueError, match="max_plans"):
-        checkmate.compile(nn.Linear(2, 2), budget="1 MB", max_plans=most)
+        results = []
+        for run in (step, model):
+            torch.manual_seed(1)
+            with torch.autocast("cpu", enabled=frozen == 3):
+                results.append(run(x))
+        assert_same_bits(*results)
+    assert len(step.plans) == 8
 
 
 class Annealed(nn.Module):
-    """Numbers as attributes and as an argument, in the computation and beside it."""
+    """A network with numbers as attributes and as an argument, in the computation and beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,9 +219,15 @@ def test_numbers_that_change_are_inputs() -> None:
     twin, x = copy.deepcopy(model), torch.randn(4, 8)
     compiled = checkmate.compile(model, budget="1 MB", time_limit=1, max_plans=1)
     for i, scale in enumerate([0.1, -0.0, 7.3, float("inf"), 1e-300]):
-        for each in (model, twin):
+        losses = []
+        for each, run in ((model, compiled), (twin, twin)):
             each.beta, each.temperature = 0.3 * i, 1.1**i
-        _assert_trains_alike(compiled, twin, (model, twin), x, scale)
+            torch.manual_seed(1)
+            losses.append(run(x, scale))
+            each.zero_grad()
+            losses[-1].backward()
+        assert_same_bits(*losses)
+        assert_same_bits(*([p.grad for p in each.parameters()] for each in (model, twin)))
         assert (model.calls, model.step, model.seen, type(model.step)) == (i + 1, twin.step, twin.seen, int)
         assert len(compiled.plans) == 1  # the second is for the first call too
         if i == 1:
@@ -309,37 +281,38 @@ def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> 
         whole = torch.arange(keep) * min(1, warmup / 2)
         return y.sum() * whole.sum() * (3.0 if warmup < 2 else p)
 
-    compiled = checkmate.compile(step, **ROOFLINE)
-    x = torch.randn(3, 8)
+    run = compiled(step)
     values = [(8, 0.5, 1), (7, 0.5, 1), (7, 0.25, 1), (7, 1.0, 1), (7, 0.5, 2), (7, 0.5, 3), (8, 0.5, 1), (6, 0.1, 9)]
     for given in values:
-        _assert_alike(compiled, step, x, *given)
+        assert_as_plain(step, torch.randn(3, 8), *given, leaves=[*model.parameters()], run=run, seed=1)
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.width = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width += 1
+        return self.body(x)[:, : self.width].sum()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Identity(), Growing())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 def test_at_the_limit_the_number_is_named() -> None:
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.width = nn.Linear(8, 8), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.width += 1
-            return self.body(x)[:, : self.width].sum()
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Identity(), Growing())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x)
-
     model, x = Outer(), torch.randn(2, 8)
-    compiled = checkmate.compile(model, **ROOFLINE, max_plans=3)
+    step = compiled(model, max_plans=3)
     for _ in range(3):
-        compiled(x).backward()
+        step(x).backward()
     with pytest.raises(checkmate.Unsupported) as caught:
-        compiled(x)
+        step(x)
     said = str(caught.value).replace("'", '"')
     for words in (
         *("self.layers[1].width changes from call to call of ", "max_plans=3", "The last ones: 0, 1, 2, 3"),
@@ -348,7 +321,7 @@ def test_at_the_limit_the_number_is_named() -> None:
         assert words in said
     assert model.layers[1].width == 3  # nothing has run
     model.layers[1].width = 1
-    compiled(x).backward()  # those that are kept still run
+    step(x).backward()  # those that are kept still run
 
 
 def test_at_the_limit_an_argument_is_named() -> None:
@@ -357,12 +330,11 @@ def test_at_the_limit_an_argument_is_named() -> None:
     def step(x: Tensor, keep: int) -> Tensor:
         return model(x)[:, :keep].sum()
 
-    compiled = checkmate.compile(step, **ROOFLINE, max_plans=2)
-    x = torch.randn(2, 8)
+    run, x = compiled(step, max_plans=2), torch.randn(2, 8)
     for keep in (5, 6, 5, 6):
-        assert_same_bits(compiled(x, keep), step(x, keep))
+        assert_same_bits(run(x, keep), step(x, keep))
     with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
-        compiled(x, 7)
+        run(x, 7)
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["compile", "torch.compile"])

@@ -59,7 +59,7 @@ def _with(**profile: Any) -> Problem:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_whoever_asks_first_plans_and_the_other_follows(ask: Ask, first: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Another rank may measure other seconds."""
+    """Ranks may measure other seconds."""
     planner, follower = Planner(PROBLEM), Planner(_with(seconds=PROBLEM.seconds * 1.3))
     planned = ask(first, planner)
     with caplog.at_level(logging.INFO, logger="checkmate.backends.ranks"):

@@ -34,7 +34,7 @@ def test_all_that_a_step_reaches_comes_back() -> None:
 
 
 def test_what_a_function_holds_is_reached() -> None:
-    """As a default, a part that is given already, the object whose method it is, or a name of its module."""
+    """Tensors are defaults, arguments given already, of the object whose method it is, or of names of its module."""
     net, other = nn.BatchNorm1d(3), nn.Linear(3, 3)
 
     def step(x: Tensor, net: nn.Module = net, *, other: nn.Module = other) -> Tensor:
@@ -54,7 +54,7 @@ def test_what_a_function_holds_is_reached() -> None:
 
 
 def test_bits_tell_apart_what_numbers_do_not() -> None:
-    """What is only marked as conjugate, negative or zero is read as it is seen."""
+    """Tensors that are only marked as conjugate, negative or zero are read as they are seen."""
     nan, zero, z = torch.tensor(float("nan")), torch.zeros(2), torch.randn(3, dtype=torch.complex64)
     same = [(nan, nan.clone()), (z.conj(), z.conj().resolve_conj()), (z.conj().imag, -z.imag)]
     for a, b in [*same, (torch._efficientzerotensor(3), torch.zeros(3))]:

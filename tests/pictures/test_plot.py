@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
 from tests.inspection.test_transfers import SOLUTION as SENDS
+from tests.pictures.plans import frontier, keep_all, no_cost, on_links
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
-from tests.support.all_plans import random_chain_with_links
 
 matplotlib: Any = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -47,18 +46,7 @@ def _again() -> Any:
     return certify(problem, 9, R, method="by hand")
 
 
-def _keep_all(problem: Problem) -> Any:
-    return checkmate.solve(problem, 2 * problem.keep_all_peak, method="checkpoint-all")
-
-
-def _on_links() -> Any:
-    """Ops on a link, some started before they are needed, one waited for."""
-    problem = random_chain_with_links(1)
-    return checkmate.solve(problem, int(0.9 * problem.keep_all_peak))
-
-
 def _drawn(ax: Any) -> Any:
-    """All of it can be drawn, and says in which units its axes are."""
     ax.figure.canvas.draw()
     return ax
 
@@ -90,13 +78,13 @@ def test_the_schedule_shows_r_and_s() -> None:
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines] == [(2.5, 0), (0, 2.5)]
     assert _texts(ax) == ["forward", "forward", "backward", "backward"]
     only_forward = Problem.from_dag([[], [0]], [1, 1], [1, 1])
-    assert not plot.schedule(_keep_all(only_forward)).lines
+    assert not plot.schedule(keep_all(only_forward)).lines
 
 
 def test_an_op_is_shaded_where_any_of_its_values_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many cells are averaged."""
     problem = oracle.random_problem(3)
-    solution = _keep_all(problem)
+    solution = keep_all(problem)
     cells = plot.schedule(solution).images[0].get_array()
     for k, op in enumerate(problem.graph.ops):
         expected = solution.schedule.S[:, list(op.outputs)].any(axis=1)
@@ -111,7 +99,7 @@ def test_an_op_is_shaded_where_any_of_its_values_is_at_hand(monkeypatch: pytest.
 
 
 def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
-    solution = _keep_all(_chain())
+    solution = keep_all(_chain())
     for by in ("role", "module"):
         ax = plot.memory(solution, by=by)
         line = timeline(solution.plan, solution.problem)
@@ -127,7 +115,7 @@ def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
 
 
 def test_areas_differ_without_colour() -> None:
-    line = timeline(_keep_all(dags.gpt(2)).plan, dags.gpt(2))
+    line = timeline(keep_all(dags.gpt(2)).plan, dags.gpt(2))
     for rows, styles in ((line.by_role(), ROLE_STYLES), (line.by_module(), draw_memory._styles(line.by_module()))):
         assert len({styles[name] for name in rows}) == len(rows)
     hatches = [hatch for fill, hatch in ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
@@ -167,14 +155,14 @@ def test_colours_are_okabes_and_itos_mixed_with_white_or_grey() -> None:
 @pytest.mark.parametrize("eyes", COLOUR_BLIND)
 @pytest.mark.parametrize("styles", [ROLE_STYLES, dict(enumerate(LANES))], ids=["roles", "lanes"])
 def test_colour_blind_eyes_tell_areas_apart(eyes: str, styles: dict[Any, tuple[str, str]]) -> None:
-    """All by their colours; those that are near to each other by their hatches, too."""
+    """Colours are enough, but for areas that are near to each other, whose hatches differ."""
     for (a, (fill, hatch)), (b, (other, its)) in itertools.combinations(styles.items(), 2):
         apart = float(np.linalg.norm(_seen(fill, COLOUR_BLIND[eyes]) - _seen(other, COLOUR_BLIND[eyes])))
         assert apart > (JUST_SEEN if hatch != its else FAR_APART), (a, b)
 
 
 def test_budget_and_peak_are_named() -> None:
-    solution = replace(_keep_all(_chain()), budget=200)
+    solution = replace(keep_all(_chain()), budget=200)
     ax = plot.memory(solution)
     (budget,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("budget")]
     assert set(budget.get_ydata()) == {200}
@@ -206,7 +194,7 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
     sizes = [1, 1, 1, 1, 1]
     sizes[at] = 40
     problem = Problem.from_dag([[], [0], [1], [2], [3]], [1] * 5, sizes, forward=3)
-    solution = _keep_all(problem)
+    solution = keep_all(problem)
     for more in (0, 1, 5, 15):
         ax = plot.memory(replace(solution, budget=solution.peak + more), compare=[solution])
         ax.figure.canvas.draw()
@@ -220,42 +208,44 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
 
 
 def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
-    problem = Problem.from_dag([[]], [0.0], [0])
-    solution = checkmate.solve(problem, 1)
-    for ax in (plot.schedule(solution), plot.memory(solution), plot.graph(problem)):
+    for ax in (plot.schedule(no_cost()), plot.memory(no_cost()), plot.graph(no_cost().problem)):
         _drawn(ax)
 
 
 # frontier
 
 
-@cache
-def _frontier() -> checkmate.Frontier:
-    problem = dags.unit_chain(8)
-    return checkmate.frontier(problem, [2, 3, 4, 6, 10], methods=["auto", "checkpoint-all"], jobs=1)
-
-
 def test_each_method_is_a_line_of_its_plans() -> None:
-    rows = _frontier()
-    ax = plot.frontier(rows)
+    ax = plot.frontier(frontier())
     auto, keep_all = [line for line in ax.lines if not line.get_label().startswith("_")]
-    steps = [line for line in ax.lines if line.get_label().startswith("_")]
-    assert auto.get_xydata().tolist() == [[row.peak, row.cost] for row in rows if row.method == "auto" and row.peak]
     assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
     assert keep_all.get_xydata().tolist() == [[10, 17]]
     assert auto.get_marker() != keep_all.get_marker()
-    assert {auto.get_linestyle(), keep_all.get_linestyle()} == {"None"}  # a line between plans would read as measured
+    for line in (auto, keep_all):  # a line between plans would read as measured
+        assert line.get_linestyle() == "None"
+        assert line.get_markersize() > 1
+    steps = [line for line in ax.lines if line.get_label().startswith("_")]
     assert [line.get_drawstyle() for line in steps] == ["steps-post"] * 2
+    assert all(line.get_marker() in ("", "None") and line.get_linewidth() < 1 for line in steps)
     assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no schedule is here"]
     _drawn(ax)
 
 
+def test_methods_without_a_plan_stand_in_the_title_of_the_legend_and_other_tools_are_points() -> None:
+    rows = [row for row in frontier() if row.budget in (3, 4, 6)]
+    ax = plot.frontier(rows, peers={"other tool": [(5, 30.0), (7, 22.0)]})
+    assert {"auto", "proven: no schedule is here", "other tool"} == {*_labels(ax)}
+    assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
+    (line,) = [drawn for drawn in ax.lines if drawn.get_label() == "other tool"]
+    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
+    assert line.get_linestyle() == "None"
+
+
 def test_what_is_proven_is_shaded_and_no_plan_is_within() -> None:
-    rows = _frontier()
-    ax = plot.frontier(rows)
+    ax = plot.frontier(frontier())
     (shade,) = ax.collections
     path = shade.get_paths()[0]
-    for row in rows:
+    for row in frontier():
         if row.peak is not None:
             assert not path.contains_point((row.peak - 0.01, row.cost + 0.01))
             assert path.contains_point((row.budget - 0.01, row.bound - 0.01))
@@ -326,7 +316,7 @@ def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
 
 
 def test_the_backward_of_each_group_stands_beside_its_forward() -> None:
-    """Also where no module is known: by what it reads."""
+    """Where no module is known, it is known by what it reads."""
     for named in (True, False):
         problem = Problem.from_dag([[], [0], [1], [2], [2, 3], [2, 4], [0, 5], [0, 6]], [1] * 8, [1] * 8, forward=4)
         if named:
@@ -353,7 +343,7 @@ def _along(arrow: Any) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
 def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
-    """Those of the bytes once stood on the arrows."""
+    """Labels of bytes once stood on the arrows."""
     if isinstance(name, int):
         problem = oracle.random_problem(name)
     else:
@@ -386,6 +376,28 @@ def test_a_forward_alone_is_one_column() -> None:
         plot.graph(problem, most=1)
 
 
+# addresses
+
+
+def test_each_box_is_where_it_is_placed() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[128, 256, 256, 64])
+    placed = checkmate.addresses(checkmate.solve(problem, "1 kB"))
+    ax = plot.addresses(placed)
+    ax.figure.canvas.draw()
+    drawn = [path.get_extents().extents.tolist() for boxes in ax.collections for path in boxes.get_paths()]
+    expected = [[box.first, box.offset, box.last + 1, box.offset + box.bytes] for box in placed.boxes]
+    assert sorted(drawn) == sorted(np.array(expected, dtype=float).tolist())
+    assert ax.get_ylim()[1] >= placed.height
+
+
+def test_a_gap_is_in_the_title_and_nothing_is_refused() -> None:
+    box = checkmate.addresses(checkmate.solve(Problem.from_dag([[]], seconds=[1], sizes=[64]), 64)).boxes[0]
+    ax = plot.addresses(checkmate.Addresses((box,), height=100, bound=90))
+    assert ax.get_title() == "An arena of 100 B, at most 10.00% could be saved"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot.addresses(checkmate.Addresses((), height=0, bound=0))
+
+
 # all
 
 
@@ -395,7 +407,7 @@ def test_each_draws_on_the_axes_given() -> None:
     drawn = [
         plot.schedule(solution, ax=axes[0, 0]),
         plot.memory(solution, ax=axes[0, 1]),
-        plot.frontier(_frontier(), ax=axes[1, 0]),
+        plot.frontier(frontier(), ax=axes[1, 0]),
         plot.graph(solution.problem, ax=axes[1, 1]),
     ]
     assert drawn == list(axes.flat)
@@ -438,7 +450,7 @@ except ImportError as error:
 
 
 def _bars(lanes: Any) -> dict[str, list[tuple[float, float]]]:
-    """From when to when each bar is, by its name."""
+    """Begin and end of each bar, by its name."""
     bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
     return {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
 
@@ -456,7 +468,7 @@ def test_links_are_strips_under_the_memory(given: bool) -> None:
 
 
 def test_each_link_that_carries_ops_has_a_lane() -> None:
-    solution = _on_links()
+    solution = on_links()
     uses = timeline(solution.plan, solution.problem).lanes["gathers"]
     (lanes,) = _drawn(plot.memory(solution)).figure.axes[1:]
     assert [tick.get_text() for tick in lanes.get_yticklabels()] == ["gathers"]
@@ -466,7 +478,7 @@ def test_each_link_that_carries_ops_has_a_lane() -> None:
 
 def test_a_plan_beside_the_drawn_one_is_named_in_the_legend_only_and_the_drawn_one_has_an_end() -> None:
     slow = _again()
-    fast = _keep_all(slow.problem)
+    fast = keep_all(slow.problem)
     for one, other in ((slow, fast), (fast, slow)):
         ax = _drawn(plot.memory(one, compare=[other]))
         called = (
@@ -481,21 +493,3 @@ def test_a_plan_beside_the_drawn_one_is_named_in_the_legend_only_and_the_drawn_o
         assert line.get_linestyle() != "-"
         assert ax.get_xlim()[1] == slow.cost > fast.cost
         assert [text.xy[0] for text in ax.texts if text.get_text() == "end"] == [fast.cost] * (one is fast)
-
-
-def test_marks_of_a_frontier_are_plans_and_methods_without_one_stand_in_the_title_of_the_legend() -> None:
-    problem = dags.unit_chain(4)
-    least = checkmate.min_budget(problem).peak
-    rows = checkmate.frontier(problem, [least, problem.keep_all_peak - 1], methods=["auto", "checkpoint-all"], jobs=1)
-    ax = plot.frontier(rows)
-    assert ax.get_legend_handles_labels()[1] == ["auto", "proven: no schedule is here"]
-    assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
-    thin, marks = ax.lines
-    assert thin.get_marker() in ("", "None")
-    assert thin.get_linewidth() < 1 < marks.get_markersize()
-    assert marks.get_linestyle() in ("", "None")
-    assert len(marks.get_xdata()) == len({row.peak for row in rows if row.peak is not None})
-    with_peers = plot.frontier(rows, peers={"other tool": [(5, 30.0), (7, 22.0)]})
-    (line,) = [drawn for drawn in with_peers.lines if drawn.get_label() == "other tool"]
-    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
-    assert line.get_linestyle() == "None"

@@ -26,9 +26,7 @@ from checkmate.core.limits import lives
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem, Profile
 from tests.support.oracle import (
-    interesting_budgets,
-    optimum,
-    outcomes,
+    optima,
     random_problem,
     random_problem_with_overwrites,
     random_problem_with_ways,
@@ -109,19 +107,14 @@ def smallest_peak(problem: Problem) -> int:
     return next(budget for budget in itertools.count(low) if cheapest_plan(problem, budget)[1] is not None)
 
 
-def least_seconds(problem: Problem, known: list[tuple[float, int]], budget: int) -> float:
-    """Seconds of the cheapest of all plans, of a problem whose schedules are known (`outcomes`).
+def fastest(problem: Problem) -> list[tuple[int, float]]:
+    """The interesting budgets of a problem, each with the least seconds of a plan of any order that fits it.
 
     Where a schedule fits, the best of them has these seconds in all problems that were tried (`test_every_plan`).
     """
-    best = optimum(known, budget)
-    return best if best < float("inf") else cheapest_plan(problem, budget)[0]
-
-
-def fastest(problem: Problem) -> list[tuple[int, float]]:
-    """The interesting budgets of a problem, each with the least seconds of a plan of any order that fits it."""
-    known = outcomes(problem)
-    return [(budget, least_seconds(problem, known, budget)) for budget in interesting_budgets(known)]
+    return [
+        (budget, best if best < float("inf") else cheapest_plan(problem, budget)[0]) for budget, best in optima(problem)
+    ]
 
 
 def is_a_schedule(plan: Plan) -> bool:
@@ -207,14 +200,8 @@ class Moves:
             return
         if self._busy(state).intersection((*made, *self.problem.graph.ops[k].overwrites, over)):
             return
-        here = state.here.union(made) - ({over} if over is not None else set())
-        runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
-        following = replace(state, turn=self._turn(state.turn, k, state.started), here=here, runs=runs)
-        link = self.links.get(self.problem.graph.ops[k].link)
-        begin = clocks.now if link is None else max(clocks.now, clocks.busy[link])
-        end = begin + float(self.problem.seconds[k])
-        busy = tuple(end if i == link else other for i, other in enumerate(clocks.busy))
-        yield Run(k, over), following, replace(clocks, now=end, busy=busy)
+        following, after, end = self._begun(state, clocks, k)
+        yield Run(k, over), replace(following, here=state.here.union(made) - {over}), replace(after, now=end)
 
     def _start(self, state: State, clocks: Clocks, k: int, live: int) -> Iterator[tuple[Step | None, State, Clocks]]:
         op = self.problem.graph.ops[k]
@@ -227,26 +214,26 @@ class Moves:
             return
         if live + self._held(k) > self.budget:
             return
-        runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
-        started = state.started | {k}
-        following = replace(state, turn=self._turn(state.turn, k, started), started=started, runs=runs)
-        link = self.links[op.link]
-        end = max(clocks.now, clocks.busy[link]) + float(self.problem.seconds[k])
-        busy = tuple(end if i == link else other for i, other in enumerate(clocks.busy))
-        yield Start(k), following, replace(clocks, busy=busy, ends=tuple(sorted((*clocks.ends, (-1 - k, end)))))
+        following, after, end = self._begun(replace(state, started=state.started | {k}), clocks, k)
+        yield Start(k), following, replace(after, ends=tuple(sorted((*clocks.ends, (-1 - k, end)))))
 
-    def _turn(self, turn: int, k: int, started: frozenset[int]) -> int:
-        """Whose turn it is when op k has run or started."""
-        turn += k == turn
-        while turn in started:
+    def _begun(self, state: State, clocks: Clocks, k: int) -> tuple[State, Clocks, float]:
+        """Count a run, and pass the turn on; the clocks of the links, and when the op ends."""
+        turn = state.turn + (k == state.turn)
+        while turn in state.started:
             turn += 1
-        return turn
+        runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
+        link = self.links.get(self.problem.graph.ops[k].link)
+        begin = clocks.now if link is None else max(clocks.now, clocks.busy[link])
+        end = begin + float(self.problem.seconds[k])
+        busy = tuple(end if i == link else other for i, other in enumerate(clocks.busy))
+        return replace(state, turn=turn, runs=runs), replace(clocks, busy=busy), end
 
     def _held(self, k: int) -> int:
         return sum(self.size[v] for v in self.problem.graph.ops[k].outputs) + int(self.problem.workspace[k])
 
     def _busy(self, state: State) -> frozenset[int]:
-        """What ops on links read and make."""
+        """Values that ops on links read and make."""
         return frozenset().union(*(self.touches[k] for k in state.started))
 
     def _waited(self, state: State, clocks: Clocks, v: int) -> tuple[State, Clocks]:
@@ -307,10 +294,13 @@ def random_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:
     rng = np.random.default_rng((seed, 3))
     kinds = (random_problem, random_problem, random_problem_with_ways, random_problem_with_overwrites)
     problem = kinds[int(rng.integers(4))](seed, most_ops=most_ops)
-    room = int(rng.choice([4, 10, 100]))
-    send, fetch = (float(rng.choice([1.0, 2.0, 4.0, 8.0, 32.0])) for _ in range(2))
+    return problem.with_host(_host(rng, rooms=[4, 10, 100], speeds=[1.0, 2.0, 4.0, 8.0, 32.0]))
+
+
+def _host(rng: np.random.Generator, *, rooms: list[int], speeds: list[float]) -> Host:
+    room, send, fetch = int(rng.choice(rooms)), float(rng.choice(speeds)), float(rng.choice(speeds))
     latency = float(rng.choice([0.0, 0.0, 0.25]))
-    return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
+    return Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency)
 
 
 def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
@@ -330,10 +320,7 @@ def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
     problem = Problem.from_dag(
         deps, rng.integers(1, 6, T).tolist(), sizes.tolist(), results, workspace.tolist(), forward=forward
     )
-    room = int(rng.choice([6, 12, 100]))
-    send, fetch = (float(rng.choice([1.0, 2.0, 4.0, 8.0])) for _ in range(2))
-    latency = float(rng.choice([0.0, 0.0, 0.25]))
-    return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
+    return problem.with_host(_host(rng, rooms=[6, 12, 100], speeds=[1.0, 2.0, 4.0, 8.0]))
 
 
 def _added(ops: list[Op], values: list[Value], name: str, reads: list[int], size: int, phase: Phase, link: str) -> int:

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -31,7 +30,13 @@ KB, MB, MS = 10**3, 10**6, 1e-3
 def layered(ops: int, seed: int = 0) -> Problem:
     """Draw a random layered graph, as the module says."""
     rng = np.random.default_rng([ops, seed])
-    layers = _layers(ops, rng)
+    # Layers
+    mean = MEAN_LAYER * ops**0.5
+    layers = [range(1)]
+    while (first := layers[-1].stop) < ops - 1:
+        layers.append(range(first, min(ops - 1, first + max(1, round(mean * rng.uniform(FROM, TO))))))
+    layers.append(range(ops - 1, ops))
+    # Reads
     deps: list[set[int]] = [set() for _ in range(ops)]
     for before, layer in itertools.pairwise(layers):
         for k in layer:
@@ -44,30 +49,19 @@ def layered(ops: int, seed: int = 0) -> Problem:
         for k in layer if before.start else ():
             farther = rng.poisson(FARTHER * len(deps[k]))
             deps[k].update(rng.integers(before.start, size=farther).tolist())
-    place = {k: i for i, k in enumerate(_order(layers, deps, rng))}
-    renamed = sorted((place[k], sorted(place[d] for d in ds)) for k, ds in enumerate(deps))
-    sizes = 100 * KB + rng.exponential(2 * MB, ops).astype(int)
-    return Problem.from_dag([ds for _, ds in renamed], (MS * rng.random(ops)).tolist(), sizes.tolist())
-
-
-def _layers(ops: int, rng: np.random.Generator) -> list[range]:
-    mean = MEAN_LAYER * ops**0.5
-    layers = [range(1)]
-    while (first := layers[-1].stop) < ops - 1:
-        layers.append(range(first, min(ops - 1, first + max(1, round(mean * rng.uniform(FROM, TO))))))
-    return [*layers, range(ops - 1, ops)]
-
-
-def _order(layers: Sequence[range], deps: Sequence[Collection[int]], rng: np.random.Generator) -> Iterator[int]:
-    """The ops as they run."""
-    layer = {k: i for i, of in enumerate(layers) for k in of}
-    lacking = {k: set(ds) for k, ds in enumerate(deps)}
+    # Order
+    layer_of = {k: i for i, layer in enumerate(layers) for k in layer}
+    lacking, place = {k: set(ds) for k, ds in enumerate(deps)}, dict[int, int]()
     while lacking:
         ready = [k for k, ds in lacking.items() if not ds]
         if rng.random() < LOWEST:
-            ready = [k for k in ready if layer[k] == min(layer[j] for j in ready)]
+            ready = [k for k in ready if layer_of[k] == min(layer_of[j] for j in ready)]
         k = int(rng.choice(ready))
+        place[k] = len(place)
         del lacking[k]
         for ds in lacking.values():
             ds.discard(k)
-        yield k
+    renamed = sorted((place[k], sorted(place[d] for d in ds)) for k, ds in enumerate(deps))
+    # Bytes and seconds
+    sizes = 100 * KB + rng.exponential(2 * MB, ops).astype(int)
+    return Problem.from_dag([ds for _, ds in renamed], (MS * rng.random(ops)).tolist(), sizes.tolist())

@@ -44,7 +44,7 @@ class Offers:
         self.goes_on = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As if it had ended."""
+        """Say at once whether it has ended."""
         return not self.goes_on
 
 
@@ -84,6 +84,6 @@ def offered() -> Iterator[list[Offers]]:
 
 
 def plan(problem: Problem, budget: int, *, time_limit: float = 60.0, **options: Any) -> Solution:
-    """What `checkmate.solvers.plan_cache.begin` finds; an answer without a plan says why."""
+    """Plan by `checkmate.solvers.plan_cache.begin`; an answer without a plan says why."""
     solution, _ = plan_cache.begin(problem, budget, time_limit=time_limit, **options)
     return solution if solution.plan is not None else refused(solution, time_limit=time_limit)

@@ -32,9 +32,10 @@ class Spec:
 
 
 @dataclass
-class Pools:
-    """What a running program has made so far."""
+class Run:
+    """A program that runs, and what it has made so far. Ops are given two tensors of numbers, and a whole number."""
 
+    program: Program
     numbers: list[Tensor]  # (ROWS, WIDTH)
     integers: list[Tensor]  # (ROWS,), from 0 to WIDTH - 1
     masks: list[Tensor] = field(default_factory=list)  # (ROWS, WIDTH)
@@ -43,54 +44,194 @@ class Pools:
         return self.integers[n % len(self.integers)]
 
 
-Operation = Callable[["Program", Pools, Tensor, Tensor, int], "Tensor | None"]
-OPS: dict[str, Operation] = {
+OPS: dict[str, Callable[[Run, Tensor, Tensor, int], Tensor | None]] = {
     # Chains and joins
-    "matmul": lambda program, pools, a, b, n: a @ program.weights[n % 3],
-    "join": lambda program, pools, a, b, n: torch.tanh(a) * b + a,
-    "attention": lambda program, pools, a, b, n: torch.softmax(a @ b.t(), dim=-1) @ torch.sigmoid(b),
-    "softmax_and_exp": lambda program, pools, a, b, n: F.log_softmax(a, dim=1) + b.clamp(-3, 3).exp().sqrt(),
-    "layer_norm": lambda program, pools, a, b, n: F.layer_norm(a, (WIDTH,)) + F.gelu(b),
-    "batch_norm": lambda program, pools, a, b, n: program.norms[n % 2](a),
-    "group_norm": lambda program, pools, a, b, n: F.group_norm(a, 3) * 0.5 + b,
-    "convolution": lambda program, pools, a, b, n: F.silu(F.conv1d(a[:, None], program.filter, padding=1)).squeeze(1),
+    "matmul": lambda run, a, b, n: a @ run.program.weights[n % 3],
+    "join": lambda run, a, b, n: torch.tanh(a) * b + a,
+    "attention": lambda run, a, b, n: torch.softmax(a @ b.t(), dim=-1) @ torch.sigmoid(b),
+    "softmax_and_exp": lambda run, a, b, n: F.log_softmax(a, dim=1) + b.clamp(-3, 3).exp().sqrt(),
+    "layer_norm": lambda run, a, b, n: F.layer_norm(a, (WIDTH,)) + F.gelu(b),
+    "batch_norm": lambda run, a, b, n: run.program.norms[n % 2](a),
+    "group_norm": lambda run, a, b, n: F.group_norm(a, 3) * 0.5 + b,
+    "convolution": lambda run, a, b, n: F.silu(F.conv1d(a[:, None], run.program.filter, padding=1)).squeeze(1),
     # Several outputs
-    "extreme": lambda program, pools, a, b, n: (
+    "extreme": lambda run, a, b, n: (
         b * (a.max, a.min, a.median, lambda: a.abs().add(0.9).prod(1, keepdim=True))[n % 4]().tanh()
     ),
-    "pooled": lambda program, pools, a, b, n: (
+    "pooled": lambda run, a, b, n: (
         F.max_unpool1d(*F.max_pool1d(a.unsqueeze(1), 2, return_indices=True), 2).squeeze(1) + b
     ),
     # Views
-    "transposed": lambda program, pools, a, b, n: (a * 1.1).t().contiguous().t(),
-    "window": lambda program, pools, a, b, n: torch.cat([a, b], dim=1)[:, n % 8 : n % 8 + WIDTH],
-    "spread": lambda program, pools, a, b, n: a.mean(dim=0).expand(ROWS, WIDTH),
-    "alias": lambda program, pools, a, b, n: (
-        a.view(ROWS, 2, HALF).view(ROWS, WIDTH) if a.is_contiguous() else a.detach()
-    ),
-    "product_of_views": lambda program, pools, a, b, n: torch.einsum("rc,sc->rs", a, b)[:, :1] * b,
+    "transposed": lambda run, a, b, n: (a * 1.1).t().contiguous().t(),
+    "window": lambda run, a, b, n: torch.cat([a, b], dim=1)[:, n % 8 : n % 8 + WIDTH],
+    "spread": lambda run, a, b, n: a.mean(dim=0).expand(ROWS, WIDTH),
+    "alias": lambda run, a, b, n: a.view(ROWS, 2, HALF).view(ROWS, WIDTH) if a.is_contiguous() else a.detach(),
+    "product_of_views": lambda run, a, b, n: torch.einsum("rc,sc->rs", a, b)[:, :1] * b,
     # Writes in place
-    "in_place": lambda program, pools, a, b, n: (a + 0.5).add_(b).relu_(),
-    "scatter": lambda program, pools, a, b, n: a.clone().scatter_add_(1, pools.index(n).unsqueeze(1), b[:, :1]),
-    "write_by_index": lambda program, pools, a, b, n: a.index_put((pools.index(n) % ROWS,), b, accumulate=True),
+    "in_place": lambda run, a, b, n: (a + 0.5).add_(b).relu_(),
+    "scatter": lambda run, a, b, n: a.clone().scatter_add_(1, run.index(n).unsqueeze(1), b[:, :1]),
+    "write_by_index": lambda run, a, b, n: a.index_put((run.index(n) % ROWS,), b, accumulate=True),
     # Random numbers
-    "dropout": lambda program, pools, a, b, n: F.dropout(a.clamp(max=3.0), 0.1 + 0.1 * (n % 9), program.training),
-    "dropout_in_place": lambda program, pools, a, b, n: F.dropout(a * 1.2, 0.3, program.training, inplace=True),
-    "dropout_of_channels": lambda program, pools, a, b, n: F.dropout1d(
+    "dropout": lambda run, a, b, n: F.dropout(a.clamp(max=3.0), 0.1 + 0.1 * (n % 9), run.program.training),
+    "dropout_in_place": lambda run, a, b, n: F.dropout(a * 1.2, 0.3, run.program.training, inplace=True),
+    "dropout_of_channels": lambda run, a, b, n: F.dropout1d(
         a.view(ROWS, 3, 4) if a.is_contiguous() else a.reshape(ROWS, 3, 4), 0.3
     ).reshape(ROWS, WIDTH),
-    "alpha_dropout": lambda program, pools, a, b, n: F.alpha_dropout(F.selu(a), 0.2, program.training),
-    "noise": lambda program, pools, a, b, n: a + 0.1 * (torch.rand_like(a) + torch.randn(WIDTH)) * torch.sigmoid(b),
-    "random_in_place": lambda program, pools, a, b, n: (
-        torch.empty_like(a).normal_(0.0, 0.1) * b + torch.zeros_like(b).uniform_()
-    ),
-    "random_leaky_relu": lambda program, pools, a, b, n: F.rrelu(a.contiguous(), training=program.training),
+    "alpha_dropout": lambda run, a, b, n: F.alpha_dropout(F.selu(a), 0.2, run.program.training),
+    "noise": lambda run, a, b, n: a + 0.1 * (torch.rand_like(a) + torch.randn(WIDTH)) * torch.sigmoid(b),
+    "random_in_place": lambda run, a, b, n: torch.empty_like(a).normal_(0.0, 0.1) * b + torch.zeros_like(b).uniform_(),
+    "random_leaky_relu": lambda run, a, b, n: F.rrelu(a.contiguous(), training=run.program.training),
     # Integers and masks
-    "lookup": lambda program, pools, a, b, n: program.table(pools.index(n)) * torch.softmax(b, dim=1),
-    "one_hot": lambda program, pools, a, b, n: F.one_hot(pools.index(n), WIDTH).to(a.dtype) * a,
-    "cross_entropy": lambda program, pools, a, b, n: b * F.cross_entropy(a, pools.index(n)),
+    "lookup": lambda run, a, b, n: run.program.table(run.index(n)) * torch.softmax(b, dim=1),
+    "one_hot": lambda run, a, b, n: F.one_hot(run.index(n), WIDTH).to(a.dtype) * a,
+    "cross_entropy": lambda run, a, b, n: b * F.cross_entropy(a, run.index(n)),
     # Without gradient
-    "detached": lambda program, pools, a, b, n: a.detach() * b,
+    "detached": lambda run, a, b, n: a.detach() * b,
+}
+
+
+class _Ops:
+    """Ops of several lines."""
+
+    # Chains and joins
+
+    def half_precision(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.relu(a @ run.program.weights[n % 3]).float()
+
+    def checkpointed(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        return checkpoint(lambda u: torch.sin(u @ run.program.weights[1]) * u, a, use_reentrant=False)
+
+    # Several outputs
+
+    def sorted(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        values, indices = a.sort(dim=1)
+        return values + b.gather(1, indices)
+
+    def largest(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        largest, where = a.max(dim=1, keepdim=True)
+        run.integers.append(where.squeeze(1))
+        return b - largest
+
+    def mean_and_deviation(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        variance, mean = torch.var_mean(a, dim=0, keepdim=True)
+        return (b - mean) * torch.rsqrt(variance + 1e-3)
+
+    def parts(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        first, second, third = a.split([2, 4, 6], dim=1)
+        run.numbers.append(torch.cat([third, b[:, :6]], dim=1))
+        return torch.cat([second, first, third], dim=1)
+
+    def rows(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        rows = a.unbind(0)
+        return torch.stack([*rows[1:], rows[0] * b[0]])
+
+    # Views
+
+    def views(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        left, right = (a + b).t().contiguous().t().chunk(2, dim=1)
+        return torch.cat([right, left.flip(1)], dim=1).view(ROWS, 3, 4).transpose(1, 2).reshape(ROWS, WIDTH)
+
+    # Writes in place
+
+    def write_a_view(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        copy = a * 0.9
+        copy[:, 2:6] = b[:, 2:6]
+        copy[0].mul_(2)
+        return copy
+
+    def write_where_it_lies(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        """Write in the strides of what is there."""
+        copy = a * 1.1
+        part = (copy, copy[:, 2:9], copy[:, ::2], copy.t())[n % 4]
+        rows = run.index(n)[:4] % len(part)
+        other = b[: len(part), : part.shape[1]] if n % 4 < 3 else b.t()
+        (
+            lambda: part.masked_fill_(other > 0.3, 0.5),
+            lambda: part.index_add_(0, rows, other[:4], alpha=0.3),
+            lambda: part.cumsum_(1),
+            lambda: part.addmm_(other[:, :3], other[:3], beta=0.7),
+            lambda: part.addcmul_(other, other, value=0.3),
+            lambda: part.add_(other).sigmoid_(),
+            lambda: part.scatter_(0, rows.unsqueeze(1), other[:4]),
+        )[n % 7]()
+        return copy * part.sum()
+
+    def write_what_was_read(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        copy = a + b
+        read = copy * 3
+        copy.add_(1)
+        return read * 0.5 + copy.sin()
+
+    def count_calls(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        if run.program.training:
+            run.program.calls += a.detach().mean()
+        return a * 1.1
+
+    def running_average(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        seen = run.program.average.clone()
+        with torch.no_grad():
+            run.program.average.lerp_(a.mean(dim=0), 0.1)
+        return a - seen
+
+    def write_the_input(run: Run, a: Tensor, b: Tensor, n: int) -> None:
+        if not run.numbers[0].requires_grad:
+            run.numbers[0].mul_(0.99)
+
+    # Random numbers
+
+    def random_rows(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        run.integers.append(torch.randint(WIDTH, (ROWS,)))
+        return a[torch.randperm(ROWS)]
+
+    def random_in_a_part(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        noise = torch.zeros_like(a)
+        part = noise[:, 1:8] if n % 2 else noise.t()
+        (part.normal_, part.uniform_, part.bernoulli_, part.exponential_)[n % 4]()
+        return b * noise
+
+    def random_mask(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        run.masks.append(torch.bernoulli(torch.full_like(a, 0.7)).bool())
+        return a.masked_fill(run.masks[-1], 0.0)
+
+    def attention_with_dropout(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        q, k = a.reshape(1, 2, ROWS, HALF), b.reshape(1, 2, ROWS, HALF)
+        p = 0.2 if run.program.training and n % 2 else 0.0
+        return F.scaled_dot_product_attention(q, k, k, dropout_p=p, is_causal=n % 3 == 0).reshape(ROWS, WIDTH)
+
+    # Integers and masks
+
+    def arguments(run: Run, a: Tensor, b: Tensor, n: int) -> None:
+        run.integers.append((a.argmax(dim=1) + run.integers[-1]) % WIDTH)
+
+    def compared(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        run.masks.append(a > b)
+        return torch.where(run.masks[-1], a, 0.5 * b)
+
+    def masked(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        mask = run.masks[n % len(run.masks)] if run.masks else b > 2
+        return a.masked_fill(mask, 0.0) + (~mask).to(a.dtype).cumsum(dim=1)
+
+    # Without gradient
+
+    def without_gradient(run: Run, a: Tensor, b: Tensor, n: int) -> Tensor:
+        with torch.no_grad():
+            scale = a.abs().amax(dim=1, keepdim=True) + 1
+        return b / scale
+
+    def dead_code(run: Run, a: Tensor, b: Tensor, n: int) -> None:
+        (a @ b.t()).softmax(dim=0).sum()
+        torch.rand(3)  # nobody reads it, yet what is drawn after it differs without it
+
+
+OPS |= {name: op for name, op in vars(_Ops).items() if not name.startswith("_")}
+EXTRAS: dict[str, Callable[[Run, Tensor], Tensor]] = {  # beside the loss
+    "number": lambda run, loss: run.numbers[-1],
+    "view": lambda run, loss: run.numbers[-1][:, :HALF],
+    "integer": lambda run, loss: run.integers[-1],
+    "input": lambda run, loss: run.numbers[0],
+    "detached": lambda run, loss: run.numbers[-1].detach(),
+    "scaled": lambda run, loss: loss * 2,
 }
 
 
@@ -113,31 +254,18 @@ class Program(nn.Module):
         self.train(spec.training)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        pools = Pools([x, x @ self.weights[0], self.weights[1][:ROWS] * 1.5], [index])
-        numbers = pools.numbers
+        run = Run(self, [x, x @ self.weights[0], self.weights[1][:ROWS] * 1.5], [index])
+        numbers = run.numbers
         for op, i, j in self.steps:
-            made = op(self, pools, numbers[-1 - i % len(numbers)], numbers[-1 - j % len(numbers)], i + j)
+            made = op(run, numbers[-1 - i % len(numbers)], numbers[-1 - j % len(numbers)], i + j)
             if made is not None:
                 numbers.append(made)
         numbers[0].cos()  # dead code
         loss = sum((t * t).mean() for t in numbers[-2:]) + numbers[1].mean() + (self.weights[2] ** 2).mean()
-        return self._with_extra(loss, pools)
-
-    def _with_extra(self, loss: Tensor, pools: Pools) -> Tensor | tuple[Tensor, Tensor]:
-        extra = {
-            "none": lambda: None,
-            "number": lambda: pools.numbers[-1],
-            "view": lambda: pools.numbers[-1][:, :HALF],
-            "integer": lambda: pools.integers[-1],
-            "input": lambda: pools.numbers[0],
-            "detached": lambda: pools.numbers[-1].detach(),
-            "scaled": lambda: loss * 2,
-        }[self.spec.extra]()
-        return loss if extra is None else (loss, extra)
+        return loss if self.spec.extra == "none" else (loss, EXTRAS[self.spec.extra](run, loss))
 
 
 def batch(spec: Spec) -> tuple[Tensor, Tensor]:
-    """What the program is called with."""
     draw = torch.Generator().manual_seed(spec.seed + 1)
     x = torch.randn(ROWS, WIDTH, generator=draw)
     return x.requires_grad_(spec.input_grad), torch.randint(WIDTH, (ROWS,), generator=draw)
@@ -154,195 +282,5 @@ def programs(max_steps: int = 5) -> st.SearchStrategy[Spec]:
         training=st.sampled_from([True, True, True, False]),
         frozen=st.booleans(),
         input_grad=st.booleans(),
-        extra=st.sampled_from(["none", "none", "none", "number", "view", "integer", "input", "detached", "scaled"]),
+        extra=st.sampled_from(["none", "none", "none", *EXTRAS]),
     )
-
-
-def _op(fn: Operation) -> Operation:
-    OPS[fn.__name__.strip("_")] = fn
-    return fn
-
-
-# Chains and joins
-
-
-@_op
-def _half_precision(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.relu(a @ program.weights[n % 3]).float()
-
-
-@_op
-def _checkpointed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    made = checkpoint(lambda u: torch.sin(u @ program.weights[1]) * u, a, use_reentrant=False)
-    assert isinstance(made, Tensor)
-    return made
-
-
-# Several outputs
-
-
-@_op
-def _sorted(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    values, indices = a.sort(dim=1)
-    return values + b.gather(1, indices)
-
-
-@_op
-def _largest(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    largest, where = a.max(dim=1, keepdim=True)
-    pools.integers.append(where.squeeze(1))
-    return b - largest
-
-
-@_op
-def _mean_and_deviation(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    variance, mean = torch.var_mean(a, dim=0, keepdim=True)
-    return (b - mean) * torch.rsqrt(variance + 1e-3)
-
-
-@_op
-def _parts(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    first, second, third = a.split([2, 4, 6], dim=1)
-    pools.numbers.append(torch.cat([third, b[:, :6]], dim=1))
-    return torch.cat([second, first, third], dim=1)
-
-
-@_op
-def _rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    rows = a.unbind(0)
-    return torch.stack([*rows[1:], rows[0] * b[0]])
-
-
-# Views
-
-
-@_op
-def _views(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    left, right = (a + b).t().contiguous().t().chunk(2, dim=1)
-    return torch.cat([right, left.flip(1)], dim=1).view(ROWS, 3, 4).transpose(1, 2).reshape(ROWS, WIDTH)
-
-
-# Writes in place
-
-
-@_op
-def _write_a_view(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    copy = a * 0.9
-    copy[:, 2:6] = b[:, 2:6]
-    copy[0].mul_(2)
-    return copy
-
-
-@_op
-def _write_where_it_lies(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    """In the strides of what is written."""
-    copy = a * 1.1
-    part = (copy, copy[:, 2:9], copy[:, ::2], copy.t())[n % 4]
-    rows = pools.index(n)[:4] % len(part)
-    other = b[: len(part), : part.shape[1]] if n % 4 < 3 else b.t()
-    (
-        lambda: part.masked_fill_(other > 0.3, 0.5),
-        lambda: part.index_add_(0, rows, other[:4], alpha=0.3),
-        lambda: part.cumsum_(1),
-        lambda: part.addmm_(other[:, :3], other[:3], beta=0.7),
-        lambda: part.addcmul_(other, other, value=0.3),
-        lambda: part.add_(other).sigmoid_(),
-        lambda: part.scatter_(0, rows.unsqueeze(1), other[:4]),
-    )[n % 7]()
-    return copy * part.sum()
-
-
-@_op
-def _write_what_was_read(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    copy = a + b
-    read = copy * 3
-    copy.add_(1)
-    return read * 0.5 + copy.sin()
-
-
-@_op
-def _count_calls(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    if program.training:
-        program.calls += a.detach().mean()
-    return a * 1.1
-
-
-@_op
-def _running_average(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    seen = program.average.clone()
-    with torch.no_grad():
-        program.average.lerp_(a.mean(dim=0), 0.1)
-    return a - seen
-
-
-@_op
-def _write_the_input(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
-    if not pools.numbers[0].requires_grad:
-        pools.numbers[0].mul_(0.99)
-
-
-# Random numbers
-
-
-@_op
-def _random_rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    pools.integers.append(torch.randint(WIDTH, (ROWS,)))
-    return a[torch.randperm(ROWS)]
-
-
-@_op
-def _random_in_a_part(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    noise = torch.zeros_like(a)
-    part = noise[:, 1:8] if n % 2 else noise.t()
-    (part.normal_, part.uniform_, part.bernoulli_, part.exponential_)[n % 4]()
-    return b * noise
-
-
-@_op
-def _random_mask(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    pools.masks.append(torch.bernoulli(torch.full_like(a, 0.7)).bool())
-    return a.masked_fill(pools.masks[-1], 0.0)
-
-
-@_op
-def _attention_with_dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    q, k = a.reshape(1, 2, ROWS, HALF), b.reshape(1, 2, ROWS, HALF)
-    p = 0.2 if program.training and n % 2 else 0.0
-    return F.scaled_dot_product_attention(q, k, k, dropout_p=p, is_causal=n % 3 == 0).reshape(ROWS, WIDTH)
-
-
-# Integers and masks
-
-
-@_op
-def _arguments(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
-    pools.integers.append((a.argmax(dim=1) + pools.integers[-1]) % WIDTH)
-
-
-@_op
-def _compared(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    pools.masks.append(a > b)
-    return torch.where(pools.masks[-1], a, 0.5 * b)
-
-
-@_op
-def _masked(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    mask = pools.masks[n % len(pools.masks)] if pools.masks else b > 2
-    return a.masked_fill(mask, 0.0) + (~mask).to(a.dtype).cumsum(dim=1)
-
-
-# Without gradient
-
-
-@_op
-def _without_gradient(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    with torch.no_grad():
-        scale = a.abs().amax(dim=1, keepdim=True) + 1
-    return b / scale
-
-
-@_op
-def _dead_code(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
-    (a @ b.t()).softmax(dim=0).sum()
-    torch.rand(3)  # nobody reads it, yet what is drawn after it differs without it

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def batch(size: int = 64, width: int = 64) -> tuple[Tensor, Tensor]:
-    """Another one on each rank."""
+    """Draw another one on each rank."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     return torch.randn(size, width, generator=generator), torch.randint(9, (size,), generator=generator)
 
@@ -77,7 +77,7 @@ def torchrun(*arguments: str, folder: Path) -> str:
 
 
 def everywhere(thing: object) -> list[Any]:
-    """What each rank has for it."""
+    """List what each rank has for it."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found

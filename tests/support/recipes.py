@@ -33,72 +33,55 @@ def compare(name: str) -> None:
     Raises:
         AssertionError: if anything differs, or nothing runs again.
     """
-    really, begin, compiled = checkmate.compile, dist.init_process_group, []
+    compiled, begin = list[Any](), dist.init_process_group
 
-    def compile(fn: Any, **options: Any) -> Any:
-        compiled.append(really(fn, time_limit=2, **options))
-        return compiled[-1]
+    def noted(make: Any, **more: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            compiled.append(make(*args, **options, **more))
+            return compiled[-1]
+
+        return call
 
     def join(*args: Any, **options: Any) -> None:
         if not dist.is_initialized():  # a store serves one group: its keys would be taken for those of the next
             begin(*args, **options)
 
-    plan_whole = checkmate.training_step
+    def step_plainly(loss_fn: Any, optimizer: Any, *, clip_norm: float, **options: Any) -> Any:
+        return plain_step(loss_fn, [optimizer], clip_norm)
 
-    def training_step(*args: Any, **options: Any) -> Any:
-        compiled.append(plan_whole(*args, time_limit=2, verify=True, **options))
-        return compiled[-1]
-
-    one_line = _lines_of(RECIPES[name], compiled)
-    plainly = RECIPES[name].replace("trainer = WholeSteps(", "trainer = Trainer(")
-    codes = plainly, RECIPES[name]
+    # How the recipe and its patches are, plainly and planned; the one line that a recipe may have does nothing plainly.
+    code = RECIPES[name]
+    plain = {"compile": lambda fn, **options: fn, "training_step": step_plainly}
+    planned = {
+        "compile": noted(checkmate.compile, time_limit=2),
+        "training_step": noted(checkmate.training_step, time_limit=2, verify=True),
+    }
+    lines = nullcontext(), nullcontext()
+    if found := re.search(r"from (checkmate\.integrations\.\w+) import (WithinBudget|within_budget)", code):
+        module = import_module(found[1])
+        really = getattr(module, found[2])
+        nothing = lambda *args, **options: really.__base__() if isinstance(really, type) else args[0]  # noqa: E731
+        within = noted(really, time_limit=2, wait="best")
+        lines = patch.object(module, found[2], nothing), patch.object(module, found[2], within)
+    ways = (code.replace("trainer = WholeSteps(", "trainer = Trainer("), plain), (code, planned)
     states = []
     with patch.object(dist, "init_process_group", join), patch.object(dist, "destroy_process_group", lambda: None):
-        ways = (_plain, compile), (_plain_step, training_step), one_line
-        for code, wrap, step, line in zip(codes, *ways, strict=True):
-            with patch.object(checkmate, "compile", wrap), patch.object(checkmate, "training_step", step), line:
-                states.append(_left(run(code)))
+        for (text, calls), line in zip(ways, lines, strict=True):
+            with patch.multiple(checkmate, **calls), line:
+                states.append(_left(run(text)))
     if dist.is_initialized():
         dist.destroy_process_group()
-    plain, found = states
-    assert len(plain) > 5
-    assert_same_bits(found, plain)
+    assert len(states[0]) > 5
+    assert_same_bits(*reversed(states))
     plans = [plan for step in compiled for plan in _plans_of(step)]
     assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [
         checkmate.min_budget(plan.problem) for plan in plans
     ]
 
 
-def _lines_of(code: str, compiled: list[Any]) -> tuple[Any, Any]:
-    """Patches of the one line that a recipe has, if it has one: plainly it does nothing."""
-    found = re.search(r"from (checkmate\.integrations\.\w+) import (WithinBudget|within_budget)", code)
-    if found is None:
-        return nullcontext(), nullcontext()
-    module, name = import_module(found[1]), found[2]
-    really = getattr(module, name)
-
-    def within(*args: Any, **options: Any) -> Any:
-        result = really(*args, time_limit=2, wait="best", **options)
-        compiled.append(result)
-        return result
-
-    def nothing(*args: Any, **options: Any) -> Any:
-        return really.__base__() if isinstance(really, type) else args[0]
-
-    return patch.object(module, name, nothing), patch.object(module, name, within)
-
-
 def _plans_of(step: Any) -> Any:
     step = getattr(step, "planned", step)  # of a callback
     return getattr(step, "_checkmate_planned", step).plans
-
-
-def _plain(fn: Any, **options: Any) -> Any:
-    return fn
-
-
-def _plain_step(loss_fn: Any, optimizer: Any, *, clip_norm: float, **options: Any) -> Any:
-    return plain_step(loss_fn, [optimizer], clip_norm)
 
 
 def run(code: str) -> dict[str, Any]:

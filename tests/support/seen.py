@@ -1,4 +1,4 @@
-"""What runs, op by op."""
+"""The ops that run, one by one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Step = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few training steps left behind."""
+    """Results of a few training steps."""
 
     losses: list[Tensor]
     grads: list[dict[str, Tensor | None]]  # of each step, by parameter

@@ -49,7 +49,7 @@ def _needs(problem: Problem, step: Step) -> tuple[int, ...]:
 
 
 class _Life(list[int]):
-    """Where in a plan a copy of a value is made and read, in order; it goes where ``end`` stands."""
+    """Positions in a plan where a copy of a value is made and read, in order; it goes where ``end`` stands."""
 
     def __init__(self, value: int, made: int) -> None:
         super().__init__([made])
@@ -57,7 +57,7 @@ class _Life(list[int]):
 
 
 def _lives(problem: Problem, plan: Plan) -> list[_Life]:
-    """Of each value that may be sent the copies that it has, one after another. A result is never let go of."""
+    """List the copies of each value that may be sent, one after another. A result is never let go of."""
     graph = problem.graph
     barred = {*graph.outputs, *graph.only_here, *problem.limits.recomputed, *graph.overwritten_by}
     open_: dict[int, _Life] = {}

@@ -1,4 +1,4 @@
-"""What older versions of PyTorch do not do."""
+"""Tests that older versions of PyTorch cannot pass."""
 
 from __future__ import annotations
 

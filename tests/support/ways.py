@@ -13,10 +13,10 @@ import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.backends import step_problem
-from checkmate.capture.inplace.aliasing import Candidate, candidates
+from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import TABLE, call_over
 from checkmate.capture.joint import Joint
-from checkmate.codegen.writing_over import Positions, writable
+from checkmate.codegen.writing_over import writable
 from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
 from checkmate.memory import measure_peak
@@ -30,19 +30,15 @@ def offered(joint: Joint, costs: Profile) -> Profile:
 
     Those that run block by block have been tried: they depend on the shapes.
     """
-    found = () if costs.ways else tuple(candidates(joint))
-    ways = tuple(_way(joint, c) for c in found)
-    if not ways:
+    found = [] if costs.ways else [(c, joint.nodes[c.op]) for c in candidates(joint)]
+    if not found:
         return costs
-    positions = {(c.op, c.over): c.position for c in found}
-    tried = tried_here(joint, replace(costs, ways=ways), positions)
+    ways = [
+        InPlace(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower) for c, node in found
+    ]
+    positions = {(c.op, c.over): c.position for c, _ in found}
+    tried = tried_here(joint, replace(costs, ways=tuple(ways)), positions)
     return replace(tried, ways=tuple(replace(way, slower=False) for way in tried.ways))  # so that all plans take them
-
-
-def _way(joint: Joint, c: Candidate) -> InPlace:
-    node = joint.nodes[c.op]
-    assert node is not None
-    return InPlace(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower)
 
 
 def _workspace(node: fx.Node, position: int) -> int:
@@ -70,9 +66,5 @@ def _like(val: Any) -> Any:
 @contextmanager
 def offering_ways() -> Iterator[None]:
     """Within the block whatever is captured is planned with ways."""
-
-    def with_ways(joint: Joint, costs: Profile) -> tuple[Profile, Positions]:
-        return writable(joint, offered(joint, costs))
-
-    with patch.object(step_problem, "writable", with_ways):
+    with patch.object(step_problem, "writable", lambda joint, costs: writable(joint, offered(joint, costs))):
         yield

@@ -18,7 +18,6 @@ from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 
 X, Y = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)), torch.arange(64) % 10
-NewOptimizers = Callable[[nn.Module], Sequence[optim.Optimizer]]
 
 
 class Scored(nn.Sequential):
@@ -49,7 +48,7 @@ def loss_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> Callable[[T
 
 @dataclass
 class TrainedWhole:
-    """What a few whole steps left behind."""
+    """Results of a few whole steps."""
 
     losses: list[Tensor] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)  # of the model and the optimizers, in the end
@@ -57,7 +56,7 @@ class TrainedWhole:
     peaks: list[int] = field(default_factory=list)  # bytes above the level at entry, of each step after the first
 
     def bits(self) -> Any:
-        """What must agree."""
+        """All that must agree."""
         return self.losses, self.state, self.random_state
 
 
@@ -69,10 +68,10 @@ def planned_step(loss_fn: Any, optimizers: Any, **options: Any) -> checkmate.Tra
 
 
 def assert_as_plain(train: Callable[[Callable[..., Any]], Any], **planning: Any) -> tuple[checkmate.TrainingStep, Any]:
-    """What a function leaves that makes a step of a loss and optimizers, as asked for or plain, has the same bits.
+    """Run a function with planned steps and with plain ones: what it leaves has the same bits.
 
     Args:
-        train: is given what makes the step.
+        train: is given what makes a step of a loss and optimizers.
         planning: options of the planned step that the plain one has not.
 
     Returns:

@@ -26,12 +26,12 @@ COMPILER = os.environ.get("CXX", "g++")
 
 
 def sources() -> list[Path]:
-    """What is compiled, and what that includes."""
+    """List the files that are compiled, and those that they include."""
     return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
 
 
 def missing() -> str:
-    """What lacks to build the device, in words; nothing where it can be."""
+    """Say what lacks to build the device; nothing where it can be built."""
     if sys.platform != "linux":
         return f"the simulated CUDA device is for Linux, not for {sys.platform}"
     if shutil.which(COMPILER) is None:

@@ -59,12 +59,12 @@ def set_waver(on: bool, *, what: str = "attention") -> None:
 
 
 def set_capacity(nbytes: int, device: int = 0) -> None:
-    """Of a device, in bytes."""
+    """Give a device so many bytes."""
     lib().simulated_set_capacity(device, nbytes)
 
 
 def unpinned_early() -> int:
-    """How often pinned memory was let go of while a copy might use it, since this was asked last."""
+    """Count how often pinned memory was let go of while a copy might use it, since this was asked last."""
     return int(lib().simulated_unpinned_early())
 
 
@@ -167,16 +167,13 @@ class MemPool:
     def use_count(self) -> int:
         return int(_lib.simulated_pool_uses(self.device, *self.id))
 
-    def snapshot(self, include_traces: bool = True) -> list[Any]:
-        return torch.cuda.memory_snapshot(self.id)
-
     def __del__(self) -> None:
         _lib.simulated_release_pool(self.device, *self.id)
         _lib.simulated_empty_cache(*self.id)
 
 
 class Cudart:
-    """What `torch.cuda.cudart()` gives: memory of the host that the device copies by itself."""
+    """Stands for `torch.cuda.cudart()`: memory of the host that the device copies by itself."""
 
     @staticmethod
     def cudaHostRegister(at: int, nbytes: int, flags: int) -> int:
@@ -189,14 +186,13 @@ class Cudart:
 
 
 def properties(device: Any = None) -> Any:
-    """As those of an H100, of which the product reads some."""
-    index = torch.cuda._get_device_index(device, optional=True)
-    named = {"name": NAME, "major": 9, "minor": 0, "gcnArchName": "", "uuid": "simulated"}
-    sizes = {"total_memory": int(_lib.simulated_capacity(index)), "L2_cache_size": 1 << 20, "warp_size": 32}
-    processors = {"multi_processor_count": 132, "max_threads_per_multi_processor": 2048}
-    registers = {"regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 232448}
-    kind = {"is_integrated": 0, "is_multi_gpu_board": 0}
-    return types.SimpleNamespace(**named, **sizes, **processors, **registers, **kind)
+    """Properties of an H100, of which the product reads some."""
+    capacity = int(_lib.simulated_capacity(torch.cuda._get_device_index(device, optional=True)))
+    return types.SimpleNamespace(
+        name=NAME, major=9, minor=0, gcnArchName="", uuid="simulated", is_integrated=0, is_multi_gpu_board=0,
+        total_memory=capacity, L2_cache_size=1 << 20, warp_size=32, multi_processor_count=132,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448,
+    )  # fmt: skip
 
 
 def _of_pool(verb: str, device: int, pool: tuple[int, int]) -> None:

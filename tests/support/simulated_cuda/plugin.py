@@ -5,7 +5,6 @@ python -m pytest -m cuda -p tests.support.simulated_cuda.plugin
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -22,13 +21,6 @@ def needed() -> pytest.MarkDecorator:
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything else asks PyTorch for a device."""
     install()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Look for garbage among what tests make only: before each op that is measured there all of it is collected."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

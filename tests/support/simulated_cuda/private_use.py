@@ -1,4 +1,4 @@
-"""The same device under a name that PyTorch has not heard of, ``sim``: what is known of it `torch.accelerator` tells.
+"""The simulated device under a name that PyTorch has not heard of, ``sim``: only `torch.accelerator` tells of it.
 
 PyTorch keeps the dispatch key PrivateUse1 for devices that others build. Which is asked for is said when the device is
 compiled (`build.library`); here is the module that PyTorch wants of such a device, with no more than it asks for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,16 +140,19 @@ def test_for_half_precision_cudnn_is_chosen_first() -> None:
     assert "Efficient" in type(attention(torch.float32, 0.0)[1].grad_fn).__name__
 
 
-def test_sums_repeat_unless_a_test_has_them_waver() -> None:
-    def query() -> bytes:
-        inputs = [t.detach().requires_grad_() for t in same]
-        y = F.scaled_dot_product_attention(*inputs)
-        return gradients(y.square().sum(), inputs)[0].numpy().tobytes()
+@pytest.mark.parametrize(("what", "orders"), [("attention", range(2, 6)), ("convolutions", [2])])
+def test_sums_repeat_unless_a_test_has_them_waver(what: str, orders: Sequence[int]) -> None:
+    inputs, _ = attention(torch.float32, 0.0)
+    x, w = torch.randn(2, 8, 9, 9, device="cuda"), torch.randn(4, 8, 3, 3, device="cuda")
 
-    same = attention(torch.float32, 0.0)[0]
-    assert len({query() for _ in range(5)}) == 1
-    install.set_waver(True)
-    assert len({query() for _ in range(5)}) > 1
+    def run() -> bytes:
+        if what == "convolutions":
+            return F.conv2d(x, w).cpu().numpy().tobytes()
+        return gradients(F.scaled_dot_product_attention(*inputs).square().sum(), inputs)[0].numpy().tobytes()
+
+    assert len({run() for _ in range(5)}) == 1
+    install.set_waver(True, what=what)
+    assert len({run() for _ in range(5)}) in orders
 
 
 def test_libraries_of_products_keep_a_workspace_for_each_thread_and_stream() -> None:
@@ -176,40 +179,26 @@ def test_libraries_of_products_keep_a_workspace_for_each_thread_and_stream() -> 
 
 
 def test_a_convolution_has_the_kernel_that_its_thread_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread tries kernels out where it first meets a convolution; without a search all have the same."""
+    """A thread tries kernels out where it first meets a convolution; without a search all have the same."""
     x, w = torch.randn(2, 8, 9, 9, device="cuda"), torch.randn(4, 8, 3, 3, device="cuda")
 
-    def convolved() -> bytes:
-        return F.conv2d(x, w).cpu().numpy().tobytes()
-
-    def bytes_of(call: Any) -> tuple[Any, int]:
+    def convolved() -> tuple[bytes, int]:
+        """The result, and the bytes that it took."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        made = call()
+        made = F.conv2d(x, w).cpu().numpy().tobytes()
         return made, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
-    def elsewhere(call: Any) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(call).result()
-
-    result = 4 * 2 * 4 * 7 * 7
+    result, given = 4 * 2 * 4 * 7 * 7, x.nbytes + w.nbytes
     plain = convolved()
-    assert elsewhere(lambda: bytes_of(convolved)) == (plain, result)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(convolved).result() == plain == (plain[0], result)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert bytes_of(convolved) == (plain, 16 * (x.nbytes + w.nbytes))
-    assert bytes_of(convolved) == (plain, result)
-    searched, again = elsewhere(lambda: [bytes_of(convolved) for _ in range(2)])
-    assert searched[1] == 16 * (x.nbytes + w.nbytes)
-    assert searched[0] == again[0] != plain
-    assert again[1] == x.nbytes + w.nbytes + result
-
-
-def test_convolutions_repeat_unless_a_test_has_them_waver() -> None:
-    x, w = torch.randn(2, 8, 9, 9, device="cuda"), torch.randn(4, 8, 3, 3, device="cuda")
-    results = lambda: {F.conv2d(x, w).cpu().numpy().tobytes() for _ in range(4)}  # noqa: E731
-    assert len(results()) == 1
-    install.set_waver(True, what="convolutions")
-    assert len(results()) == 2
+    assert [convolved(), convolved()] == [(plain[0], 16 * given), plain]
+    with ThreadPoolExecutor(1) as other:
+        searched, again = (other.submit(convolved).result() for _ in range(2))
+    assert searched[0] == again[0] != plain[0]
+    assert (searched[1], again[1]) == (16 * given, given + result)
 
 
 def test_amp_trains_as_on_a_device() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes import run_fresh_python
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("can_be_built")
 
@@ -29,18 +29,15 @@ x = torch.randn(2048, WIDE).to(SIM)
 step = lambda x: net(x).square().mean()
 """
 
-A_BUDGET = """
+
+@pytest.mark.long
+def test_bits_and_bytes_on_a_device_that_only_torch_accelerator_knows() -> None:
+    """At the smallest budget, between, and with room for all; then with values that wait in pinned memory."""
+    code = """
 problem = checkmate.trace(step, x)
 assert problem.profile.source == "measured on sim", problem.profile.source
 least, most = checkmate.min_budget(problem).peak, problem.keep_all_peak
 assert least < 0.8 * most, (least, most)
-"""
-
-
-@pytest.mark.long
-def test_bits_and_bytes_on_a_device_that_only_torch_accelerator_knows() -> None:
-    """At the smallest budget, between, and with room for all: dropout runs again as well."""
-    code = """
 for budget in (least, (least + most) // 2, most):
     compiled = checkmate.compile(step, budget=budget, time_limit=5)
     found = checkmate.verify(step, x, budget=budget, time_limit=5)
@@ -59,21 +56,13 @@ for budget in (least, (least + most) // 2, most):
     assert_same_bits(grads, [p.grad.cpu() for p in net.parameters()])
     assert_same_bits(drawn, torch.sim.get_rng_state(SIM))
     net.zero_grad(set_to_none=True)
-"""
-    run_fresh_python("-c", BEGIN + A_BUDGET + code)
-
-
-@pytest.mark.long
-def test_values_wait_in_pinned_memory_beside_it() -> None:
-    """Copies run as late as they may, and an access that nothing orders is an error."""
-    code = """
 late = lib.simulated_late_tasks()
 budget = (least + most) // 2
 found = checkmate.verify(step, x, budget=budget, host_budget="1 GB", time_limit=5)
 assert found.spread == 0 and found.measured_peak <= budget, found
 assert lib.simulated_late_tasks() > late
 """
-    run_fresh_python("-c", BEGIN + A_BUDGET + code)
+    run_python("-c", BEGIN + code)
 
 
 @pytest.mark.long
@@ -95,4 +84,4 @@ for says, run in (
     else:
         raise AssertionError(says)
 """
-    run_fresh_python("-c", BEGIN + code)
+    run_python("-c", BEGIN + code)

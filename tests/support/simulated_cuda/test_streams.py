@@ -1,4 +1,4 @@
-"""Streams of the simulated device: what nothing orders is found, and copies run as late as they may."""
+"""Streams and events of the simulated device; `test_waits` has what nothing orders, and copies that run late."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkmate.host import Store, open_store, pinned_mover
-from tests.support.bits import assert_same_bits
-from tests.support.simulated_cuda import install
 from tests.support.simulated_cuda.plugin import needed
 
 pytestmark = [pytest.mark.cuda, needed()]
@@ -19,51 +16,18 @@ SIZE = 100_000
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _synchronized() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
-    for option in ("clocks", "late", "poison"):
-        install.set_option(option, True)
 
 
 def copying() -> tuple[Tensor, Tensor, torch.cuda.Stream]:
-    """What a stream beside copies, and to where; it waits for what the current one has written."""
+    """A value, the pinned memory to which another stream copies it, and that stream, which has waited for the value."""
     source, to, side = torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         to.copy_(source, non_blocking=True)
     return source, to, side
-
-
-def test_a_copy_that_waits_is_in_order() -> None:
-    source, to, side = copying()
-    torch.cuda.current_stream().wait_stream(side)
-    source.zero_()
-    torch.cuda.synchronize()
-    assert (to == 1).all()
-
-
-def test_a_copy_that_starts_too_early_is_an_error() -> None:
-    source, to = torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory()
-    early = pytest.raises(RuntimeError, match="does not wait for what stream 0 writes to")
-    with torch.cuda.stream(torch.cuda.Stream()), early:
-        to.copy_(source, non_blocking=True)
-
-
-def test_a_write_that_does_not_wait_for_a_copy_is_an_error() -> None:
-    source, *_kept = copying()
-    with pytest.raises(RuntimeError, match="reads from the same memory"):
-        source.zero_()
-
-
-def test_memory_that_is_freed_too_early_is_found_where_it_is_used_again() -> None:
-    source, *_kept = copying()
-    place = source.data_ptr()
-    del source
-    other = torch.empty(SIZE, device="cuda")
-    assert other.data_ptr() == place
-    with pytest.raises(RuntimeError, match="reads from the same memory"):
-        other.zero_()
 
 
 def test_memory_recorded_on_a_stream_stays_until_that_has_come_so_far() -> None:
@@ -84,17 +48,6 @@ def test_a_stream_s_memory_is_its_own() -> None:
     with torch.cuda.stream(side):
         assert torch.empty(SIZE, device="cuda").data_ptr() != place
     assert torch.empty(SIZE, device="cuda").data_ptr() == place
-
-
-def test_without_clocks_late_copies_show_in_the_bits() -> None:
-    """The second way to see it, which knows nothing of who accesses what."""
-    install.set_option("clocks", False)
-    source, to, side = copying()
-    assert not side.query()
-    source.fill_(7)
-    torch.cuda.synchronize()
-    assert (to == 7).all()
-    assert side.query()
 
 
 def test_the_host_may_read_what_it_has_waited_for() -> None:
@@ -118,85 +71,3 @@ def test_events_time_the_device_s_work_and_not_the_host_s() -> None:
     end.record()
     assert 0 < begin.elapsed_time(middle) < middle.elapsed_time(end) / 5
     assert begin.elapsed_time(middle) == pytest.approx(2e-3, rel=0.01)  # ms: a launch
-
-
-def opened() -> Store:
-    return open_store("pinned", 4 << 20, torch.device("cuda", 0))
-
-
-def back_from(store: Store) -> Tensor:
-    """Where a value comes back that was sent."""
-    back = torch.empty(SIZE, device="cuda")
-    store.fetch(0, back.untyped_storage())
-    store.wait(0)
-    store.drop(0)
-    return back.clone()
-
-
-def send_and_fetch(store: Store) -> None:
-    """A value goes, its memory is used again, and it comes back."""
-    value = torch.randn(SIZE, device="cuda")
-    before = value.cpu()
-    value.mul_(2).div_(2)  # the last write is the stream's, and the host has not waited for it
-    store.send(0, value.untyped_storage())
-    store.wait(0)
-    del value
-    torch.randn(SIZE, device="cuda")
-    assert_same_bits(back_from(store), before.to("cuda"))
-
-
-def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the default stream wait for no event."""
-
-    class Deaf(torch.Stream):
-        def wait_event(self, event: torch.Event) -> None:
-            """As if nothing had to be waited for."""
-
-    now = torch.accelerator.current_stream(0)
-    default = Deaf(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: default)
-
-
-@pytest.mark.parametrize("clocks", [True, False])
-def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
-    install.set_option("clocks", clocks)
-    late, checked = install.lib().simulated_late_tasks(), install.lib().simulated_orders_checked()
-    store = opened()
-    send_and_fetch(store)
-    store.close()
-    assert install.lib().simulated_late_tasks() == late + 2
-    assert install.lib().simulated_orders_checked() > checked
-    assert install.unpinned_early() == 0
-
-
-def test_pinned_memory_is_used_from_one_stream_and_then_from_another() -> None:
-    """What the first stream's copies still read is not written to, though nobody has waited for that stream."""
-    store, found = opened(), []
-    for number in (1.0, 2.0):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            store.send(0, torch.full((SIZE,), number, device="cuda").untyped_storage())
-            store.wait(0)
-            found.append(back_from(store))
-    torch.cuda.synchronize()
-    store.close()
-    assert [{*t.tolist()} for t in found] == [{1.0}, {2.0}]
-
-
-def test_pinned_memory_without_a_wait_is_found_by_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened()
-    install.set_option("clocks", False)
-    without_waits(monkeypatch)
-    with pytest.raises(AssertionError):
-        send_and_fetch(store)
-    store.close()
-
-
-def test_pinned_memory_is_not_let_go_of_while_a_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the host waits; a mover that does not is found."""
-    for waits, early in ((True, 0), (False, 1)):
-        if not waits:
-            monkeypatch.setattr(pinned_mover.PinnedMover, "finish", lambda self: None)
-        store = opened()
-        store.send(0, torch.randn(SIZE, device="cuda").untyped_storage())
-        store.close()
-        assert install.unpinned_early() == early
