@@ -533,6 +533,15 @@ def test_what_saves_memory_by_itself_is_to_be_left_out(run: Callable[[nn.Module,
     assert not re.search(r"penalty|\.item\(\)|depend on data|hooks", said.splitlines()[-1])
 
 
+def test_within_a_transform_of_torch_func_the_plain_module_is_to_be_called() -> None:
+    compiled = checkmate.compile(nn.Linear(64, 10), budget="1 MB")
+    with pytest.raises(checkmate.Unsupported) as caught:
+        torch.func.vmap(compiled)(X)
+    said, advice = str(caught.value).splitlines()
+    assert said == "Cannot capture Linear.forward: Unsupported functorch tracing attempt"
+    assert advice.startswith("Within torch.func.vmap, grad, jvp and their like call the plain module")
+
+
 class _Miner(nn.Module):
     """Triplets whose negative is too near, as libraries of metric learning choose them."""
 
