@@ -337,22 +337,22 @@ def test_a_backward_that_fails_half_way_can_be_tried_again() -> None:
 
     compiled = _compiled(step)
     compiled(X)
-    for retain in (True, False):
-        net.zero_grad()
+
+    def failed(*, retain_graph: bool) -> Tensor:
         loss, fails[0] = compiled(X), True
         with pytest.raises(RuntimeError, match="half way"):
-            loss.backward(retain_graph=retain)
+            loss.backward(retain_graph=retain_graph)
         fails[0] = False
-        if retain:
-            net.zero_grad()
-            loss.backward()
-            found = grads_of(net)
-            net.zero_grad()
-            step(X).backward()
-            assert_same_bits(found, grads_of(net))
-        else:
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
+        net.zero_grad()
+        return loss
+
+    failed(retain_graph=True).backward()
+    found = grads_of(net)
+    net.zero_grad()
+    step(X).backward()
+    assert_same_bits(found, grads_of(net))
+    with pytest.raises(RuntimeError, match="second time"):
+        failed(retain_graph=False).backward()
 
 
 @pytest.mark.slow

@@ -66,19 +66,19 @@ ONCE = [setting for setting in HAS if not setting[1].get("fused")]
 PAIRS = [[*HAS[i : i + 2]] for i in range(0, len(HAS), 2)]
 
 
-def _described(model: nn.Module, made: list[optim.Optimizer]) -> Any:
-    """Names, types and strides of all states, in their order."""
-    states = [optimizer.state_dict() for optimizer in made]
+def described(state: dict[str, Any]) -> list[Any]:
+    """Names, types and strides of all that an optimizer's state holds, in its order."""
     held = [
-        [(number, name, type(what), isinstance(what, Tensor) and what.stride()) for name, what in state.items()]
-        for of_one in states
-        for number, state in sorted(of_one["state"].items())
+        (number, name, type(what), isinstance(what, Tensor) and what.stride())
+        for number, of_one in sorted(state["state"].items())
+        for name, what in of_one.items()
     ]
-    return [[*state] for state in states], held
+    return [[*state], held]
 
 
 def _training(settings: list[Setting], **how: Any) -> Any:
-    return training_of_all_kinds(lambda model: new_optimizers(model, settings), look=_described, **how)
+    look = lambda model, made: [described(optimizer.state_dict()) for optimizer in made]  # noqa: E731
+    return training_of_all_kinds(lambda model: new_optimizers(model, settings), look=look, **how)
 
 
 @pytest.mark.parametrize("settings", every(4, PAIRS), ids=lambda pair: " and ".join(f"{n} {s}" for n, s in pair))
@@ -179,15 +179,9 @@ def test_slices_have_the_bits_of_the_whole(
             given, plain.grad = gradient.clone(), gradient.clone()
             update(given)
             expected.step()
-            assert_same_bits(given, gradient)
-            assert_same_bits(ours.detach(), plain.detach())
             one, other = optimizer.state_dict(), expected.state_dict()
-            assert_same_bits(one, other)
-            names = [[*state] for state in one["state"].values()]
-            assert names == [[*state] for state in other["state"].values()]
-            for name, what in expected.state.get(plain, {}).items():
-                if isinstance(what, Tensor):
-                    assert optimizer.state[ours][name].stride() == what.stride()
+            assert_same_bits((given, ours.detach(), one), (gradient, plain.detach(), other))
+            assert described(one) == described(other)
             if other["state"]:  # and go on from the other one's checkpoint
                 optimizer.load_state_dict(copy.deepcopy(other))
                 expected.load_state_dict(copy.deepcopy(one))
