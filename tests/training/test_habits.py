@@ -40,8 +40,15 @@ Wrap = Callable[[Any], Any]
 Habit = Callable[[nn.Sequential, Wrap], Any]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten() -> Iterator[None]:
+    """Forget captures at the end only: after each reset the next capture takes half as long again."""
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
-def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
+def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Take the plan of the smallest budget whatever the budget says: ops run again in it."""
 
     def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> tuple[Solution, None]:
@@ -49,8 +56,6 @@ def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
         return certify(problem, smallest, runs, method="auto"), None
 
     monkeypatch.setattr(Planner, "plan", plan)
-    yield
-    torch._dynamo.reset()
 
 
 def _plain(fn: Any) -> Any:
