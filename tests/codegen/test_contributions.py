@@ -21,9 +21,10 @@ from checkmate.codegen import contributions
 from checkmate.codegen.contributions import UNKNOWN, Sharing, counted_contributions, terms_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_alike, assert_as_plain, compiled
 
 Step = Callable[..., Any]
-Train = Callable[[Step], Any]  # runs a backward with the step, plain or compiled
+Train = Callable[[nn.Module, Step], None]
 
 
 class Tied(nn.Module):
@@ -39,133 +40,95 @@ class Tied(nn.Module):
         return logits.log_softmax(-1).gather(-1, text.roll(-1, 1)[..., None]).sum()
 
 
-def _texts(count: int) -> list[Tensor]:
-    return [torch.randint(31, (3, 7)) for _ in range(count)]
+class Recurrent(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[0])
+        for token in x:
+            h = torch.tanh(super().forward(h) + token)
+        return h.square().mean()
 
 
-def _preferences() -> tuple[nn.Module, Train]:
-    chosen, rejected = _texts(2)
-    return Tied(), lambda lp: (-F.logsigmoid(0.1 * (lp(chosen) - lp(rejected)))).backward()
+def _critic() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(9, 14)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(14, 1)))
 
 
-def _three_calls() -> tuple[nn.Module, Train]:
-    a, b, c = _texts(3)
-    return Tied(), lambda lp: (lp(a) - lp(b) * lp(c)).backward()
-
-
-def _real_and_fake() -> tuple[nn.Module, Train]:
-    critic = nn.Sequential(spectral_norm(nn.Linear(9, 14)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(14, 1)))
-    real, fake = torch.randn(5, 9), torch.randn(5, 9)
-    bce = F.binary_cross_entropy_with_logits
-    return critic, lambda d: (bce(d(real), torch.ones(5, 1)) + bce(d(fake), torch.zeros(5, 1))).backward()
-
-
-def _recurrent() -> tuple[nn.Module, Train]:
-    class Recurrent(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.zeros_like(x[0])
-            for token in x:
-                h = torch.tanh(super().forward(h) + token)
-            return h.square().mean()
-
-    x, y = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    return Recurrent(8, 8), lambda step: (step(x) + step(y)).backward()
-
-
-def _penalty() -> tuple[nn.Module, Train]:
-    model, (text,) = Tied(), _texts(1)
-    return model, lambda lp: (-lp(text) + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
-
-
-def _inside_and_after() -> tuple[nn.Module, Train]:
+def _same_block_twice() -> nn.Module:
     block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    twice = nn.Sequential(block, block)  # this is compiled
-    x = torch.randn(4, 8)
-    return twice, lambda step: block(step(x)).square().sum().backward()
+    return nn.Sequential(block, block)
 
 
-def _by_grad() -> tuple[nn.Module, Train]:
-    model, (a, b) = Tied(), _texts(2)
-
-    def train(lp: Step) -> None:
-        weights = [model.embedding.weight]
-        loss = lp(a) - lp(b)
-        for keep in (True, False):
-            (weights[0].grad,) = torch.autograd.grad(loss, weights, retain_graph=keep)
-
-    return model, train
+def _by_grad(model: nn.Module, lp: Step) -> None:
+    weight = model.embedding.weight
+    loss = lp(A) - lp(B)
+    for keep in (True, False):
+        (weight.grad,) = torch.autograd.grad(loss, [weight], retain_graph=keep)
 
 
-def _some_and_then_all() -> tuple[nn.Module, Train]:
+def _some_and_then_all(model: nn.Module, lp: Step) -> None:
     """The graph of a call serves a backward by itself and one with another call, and gradients accumulate."""
-    a, b = _texts(2)
-
-    def train(lp: Step) -> None:
-        first = lp(a)
-        first.backward(retain_graph=True)
-        (first - lp(b)).backward()
-
-    return Tied(), train
+    first = lp(A)
+    first.backward(retain_graph=True)
+    (first - lp(B)).backward()
 
 
-def _within_a_checkpoint() -> tuple[nn.Module, Train]:
-    a, b = _texts(2)
-    again = functools.partial(checkpoint, use_reentrant=False)
-    return Tied(), lambda lp: (again(lp, a) - again(lp, b)).backward()
-
-
-def _a_backward_within_a_backward() -> tuple[nn.Module, Train]:
+def _a_backward_within_a_backward(model: nn.Module, lp: Step) -> None:
     """Two calls within a region that is differentiated by a backward of its own, and one beside it."""
-    (a, b, c), anchor = _texts(3), torch.ones((), requires_grad=True)
-
-    def train(lp: Step) -> None:
-        both = checkpoint(lambda scale: scale * (lp(a) - lp(b)), anchor, use_reentrant=True)
-        (both + lp(c)).backward()
-
-    return Tied(), train
+    anchor = torch.ones((), requires_grad=True)
+    both = checkpoint(lambda scale: scale * (lp(A) - lp(B)), anchor, use_reentrant=True)
+    (both + lp(C)).backward()
 
 
-PROGRAMS = [
-    *(_preferences, _three_calls, pytest.param(_real_and_fake, marks=pytest.mark.slow), _recurrent, _penalty),
-    *(_inside_and_after, _by_grad, _some_and_then_all, _within_a_checkpoint, _a_backward_within_a_backward),
-]
+DRAW = torch.Generator().manual_seed(0)
+A, B, C = (torch.randint(31, (3, 7), generator=DRAW) for _ in range(3))  # texts
+REAL, FAKE = (torch.randn(5, 9, generator=DRAW) for _ in range(2))
+ONES = torch.ones(5, 1)
+X, Y = (torch.randn(4, 3, 8, generator=DRAW) for _ in range(2))  # series
+bce, again = F.binary_cross_entropy_with_logits, functools.partial(checkpoint, use_reentrant=False)
+# The model, and how it is trained by a step, which is the model or what it is compiled to
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Train]] = {
+    "preferences": (Tied, lambda _, lp: (-F.logsigmoid(0.1 * (lp(A) - lp(B)))).backward()),
+    "three calls": (Tied, lambda _, lp: (lp(A) - lp(B) * lp(C)).backward()),
+    "real and fake": (_critic, lambda _, d: (bce(d(REAL), ONES) + bce(d(FAKE), 0 * ONES)).backward()),
+    "recurrent": (lambda: Recurrent(8, 8), lambda _, step: (step(X) + step(Y)).backward()),
+    "penalty": (
+        Tied,
+        lambda model, lp: (-lp(A) + 0.01 * sum(p.square().sum() for p in model.parameters())).backward(),
+    ),
+    "inside and after": (_same_block_twice, lambda twice, step: twice[0](step(X)).square().sum().backward()),
+    "by grad": (Tied, _by_grad),
+    "some and then all": (Tied, _some_and_then_all),
+    "within a checkpoint": (Tied, lambda _, lp: (again(lp, A) - again(lp, B)).backward()),
+    "a backward within a backward": (Tied, _a_backward_within_a_backward),
+}
 
 
 def _left_by(model: nn.Module, step: Step, train: Train) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(1)
     state = copy.deepcopy(model.state_dict())
-    train(step)
+    train(model, step)
     left = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     left += [b.clone() for b in model.buffers()]
     model.load_state_dict(state)
     return left
 
 
-def _compiled(step: Any, budget: int = 10**7) -> Any:
-    return checkmate.compile(step, budget=budget, time_limit=0.3, profile="roofline:h100", cache=False)
-
-
-class Noted(Exception):
-    """What a step is called with."""
-
-
-def note(*args: Any) -> Any:
-    raise Noted(*args)
+_compiled = functools.partial(compiled, time_limit=0.3, cache=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_are_those_of_plain_pytorch(program: Callable[[], tuple[nn.Module, Train]]) -> None:
-    model, train = program()
-    expected = _left_by(model, model, train)
-    with pytest.raises(Noted) as noted:
-        train(note)
-    problem = checkmate.trace(model, *noted.value.args, profile="roofline:h100")
-    for budget in (10**7, checkmate.min_budget(problem, time_limit=0.3).peak):
-        compiled = _compiled(model, budget)
-        for _ in range(2):
-            assert_same_bits(_left_by(model, compiled, train), expected)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_those_of_plain_pytorch(name: str) -> None:
+    make, train = PROGRAMS[name]
+    model = make()
+
+    def twice(run: Step) -> list[list[Tensor]]:
+        return [_left_by(model, run, train) for _ in range(2)]
+
+    ample = _compiled(model)
+    expected = assert_alike(twice, model, ample)
+    least = checkmate.min_budget(ample.plans[0].problem, time_limit=0.3).peak
+    assert_same_bits(twice(_compiled(model, budget=least)), expected)
 
 
 def test_inputs_that_are_no_leaves() -> None:
@@ -176,7 +139,7 @@ def test_inputs_that_are_no_leaves() -> None:
     def step(h: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(h @ w) * h + h.exp(), h  # what it is given comes back as it is
 
-    def train(step: Step) -> Tensor:
+    def train(step: Step) -> Tensor | None:
         w.grad = None
         h = x @ w
         y, same = step(h)
@@ -184,11 +147,11 @@ def test_inputs_that_are_no_leaves() -> None:
         (y.sum() + h.sin().sum() + same.cos().sum()).backward()
         return w.grad
 
-    assert_same_bits([train(_compiled(step))], [train(step)])
+    assert_alike(train, _compiled(step), step)
 
 
 def test_results_without_a_gradient() -> None:
-    """Of the terms only some are defined: the others leave no trace."""
+    """Only some of the terms are defined: the others leave no trace."""
     w, v = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     x = torch.randn(3, 8)
 
@@ -207,25 +170,24 @@ def test_results_without_a_gradient() -> None:
 def test_a_backward_by_itself_takes_the_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "handing_over", None)  # nothing else may be asked for
     torch.manual_seed(0)
-    model, (text,) = Tied(), _texts(1)
-    least = checkmate.min_budget(checkmate.trace(model, text)).peak
+    model = Tied()
+    least = checkmate.min_budget(checkmate.trace(model, A)).peak
     step: Any = checkmate.compile(model, budget=least, time_limit=1)
-    step(text).backward()
+    step(A).backward()
     for _ in range(2):  # into no gradient, and into one that is there
         model.zero_grad()
-        use = measure_peak(lambda: step(text).backward())
+        use = measure_peak(lambda: step(A).backward())
         assert use.peak + step.plans[0].problem.resident == step.plans[0].peak
 
 
 def test_threads_have_backwards_of_their_own() -> None:
-    model, (a, b) = Tied(), _texts(2)
+    model = Tied()
     compiled = _compiled(model)
 
     def often(step: Step, both: bool) -> Any:
-        return [torch.autograd.grad(step(a) - step(b) if both else step(a), [*model.parameters()]) for _ in range(5)]
+        return [torch.autograd.grad(step(A) - step(B) if both else step(A), [*model.parameters()]) for _ in range(5)]
 
-    expected = [often(model, both) for both in (False, True)]
-    assert_same_bits([often(compiled, both) for both in (False, True)], expected)
+    expected = assert_alike(lambda run: [often(run, both) for both in (False, True)], model, compiled)
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(often, [compiled] * 4, [False, True] * 2)]
     assert_same_bits(found, expected * 2)
@@ -233,11 +195,10 @@ def test_threads_have_backwards_of_their_own() -> None:
 
 def test_where_the_backward_began_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then contributions are handed over one by one, which is right in any case."""
-    model, train = _preferences()
-    expected = _left_by(model, model, train)
+    model, (_, train) = Tied(), PROGRAMS["preferences"]
     compiled = _compiled(model)
     monkeypatch.setattr("checkmate.codegen.arrival_order._engine_frames", lambda frame: iter(()))
-    assert_same_bits(_left_by(model, compiled, train), expected)
+    assert_alike(lambda run: _left_by(model, run, train), model, compiled)
 
 
 def _tanh_and_view(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,17 +221,16 @@ def test_views_of_inputs_among_the_results_are_refused_where_sums_would_differ(s
 
 @pytest.mark.slow
 def test_verify_calls_a_step_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (text,) = Tied(), _texts(1)
-    options = {"budget": 10**7, "time_limit": 1, "profile": "roofline:h100"}
-    report = checkmate.verify(model, text, calls=3, **options)
+    model, options = Tied(), {"budget": 10**7, "time_limit": 1, "profile": "roofline:h100"}
+    report = checkmate.verify(model, A, calls=3, **options)
     assert (report.outputs, report.gradients, report.measured_peak) == (3, 3, None)
     assert "3 calls" in str(report)
     assert "not compared: a plan is for one call" in str(report)
     with pytest.raises(ValueError, match="1 or more, not 0"):
-        checkmate.verify(model, text, calls=0, **options)
+        checkmate.verify(model, A, calls=0, **options)
     monkeypatch.setattr(contributions, "verdicts", lambda fan: ())  # always the sum
     with pytest.raises(checkmate.VerificationError, match=r"gradient of embedding.weight.*differs"):
-        checkmate.verify(model, text, calls=2, **options)
+        checkmate.verify(model, A, calls=2, **options)
 
 
 def test_ops_that_differentiate_when_they_are_measured() -> None:
@@ -279,9 +239,8 @@ def test_ops_that_differentiate_when_they_are_measured() -> None:
     def step(x: Tensor) -> Tensor:
         return (x @ w * w.max() @ w).exp().mean()
 
-    x, compiled = torch.full((3, 6), 0.1), checkmate.compile(step, budget="1 MB", time_limit=1, cache=False)
-    found, expected = (torch.autograd.grad(run(x) + run(2 * x), [w]) for run in (compiled, step))
-    assert_same_bits(found, expected)
+    x = torch.full((3, 6), 0.1)
+    assert_alike(lambda run: torch.autograd.grad(run(x) + run(2 * x), [w]), _compiled(step, profile="measure"), step)
 
 
 def test_inputs_in_one_memory_that_the_step_overwrites() -> None:
@@ -304,18 +263,15 @@ def test_inputs_in_one_memory_that_the_step_overwrites() -> None:
 
 def test_where_the_inputs_are_unknown_nothing_may_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "sharing_of", lambda *args: Sharing(together=(UNKNOWN,)))
-    torch.manual_seed(0)
-    (model, train), (text,) = _penalty(), _texts(1)
+    model, (_, train) = Tied(), PROGRAMS["penalty"]
     compiled = _compiled(model)
-
-    alone: Train = lambda lp: lp(text).backward()  # noqa: E731
-    assert_same_bits(_left_by(model, compiled, alone), _left_by(model, model, alone))
+    assert_alike(lambda run: _left_by(model, run, lambda _, lp: lp(A).backward()), compiled, model)
     with pytest.raises(checkmate.Unsupported, match=r"An input is used more than once within the compiled step"):
         _left_by(model, compiled, train)
 
 
 def test_contributions_are_counted_as_they_come() -> None:
-    """Not counted is what is not defined."""
+    """Undefined gradients are not counted."""
     w, v = (torch.ones(3, requires_grad=True) for _ in range(2))
 
     class Nothing(torch.autograd.Function):
@@ -346,13 +302,7 @@ def test_contributions_are_counted_as_they_come() -> None:
 )
 def test_what_is_differentiated_within_the_step(within: Step) -> None:
     """Also where nothing of it needs a gradient. In forward mode some derivatives are zeros without memory."""
-    found = []
-    for step in (within, checkmate.compile(within, budget="1 GB", wait="best")):
-        x = torch.tensor([0.5, -1.5, 2.5], requires_grad=True)
-        loss = step(x)
-        loss.backward()
-        found.append((loss.detach(), x.grad))
-    assert_same_bits(*found)
+    assert_as_plain(within, torch.tensor([0.5, -1.5, 2.5], requires_grad=True), profile="measure")
 
 
 def test_the_terms_of_a_sum() -> None:

@@ -15,7 +15,7 @@ from checkmate.core.simulator import check_plan, lower
 
 
 def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() -> None:
-    """As the simulator counts: its first copy stays, the second goes at once."""
+    """The simulator counts so: the first copy stays, and the second is freed at once."""
     x, scale, shift = (torch.randn(size, requires_grad=True) for size in ((4, 8), (8,), (8,)))
     problem = checkmate.trace(
         lambda: F.layer_norm(x.tanh(), (8,), scale, shift).square().sum(), profile="roofline:laptop"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.tensor_state import same_bits
+from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_alike
 
 
 def _compiled(step: Any, budget: int = 10**7) -> Any:
@@ -27,14 +28,23 @@ def net() -> nn.Sequential:
 X = torch.ones(512, 8)
 
 
-def test_a_weight_that_plain_pytorch_needs_too(net: nn.Sequential) -> None:
-    step = _compiled(lambda x: net(x).square().sum())
-    loss = step(X)
+@pytest.mark.parametrize(
+    ("end", "write", "shape"),
+    [
+        (lambda y: y.square().sum(), lambda net, x, y: net[2].weight.add_(1), r"\[64, 64\]"),
+        (torch.exp, lambda net, x, y: x.zero_(), r"\[512, 8\]"),
+        (torch.exp, lambda net, x, y: y.zero_(), r"\[512, 4\]"),
+    ],
+    ids=["a weight", "the batch", "a result"],
+)
+def test_what_plain_pytorch_needs_too(net: nn.Sequential, end: Any, write: Any, shape: str) -> None:
+    x = X.clone()
+    y = _compiled(lambda x: end(net(x)))(x)
     with torch.no_grad():
-        net[2].weight.add_(1)
-    said = r"needs, a torch.FloatTensor of shape \[64, 64\], was written to between the step and its backward"
+        write(net, x, y)
+    said = rf"needs, a torch.FloatTensor of shape {shape}, was written to between the step and its backward"
     with pytest.raises(checkmate.Unsupported, match=said):
-        loss.backward()
+        y.sum().backward()
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -57,27 +67,15 @@ def test_a_weight_of_an_op_that_runs_again(net: nn.Sequential) -> None:
                 net[0].bias.copy_(before)
         return net[0].weight.grad
 
-    plain = write_and_go_back(step)
-    assert same_bits(write_and_go_back(_compiled(step)), plain)
+    assert_alike(write_and_go_back, step, _compiled(step))
     whole = replace(checkmate.trace(step, X, profile="roofline:h100"), next_split=None)  # no op runs in parts
     tight = _compiled(step, checkmate.min_budget(whole).peak)
     with pytest.raises(checkmate.Unsupported, match=r"of shape \[64\], was written to .* a larger budget may keep"):
         write_and_go_back(tight)
 
 
-def test_a_batch_and_a_result(net: nn.Sequential) -> None:
-    step = _compiled(lambda x: net(x).exp())
-    for i, columns in enumerate((8, 4)):
-        x = X.clone()
-        y = step(x)
-        with torch.no_grad():
-            (x, y)[i].zero_()
-        with pytest.raises(checkmate.Unsupported, match=rf"of shape \[512, {columns}\], was written to"):
-            y.sum().backward()
-
-
 def test_the_backward_is_over_before_the_write(net: nn.Sequential) -> None:
-    """What the error advises; a second backward of the same call comes after the write, and is refused."""
+    """The error advises this order. A second backward of the same call comes after the write, and is refused."""
     step = _compiled(lambda x: net(x).square().sum())
     loss = step(X)
     loss.backward(retain_graph=True)
@@ -94,4 +92,4 @@ def test_what_nobody_needs_may_be_written_to(net: nn.Sequential) -> None:
         net[4].bias.zero_()
         y.zero_()
     y.backward()
-    assert same_bits(net[4].bias.grad, torch.full((4,), 512.0))
+    assert_same_bits(net[4].bias.grad, torch.full((4,), 512.0))

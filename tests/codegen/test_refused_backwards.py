@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.codegen.refused_backwards import computed_from
-from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_alike, compiled
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
 
@@ -22,50 +22,45 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _compiled(step: Any) -> Any:
-    return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
-
-
 def test_a_watched_result_below_the_loss_is_refused(net: nn.Module) -> None:
+    @compiled
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         return F.cross_entropy(logits, y), logits
 
-    compiled = _compiled(step)
     for watch in (Tensor.retain_grad, lambda logits: logits.register_hook(lambda grad: None)):
         for with_logits in (False, True):
-            loss, logits = compiled(X, Y)
+            loss, logits = step(X, Y)
             watch(logits)
             with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
                 (loss + logits.sum() if with_logits else loss).backward()
 
 
 def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(net: nn.Module) -> None:
-    """What the error advises."""
+    """The error advises such a hook."""
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         logits.register_hook(lambda grad: grad * 2)
         return F.cross_entropy(logits, y), logits
 
-    found, expected = (torch.autograd.grad(run(X, Y)[0], list(net.parameters())) for run in (_compiled(step), step))
-    assert_same_bits(found, expected)
+    assert_alike(lambda run: torch.autograd.grad(run(X, Y)[0], [*net.parameters()]), compiled(step), step)
 
 
 def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(net: nn.Module) -> None:
-    """Also with a result that comes from the logits, if nobody differentiates it."""
+    """A result that is computed from the logits does not matter if nobody differentiates it."""
 
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         return logits, logits.softmax(1)
 
-    grads = []
-    for run in (_compiled(step), step):
+    def gradient(run: Callable[..., tuple[Tensor, Tensor]]) -> Tensor | None:
         logits, _ = run(X)
         logits.retain_grad()
         F.cross_entropy(logits, Y).backward()
-        grads.append(logits.grad)
-    assert_same_bits(*grads)
+        return logits.grad
+
+    assert_alike(gradient, compiled(step), step)
 
 
 def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module) -> None:
@@ -73,25 +68,26 @@ def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module) -> None
         logits = net(x)
         return logits * 2, logits + 1, (logits * 2).detach().exp() * logits
 
-    grads = []
-    for run in (_compiled(step), step):
+    def gradients(run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor | None]:
         results = run(X)
         for result in results[:2]:
             result.retain_grad()
         torch.stack([result.sum() for result in results]).sum().backward()
-        grads.append([result.grad for result in results[:2]])
-    assert_same_bits(*grads)
+        return [result.grad for result in results[:2]]
+
+    assert_alike(gradients, compiled(step), step)
 
 
 def test_a_step_whose_graph_hands_on_a_token_of_effects() -> None:
     """`torch.linalg` checks what it has computed, by an op with an effect: results come after its token."""
     matrix = torch.eye(3, requires_grad=True)
 
+    @compiled
     def step() -> tuple[Tensor, Tensor]:
         factor = torch.linalg.cholesky(matrix + matrix.mH)
         return (factor * 2).sum(), factor
 
-    loss, factor = _compiled(step)()
+    loss, factor = step()
     factor.register_hook(lambda grad: None)
     with pytest.raises(checkmate.Unsupported, match="has a hook"):
         loss.backward()

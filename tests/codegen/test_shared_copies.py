@@ -18,7 +18,6 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
 
 
 def autocast(**options: bool) -> torch.autocast:
-    """To bfloat16."""
     return torch.autocast("cpu", dtype=torch.bfloat16, **options)
 
 
@@ -59,17 +58,14 @@ def test_uses_of_a_weight_in_one_region(layer: nn.Linear, plain: Step, step: Ste
 
 def test_regions_of_their_own_add_as_plain_pytorch_does(layer: nn.Linear, plain: Step, step: Step) -> None:
     def gradients(one: Step) -> Any:
-        losses = []
-        for factor in (1, 2):
-            with autocast():
-                losses.append(one(X * factor))
+        losses = [autocast()(one)(X * factor) for factor in (1, 2)]
         return torch.autograd.grad(losses[0] + losses[1], [*layer.parameters()])
 
     assert_same_bits(gradients(step), gradients(plain))
 
 
 def test_a_weight_that_changes_in_the_region(layer: nn.Linear, plain: Step, step: Step) -> None:
-    """Plain PyTorch goes on with the copy of what it was."""
+    """Plain PyTorch goes on with the copy of the weight before the change."""
     for first, second in ((step, step), (step, plain), (plain, step)):
         with autocast():
             first(X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long
-from tests.support.stepping import assert_same, train
+from tests.support.stepping import assert_same, grads_of, train
 from tests.support.transfers import as_run, with_transfers
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ Plans = Callable[[Problem], Solution]
 
 
 def sending(seed: int, *, again: bool = False) -> Plans:
-    """A planner that sends all values it can at random places; with ``again`` of a plan that runs some ops again."""
+    """Make a planner that sends all values it can at random places; with ``again`` some ops run again."""
 
     def plan(problem: Problem) -> Solution:
         alone = problem.with_host(None)
@@ -62,7 +63,7 @@ def sending(seed: int, *, again: bool = False) -> Plans:
 def compiled(
     fn: Any, plans: Plans, *, measured: bool = False, where: str = "file:/dev/shm"
 ) -> tuple[Any, SecondMemory]:
-    """A step with such plans, and where its values wait."""
+    """Compile a step with such plans; give it, and where its values wait."""
     second_memories = SecondMemories(where, 10**9, cache=False)
     costs = source_of("measure" if measured else "roofline:laptop", cache=False)
     backend = Backend(plans, profile=costs, second_memories=second_memories)
@@ -79,38 +80,42 @@ class Net(nn.Sequential):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """A loss."""
         out: Tensor = super().forward(x)
         return out.exp().mean()
 
 
 def state(model: nn.Module) -> list[Tensor | None]:
-    """All that a step leaves."""
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*grads, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+    return [*grads_of(model), *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
 
 
-def pair(seed: int = 0, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module, Any, SecondMemory]:
+class Twins:
     """A model, its copy, and a step of the copy whose values wait elsewhere."""
-    torch.manual_seed(seed)
-    model = model or Net()
-    other = deepcopy(model)
-    step, memory = compiled(other, sending(seed))
-    return model, other, step, memory
+
+    def __init__(self, seed: int = 0, model: nn.Module | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = model or Net()
+        self.copy = deepcopy(self.model)
+        self.step, self.memory = compiled(self.copy, sending(seed))
+
+    def assert_alike(self, do: Callable[[Any], Any]) -> None:
+        """Do something with the plain model, then with the step, and compare all that is left."""
+        left = []
+        for one, run in ((self.model, self.model), (self.copy, self.step)):
+            torch.manual_seed(5)
+            do(run)
+            left.append(state(one))
+        assert_same_bits(*left)
+
+    def assert_goes_on(self) -> None:
+        """Go on from the state of the plain model, as if nothing had happened to the copy."""
+        for one in (self.model, self.copy):
+            one.zero_grad()
+        self.copy.load_state_dict(self.model.state_dict())
+        self.assert_alike(lambda run: run(batch(0)).backward())
 
 
 def batch(seed: int, count: int = 6) -> Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def both_left(do: Callable[[Any], Any], model: nn.Module, other: nn.Module, step: Any) -> None:
-    """Do something with the plain model, and with the step: bits are the same after it."""
-    left = []
-    for one, run in ((model, model), (other, step)):
-        torch.manual_seed(5)
-        do(run)
-        left.append(state(one))
-    assert_same_bits(*left)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -133,43 +138,39 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
 
 
 def test_calls_that_wait_for_their_backwards_know_nothing_of_each_other() -> None:
-    model, other, step, memory = pair()
+    twins = Twins()
 
     def twice(run: Any) -> None:
         first, second, third = run(batch(0)), run(batch(1)), run(batch(2, count=3))
         second.backward()
         (2 * first + third).backward()
 
-    both_left(twice, model, other, step)
-    assert memory.use.calls == 3
-    assert memory.use.pending == 0
-    taken = memory.use.taken
-    both_left(twice, model, other, step)
-    assert memory.use.taken == taken  # of the stores that there were
+    twins.assert_alike(twice)
+    use = twins.memory.use
+    assert (use.calls, use.pending) == (3, 0)
+    twins.assert_alike(twice)
+    assert twins.memory.use.taken == use.taken  # of the stores that there were
 
 
 def test_what_nobody_can_ask_for_is_let_go_of() -> None:
-    model, other, step, memory = pair()
+    twins = Twins()
     for _ in range(3):
-        step(batch(0))
-    assert memory.use.pending == 1
-    assert memory.use.taken == most_there(step.plans[0].plan, step.plans[0].problem.graph)  # one store
-    other.load_state_dict(model.state_dict())
-    both_left(lambda run: run(batch(0)).backward(), model, other, step)
+        twins.step(batch(0))
+    (plan,) = twins.step.plans
+    assert twins.memory.use.pending == 1
+    assert twins.memory.use.taken == most_there(plan.plan, plan.problem.graph)  # one store
+    twins.assert_goes_on()
 
 
 def test_a_second_backward_of_a_call_is_refused() -> None:
-    model, other, step, _ = pair()
-    loss = step(batch(0))
+    twins = Twins()
+    loss = twins.step(batch(0))
     loss.backward(retain_graph=True)
-    before = state(other)
+    before = state(twins.copy)
     with pytest.raises(Unsupported, match="differentiated once for each call"):
         loss.backward()
-    assert_same_bits(state(other), before)
-    model.zero_grad()
-    other.zero_grad()
-    other.load_state_dict(model.state_dict())
-    both_left(lambda run: run(batch(0)).backward(), model, other, step)
+    assert_same_bits(state(twins.copy), before)
+    twins.assert_goes_on()
 
 
 @pytest.mark.parametrize("broken", [HostError("read error"), KeyboardInterrupt()])
@@ -177,11 +178,10 @@ def test_a_second_backward_of_a_call_is_refused() -> None:
 def test_a_step_that_fails_leaves_nothing_behind(
     at: int, broken: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, other, step, memory = pair()
-    step(batch(0)).backward()
-    other.zero_grad()
-    other.load_state_dict(model.state_dict())
-    before, really, waits = state(other), Store.wait, iter(range(10**6))
+    twins = Twins()
+    twins.assert_goes_on()
+    twins.copy.zero_grad()
+    before, really, waits = state(twins.copy), Store.wait, itertools.count()
 
     def wait(store: Store, key: int) -> None:
         if next(waits) == at:
@@ -191,13 +191,12 @@ def test_a_step_that_fails_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "wait", wait)
         with pytest.raises(type(broken)) as caught:
-            step(batch(0)).backward()
-    assert memory.use.pending == 0
-    assert [p.grad for p in other.parameters()] == [None] * len([*other.parameters()])
+            twins.step(batch(0)).backward()
+    assert twins.memory.use.pending == 0
+    assert all(p.grad is None for p in twins.copy.parameters())
     if at == 0:  # in the forward
-        assert_same_bits(state(other)[:-1], before[:-1])
-    other.load_state_dict(model.state_dict())
-    both_left(lambda run: run(batch(0)).backward(), model, other, step)
+        assert_same_bits(state(twins.copy)[:-1], before[:-1])
+    twins.assert_goes_on()
     del caught
 
 
@@ -236,22 +235,20 @@ def test_a_part_of_the_backward() -> None:
             return [head(hidden).tanh().exp().tanh().sum() for head in self.heads]
 
     for seed in range(3):
-        model, other, step, memory = pair(seed, Two())
+        twins = Twins(seed, Two())
         for which in (0, 1):
-            both_left(lambda run: run(batch(0))[which].backward(), model, other, step)  # noqa: B023
-            both_left(lambda run: sum(run(batch(1))).backward(), model, other, step)
-            assert memory.use.pending == 0
+            twins.assert_alike(lambda run: run(batch(0))[which].backward())  # noqa: B023
+            twins.assert_alike(lambda run: sum(run(batch(1))).backward())
+            assert twins.memory.use.pending == 0
 
 
 def test_within_a_checkpoint() -> None:
-    model, other, step, _ = pair()
-    both_left(lambda run: checkpoint(run, batch(0), use_reentrant=False).backward(), model, other, step)
+    Twins().assert_alike(lambda run: checkpoint(run, batch(0), use_reentrant=False).backward())
 
 
 def test_hooks_that_put_copies_in_place_are_refused() -> None:
-    _, _, step, _ = pair()
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
-        loss = step(batch(0))
+        loss = Twins().step(batch(0))
     with pytest.raises(Unsupported, match="hooks have put copies"):
         loss.backward()
 

@@ -25,10 +25,13 @@ from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_alike
 from tests.support.sampling import long
+from tests.support.stepping import grads_of
 from tests.support.ways import offering_ways
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Step = Callable[[Tensor], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +62,12 @@ def _compiled(step: Callable[..., Any], budget: int | str = "1 GB", **options: A
 
 
 def _writing(module: fx.GraphModule, **options: bool) -> int:
-    """How many ops of the code that runs write over an input."""
+    """Count the ops of the code that runs which write over an input."""
     return sum("out" in node.kwargs or "grad_input" in node.kwargs for node in written(module, **options).graph.nodes)
 
 
 def _writes(solution: Solution) -> tuple[int, int]:
-    """How many do in the forward, and in the backward."""
+    """Count them in the forward, and in the backward."""
     return _writing(solution.modules.forward), _writing(solution.modules.backward)
 
 
@@ -73,12 +76,8 @@ def _saved_are_written(solution: Solution) -> bool:
     return _writing(backward) > _writing(backward, spare=True)
 
 
-def _grads(model: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
 def _peak(net: nn.Module, step: Any) -> int:
-    """Measured, of a step that is not the first, with what is there all the time."""
+    """Measure the peak of a step that is not the first, resident bytes included."""
 
     def forward_backward() -> Tensor:
         net.zero_grad()
@@ -94,12 +93,11 @@ def _peak(net: nn.Module, step: Any) -> int:
 def _plain() -> list[Tensor | None]:
     net = _Net()
     net(X).backward()
-    return _grads(net)
+    return grads_of(net)
 
 
 @pytest.mark.parametrize(("share", "default_device"), [(1.0, False), (1.0, True), (0.4, False), (0.0, False)])
 def test_the_peak_is_the_plans_to_the_byte(share: float, default_device: bool) -> None:
-    """Also where PyTorch has a default device."""
     net = _Net()
     problem = checkmate.trace(net, X)
     least = checkmate.min_budget(problem, time_limit=0.2).peak
@@ -110,7 +108,7 @@ def test_the_peak_is_the_plans_to_the_byte(share: float, default_device: bool) -
     assert all(_writes(plan))
     assert _saved_are_written(plan)
     assert peak == plan.peak <= plan.budget
-    assert_same_bits(_grads(net), _plain())
+    assert_same_bits(grads_of(net), _plain())
 
 
 class _Images(nn.Module):
@@ -144,67 +142,88 @@ def test_what_runs_block_by_block_does_so_where_the_budget_asks_for_it(layout: t
         assert solution.plan is not None
         slowly = {(s.op, s.over) for s in solution.plan.steps if isinstance(s, Run)} & solution.problem.slower
         assert bool(slowly) == needed
-        assert_same_bits(_grads(net), _grads(plain))
+        assert_same_bits(grads_of(net), grads_of(plain))
         assert_same_bits([*net.buffers()], [*plain.buffers()])
         net.zero_grad()
         use = measure_peak(lambda: step(x).backward())  # noqa: B023
         assert use.peak + solution.problem.resident == solution.peak <= budget
 
 
-def test_a_graph_that_is_retained_serves_again() -> None:
+class _Uses:
+    """Uses of a step of the net; each yields what it leaves."""
+
+    def retained(net: _Net, step: Step) -> Any:
+        loss = step(X)
+        for keep in (True, True, False):
+            net.zero_grad()
+            loss.backward(retain_graph=keep)
+            yield grads_of(net)
+
+    def some_gradients(net: _Net, step: Step) -> Any:
+        yield torch.autograd.grad(step(X), [net.layers[1].weight, net.layers[3].bias])
+
+    def anomaly_mode(net: _Net, step: Step) -> Any:
+        with torch.autograd.set_detect_anomaly(True):
+            yield from _Uses.some_gradients(net, step)
+
+    def within_checkpoints(net: _Net, step: Step) -> Any:
+        for reentrant in (True, False):
+            x = X.clone().requires_grad_()
+            checkpoint(step, x, use_reentrant=reentrant).backward()
+            yield x.grad, grads_of(net)
+
+
+def test_it_serves_as_plain_pytorch_does() -> None:
     net = _Net()
     step = _compiled(net)
-    loss = step(X)
-    assert _saved_are_written(step.plans[0])
-    for keep in (True, True, False):
-        net.zero_grad()
-        loss.backward(retain_graph=keep)
-        assert_same_bits(_grads(net), _plain())
+    for name in (name for name in vars(_Uses) if name[0] != "_"):
+        left = []
+        for run in (step, net):
+            net.zero_grad()
+            left.append([*getattr(_Uses, name)(net, run)])
+        assert_same_bits(*left)
+    assert all(map(_saved_are_written, step.plans))
 
 
-def _kept_by_hooks(
-    step: Callable[..., Tensor], held: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> tuple[list[Tensor], Tensor]:
-    kept: list[Tensor] = []
+class _Kept:
+    """Ways to hold what a step saves: each gives that, and the loss."""
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(held(tensor))
-        return tensor
+    def by_hooks(step: Step, held: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[list[Tensor], Tensor]:
+        kept: list[Tensor] = []
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return kept, step(X)
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(held(tensor))
+            return tensor
 
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return kept, step(X)
 
-def _kept_by_hooks_elsewhere(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The hook keeps another tensor in the same storage than it hands back."""
-    return _kept_by_hooks(step, lambda tensor: tensor.view(-1))
+    def by_hooks_elsewhere(step: Step) -> tuple[list[Tensor], Tensor]:
+        """The hook keeps another tensor in the same storage than it hands back."""
+        return _Kept.by_hooks(step, lambda tensor: tensor.view(-1))
 
+    def asked_for(step: Step) -> tuple[list[Tensor], Tensor]:
+        loss = step(X)
+        assert loss.grad_fn is not None
+        return [*loss.grad_fn.saved_tensors], loss
 
-def _asked_for(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
-    loss = step(X)
-    assert loss.grad_fn is not None
-    return [*loss.grad_fn.saved_tensors], loss
-
-
-def _as_arrays(step: Callable[..., Tensor]) -> tuple[list[Any], Tensor]:
-    kept, loss = _asked_for(step)
-    return [tensor.detach().numpy() for tensor in kept], loss
+    def as_arrays(step: Step) -> tuple[list[Any], Tensor]:
+        kept, loss = _Kept.asked_for(step)
+        return [tensor.detach().numpy() for tensor in kept], loss
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeping", [_kept_by_hooks, _kept_by_hooks_elsewhere, _asked_for, _as_arrays])
-def test_saved_tensors_that_another_holds_stay_as_they_are(
-    keeping: Callable[[Callable[..., Tensor]], tuple[list[Any], Tensor]],
-) -> None:
+@pytest.mark.parametrize("way", [name for name in vars(_Kept) if name[0] != "_"])
+def test_saved_tensors_that_another_holds_stay_as_they_are(way: str) -> None:
     net = _Net()
     step = _compiled(net)
     step(X)
     assert _saved_are_written(step.plans[0])
-    kept, loss = keeping(step)
+    kept, loss = getattr(_Kept, way)(step)
     before = [torch.as_tensor(tensor).clone() for tensor in kept]
     loss.backward()
     assert_same_bits([torch.as_tensor(tensor) for tensor in kept], before)
-    assert_same_bits(_grads(net), _plain())
+    assert_same_bits(grads_of(net), _plain())
 
 
 class _Keeping(TorchDispatchMode):
@@ -242,7 +261,7 @@ def test_what_a_mode_has_seen_stays_as_it_was(kind: Callable[[], Any], also_forw
         (step(X) if also_forward else loss).backward()
     assert len(mode.made) > 20
     assert_same_bits([seen for seen, _ in mode.made], [was for _, was in mode.made])
-    assert_same_bits(_grads(net), _plain())
+    assert_same_bits(grads_of(net), _plain())
 
 
 def test_results_made_over_views_can_be_written_to() -> None:
@@ -255,10 +274,7 @@ def test_results_made_over_views_can_be_written_to() -> None:
 
     x = torch.randn(8, 8)
     compiled = _compiled(step)
-    results = [compiled(x)[1], step(x)[1]]
-    for result in results:
-        result.add_(1.0)
-    assert_same_bits(*results)
+    assert_alike(lambda run: run(x)[1].add_(1.0), compiled, step)
     (plan,) = compiled.plans
     assert _writes(plan)[0]
     forward, by_shape = plan.modules.forward, {t.shape: t for t in (layer.weight, layer.bias, x)}
@@ -273,13 +289,15 @@ def test_gradients_that_are_handed_out_one_by_one_are_whole() -> None:
     """A weight that a step uses again and again, and two calls before one backward."""
     net = _Net()
     plain = lambda x: net(x) + net(x * 0.5) * 0.3  # noqa: E731
-    compiled, found = _compiled(plain), []
-    for step in (compiled, plain):
+    compiled = _compiled(plain)
+
+    def gradients(step: Step) -> list[Tensor | None]:
         net.zero_grad()
         (step(X) + step(X.flip(0))).backward()
-        found.append(_grads(net))
+        return grads_of(net)
+
+    assert_alike(gradients, compiled, plain)
     assert all(_writes(compiled.plans[0]))
-    assert_same_bits(*found)
 
 
 def test_results_without_gradients_leave_no_trace() -> None:
@@ -289,15 +307,15 @@ def test_results_without_gradients_leave_no_trace() -> None:
         h = (net.layers[0](x) + 1).relu()
         return net(h), (net.layers[1](h).exp() - h).tanh()
 
-    compiled = _compiled(plain)
-    for used in ((0,), (1,), (0, 1)):
-        found = []
-        for step in (compiled, plain):
+    def gradients(step: Step) -> Any:
+        for used in ((0,), (1,), (0, 1)):
             net.zero_grad()
             results = step(X)
             torch.stack([results[i].sum() for i in used]).sum().backward()
-            found.append(_grads(net))
-        assert_same_bits(*found)
+            yield grads_of(net)
+
+    compiled = _compiled(plain)
+    assert_alike(lambda step: [*gradients(step)], compiled, plain)
     assert all(_writes(compiled.plans[0]))
 
 
@@ -319,46 +337,22 @@ def test_a_backward_that_fails_half_way_can_be_tried_again() -> None:
 
     compiled = _compiled(step)
     compiled(X)
-    for retain in (True, False):
-        net.zero_grad()
+
+    def failed(*, retain_graph: bool) -> Tensor:
         loss, fails[0] = compiled(X), True
         with pytest.raises(RuntimeError, match="half way"):
-            loss.backward(retain_graph=retain)
+            loss.backward(retain_graph=retain_graph)
         fails[0] = False
-        if retain:
-            net.zero_grad()
-            loss.backward()
-            found = _grads(net)
-            net.zero_grad()
-            step(X).backward()
-            assert_same_bits(found, _grads(net))
-        else:
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
+        net.zero_grad()
+        return loss
 
-
-def test_some_gradients_and_anomaly_mode() -> None:
-    net = _Net()
-    step = _compiled(net)
-    weights = [net.layers[1].weight, net.layers[3].bias]
-    expected = torch.autograd.grad(net(X), weights)
-    assert_same_bits(torch.autograd.grad(step(X), weights), expected)
-    with torch.autograd.set_detect_anomaly(True):
-        assert_same_bits(torch.autograd.grad(step(X), weights), expected)
-
-
-def test_a_step_within_a_checkpoint() -> None:
-    net = _Net()
-    step = _compiled(net)
-    for reentrant in (True, False):
-        found: list[Any] = []
-        for run in (step, net):
-            net.zero_grad()
-            x = X.clone().requires_grad_()
-            checkpoint(run, x, use_reentrant=reentrant).backward()
-            found += [[x.grad, *_grads(net)]]
-        assert_same_bits(*found)
-    assert all(map(_saved_are_written, step.plans))
+    failed(retain_graph=True).backward()
+    found = grads_of(net)
+    net.zero_grad()
+    step(X).backward()
+    assert_same_bits(found, grads_of(net))
+    with pytest.raises(RuntimeError, match="second time"):
+        failed(retain_graph=False).backward()
 
 
 @pytest.mark.slow

@@ -62,6 +62,14 @@ def assert_as_plain(
     return run
 
 
+def assert_alike(left_by: Callable[[Any], Any], *runs: Any) -> Any:
+    """Compare bits of all that a function leaves with each of several runs of a step; give what the first left."""
+    first, *others = map(left_by, runs)
+    for other in others:
+        assert_same_bits(first, other)
+    return first
+
+
 def train_as_plain(
     module: nn.Module, step: Callable[..., Tensor], *batch: Tensor, **options: Any
 ) -> tuple[checkmate.Solution, list[int]]:

@@ -25,6 +25,11 @@ class Trained:
     peaks: list[int]  # bytes above the level at entry, of each step after the first
 
 
+def grads_of(module: nn.Module) -> list[Tensor | None]:
+    """Copy the gradients of all parameters."""
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
 def train(module: nn.Module, step: Step, batch: tuple[Tensor, ...], *, steps: int = 3, seed: int = 7) -> Trained:
     """SGD with momentum. The first step is not metered: a compiled one plans in it."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)

@@ -140,11 +140,56 @@ def plain_step(
     return step
 
 
+def adamw(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def itself(model: nn.Module) -> nn.Module:
+    """The loss of a model whose forward gives it."""
+    return model
+
+
+def training(
+    new_model: Callable[[], nn.Module] = classifier,
+    new_optimizers: Callable[[Any], Any] = adamw,
+    *,
+    loss: Callable[[Any], Any] = loss_of,
+    batch: Sequence[Any] | Callable[[int], Sequence[Any]] = (X, Y),
+    steps: int = 3,
+    between: Callable[[int, Any, Any], None] = lambda i, model, optimizers: None,
+    metered: bool = True,
+    look: Callable[[Any, Any], Any] = lambda model, optimizers: None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], TrainedWhole]:
+    """Make the training of a new model, by whatever makes a step of its loss and its optimizers: for `assert_as_plain`.
+
+    Args:
+        between: is called before each step, with its number, the model and what ``new_optimizers`` gave.
+        look: finds in these more that must agree in the end.
+        options: of the step, as they are, or what makes one of the model; states of these must agree, too.
+    """
+
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        model = new_model()
+        made = new_optimizers(model)
+        given = {name: option(model) if callable(option) else option for name, option in options.items()}
+        step = make(loss(model), made, **given)
+        several = [made] if isinstance(made, optim.Optimizer) else made
+        before = lambda i: between(i, model, made)  # noqa: E731
+        found = train_whole(step, model, several, batch, steps=steps, between=before, metered=metered)
+        stateful = {name: option[0] if isinstance(option, tuple) else option for name, option in given.items()}
+        found.state |= {name: o.state_dict() for name, o in stateful.items() if hasattr(o, "state_dict")}
+        found.state["looked at"] = look(model, made)
+        return found
+
+    return train
+
+
 def train_whole(
     step: Callable[..., Tensor],
     module: nn.Module,
     optimizers: Sequence[optim.Optimizer],
-    batch: Sequence[Any],
+    batch: Sequence[Any] | Callable[[int], Sequence[Any]],
     *,
     steps: int = 3,
     between: Callable[[int], None] = lambda i: None,
@@ -153,6 +198,7 @@ def train_whole(
     """Run a step a few times from the same random state; the first is not metered: a compiled one plans in it.
 
     Args:
+        batch: of each step, or what gives that of a number.
         between: is called before each step, with its number.
         metered: False: no step is, for a loop that plans later on.
     """
@@ -160,13 +206,14 @@ def train_whole(
     torch.manual_seed(7)
     for i in range(steps):
         between(i)
+        given = batch(i) if callable(batch) else batch
         if i and metered:
-            use = measure_peak(lambda: step(*batch))
+            use = measure_peak(lambda: step(*given))  # noqa: B023
             found.peaks.append(use.peak)
             found.losses.append(use.result)
             del use
         else:
-            found.losses.append(step(*batch))
+            found.losses.append(step(*given))
     state = {"model": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
     found.state, found.random_state = copy.deepcopy(state), torch.get_rng_state()
     return found

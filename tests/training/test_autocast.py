@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import checkmate
 from tests.support.sampling import long
 from tests.support.stepping import assert_same, train
-from tests.support.whole_steps import assert_as_plain, planned_step, train_whole
+from tests.support.whole_steps import assert_as_plain, loss_of, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 BATCH = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
 
-class Shared(nn.Module):
-    """Two blocks of the same weights, and the loss."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.block, self.head, self.dtype = nn.Linear(16, 16), nn.Linear(16, 4), dtype
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=self.dtype):
-            for _ in range(2):
-                x = F.gelu(self.block(x))
-            return F.cross_entropy(self.head(x).float(), y)
+def shared() -> nn.Module:
+    """Two blocks of the same weights."""
+    torch.manual_seed(0)
+    block = nn.Linear(16, 16)
+    return nn.Sequential(block, nn.GELU(), block, nn.GELU(), nn.Linear(16, 4))
 
 
 def _smallest(step: Any) -> int:
@@ -40,14 +30,15 @@ def _smallest(step: Any) -> int:
 
 @pytest.mark.usefixtures("found_by_name")
 def test_compiled_steps() -> None:
-    model, plain = Shared(), Shared()
-    expected, budget = train(plain, plain, BATCH), _smallest(model)
-    assert_same(train(model, checkmate.compile(model, budget=budget, time_limit=1), BATCH), expected)
-    model = Shared()
-    options = {"budget": budget, "time_limit": 1}
-    assert_same(
-        train(model, torch.compile(model, backend="checkmate", options=options, dynamic=False), BATCH), expected
-    )
+    def trained(compiled: Any) -> Any:
+        model = shared()
+        return train(model, compiled(loss_of(model, torch.bfloat16)), BATCH)
+
+    expected = trained(lambda loss_fn: loss_fn)
+    options = {"budget": _smallest(loss_of(shared(), torch.bfloat16)), "time_limit": 1}
+    assert_same(trained(lambda loss_fn: checkmate.compile(loss_fn, **options)), expected)
+    by_name = {"backend": "checkmate", "options": options, "dynamic": False}
+    assert_same(trained(lambda loss_fn: torch.compile(loss_fn, **by_name)), expected)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +46,10 @@ def test_compiled_steps() -> None:
     [
         (torch.bfloat16, {}),
         long(torch.bfloat16, {"clip_norm": 0.1, "accumulate": 2}),
-        (torch.float16, {"clip_norm": 0.1}),
+        (torch.float16, {"clip_norm": 0.1, "scaler": lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**8)}),
     ],
 )
 def test_whole_steps(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """In float16 with a scaled loss."""
-
-    def made(make: Callable[..., Any]) -> tuple[Any, ...]:
-        model = Shared(dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if dtype == torch.float16 else None
-        return make(model, optimizer, scaler=scaler, **options), model, [optimizer]
-
-    smallest = _smallest(made(planned_step)[0])
-    assert_as_plain(lambda make: train_whole(*made(make), BATCH, steps=4), budget=smallest)
+    train: Any = training(shared, loss=lambda model: loss_of(model, dtype), batch=BATCH, steps=4, **options)
+    step, _ = assert_as_plain(train)
+    assert_as_plain(train, budget=_smallest(step))

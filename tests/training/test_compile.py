@@ -25,6 +25,7 @@ from checkmate.solvers import plan_cache
 from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between, recomputing
+from tests.support.plainly import assert_as_plain
 from tests.support.sampling import few, long, slow
 from tests.support.stepping import Trained, assert_same, train
 from tests.support.whole_steps import X, Y, classifier, loss_of
@@ -59,7 +60,7 @@ def _assert_predicted(compiled: Any, found: Trained, budget: int) -> checkmate.S
     ],
 )
 def test_same_numbers_within_the_budget(name: str, share: float, threads: int) -> None:
-    """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
+    """The budget is the smallest, one in between, or keep-all; the peak is predicted to the byte."""
     torch.set_num_threads(threads)
     problem, expected = _plain(name, threads)
     budget = between(problem, share)
@@ -99,7 +100,7 @@ def test_trace_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_trace_often() -> None:
-    """More often than torch.compile allows one function to be compiled again."""
+    """torch.compile does not compile one function so often."""
     weight = torch.ones(3, requires_grad=True)
     often = torch._dynamo.config.recompile_limit + 2
     peaks = {checkmate.trace(lambda x: (x * weight).sum(), torch.ones(n, 3)).keep_all_peak for n in range(1, often + 1)}
@@ -108,7 +109,7 @@ def test_trace_often() -> None:
 
 @pytest.mark.slow
 def test_the_second_start_trains_with_the_plan_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a new process would find: costs and plans on disk."""
+    """A new process finds costs and plans on disk."""
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     _, step, batch = CASES["mlp"].make(0)
     budget = between(checkmate.trace(step, *batch), 0.5)
@@ -135,8 +136,7 @@ def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(
     for some in (batch, smaller, batch):
         assert_same(train(module, compiled, some), train(twin, plain, some))
     whole, rest = compiled.plans
-    assert whole.peak <= budget
-    assert rest.peak <= budget
+    assert max(whole.peak, rest.peak) <= budget
     assert whole.cost > problem.keep_all_cost
     assert rest.origin == "another size" or rest.peak == rest.problem.keep_all_peak
 
@@ -180,7 +180,7 @@ def test_an_argument_of_the_step_may_have_the_name_of_an_option_of_before() -> N
 
 @pytest.mark.parametrize(("dtype", "memory_format"), few(3, itertools.product(TYPES, LAYOUTS)))
 def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """Drawn in the same order, scaled with the same rounding, and replayed from its mask."""
+    """Masks are drawn in the same order, scaled with the same rounding, and replayed."""
     x = torch.rand(2, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
 
     def step(x: Tensor) -> Tensor:
@@ -188,24 +188,15 @@ def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memor
             x = F.dropout(x.sin(), p, training=True)
         return (x * x).sum()
 
-    problem = checkmate.trace(step, x)
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak)
-    torch.manual_seed(3)
-    found = torch.autograd.grad(compiled(x), x)[0], torch.get_rng_state()
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(step(x), x)[0], torch.get_rng_state()
-    assert_same_bits(found, expected)
+    assert_as_plain(step, x, budget=checkmate.min_budget(checkmate.trace(step, x)).peak, profile="measure")
 
 
 def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -> None:
-    """Its result does not depend on them, so that autograd need not guard them; and the backward updates none again."""
-    torch.manual_seed(0)
-    norms = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)]
-    net, x = nn.Sequential(*norms, nn.Linear(16, 4)), torch.randn(64, 16)
-    plain = copy.deepcopy(net)
+    """The result does not depend on them, so autograd need not guard them, and the backward updates none again."""
+    net, plain = classifier(dropout=0.0), classifier(dropout=0.0)
     compiled = checkmate.compile(net, budget="1 MB", rules=BATCH_NORM_AGAIN)
     for run in (compiled, plain):
-        (run(x) - run(-x)).square().mean().backward()
+        (run(X) - run(-X)).square().mean().backward()
     (plan,) = compiled.plans
     assert any("batch_norm" in name for name in plan.modules.again)
     assert_same_bits([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
@@ -213,7 +204,7 @@ def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -
 
 
 def test_a_step_is_captured_within_a_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A new shape in the middle of it, too, and a question; what ops take is measured as elsewhere."""
+    """A new shape within the profiler, too; costs are measured as elsewhere."""
     net, plain = classifier(), classifier()
 
     def branching(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -226,19 +217,18 @@ def test_a_step_is_captured_within_a_profiler(monkeypatch: pytest.MonkeyPatch, t
         return [problem.profile.workspace_bytes.tolist(), [*map(str, problem.profile.ways)]]
 
     expected = costs()
-    step, found = checkmate.compile(branching(net), budget="1 MB"), []
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        inside = costs()
+    step = checkmate.compile(branching(net), budget="1 MB")
+
+    def gradients(run: Callable[[Tensor, Tensor], Tensor], module: nn.Module) -> Any:
         for rows in (slice(None), slice(3)):
             torch.manual_seed(1)
-            step(X[rows], Y[rows]).backward()
-            found.append([p.grad for p in net.parameters()])
-            net.zero_grad()
-    for rows, grads in zip((slice(None), slice(3)), found, strict=True):
-        plain.zero_grad()
-        torch.manual_seed(1)
-        branching(plain)(X[rows], Y[rows]).backward()
-        assert_same_bits(grads, [p.grad for p in plain.parameters()])
+            run(X[rows], Y[rows]).backward()
+            yield [p.grad for p in module.parameters()]
+            module.zero_grad()
+
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        inside, found = costs(), [*gradients(step, net)]
+    assert_same_bits(found, [*gradients(branching(plain), plain)])
     assert inside == expected
     assert step.plans[0].peak > step.plans[1].peak  # each shape has its own
     assert any("addmm" in event.name for event in profiler.events())
@@ -262,7 +252,7 @@ def test_gradient_that_autograd_copies_is_counted() -> None:
 
 @pytest.mark.slow
 def test_the_budget_counts_what_the_step_holds_and_does_not_read() -> None:
-    """Parameters, buffers and the batch are what the person paid for, each storage once."""
+    """Parameters, buffers and the batch count, each storage once."""
     net, x, y = classifier(), X.clone(), Y.clone()
     net.register_buffer("table", torch.zeros(128))
     net.register_buffer("part_of_it", net.table[:3], persistent=False)
@@ -295,7 +285,6 @@ def test_the_budget_counts_what_the_step_holds_and_does_not_read() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_large_gradient_that_can_wait_is_made_last() -> None:
     """The head's weight, and so its gradient, is larger than what the convolutions make."""
-    torch.manual_seed(0)
     body = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()
     module = nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 14 * 14, 200))
     batch, plain = (torch.randn(128, 3, 16, 16), torch.randint(200, (128,))), copy.deepcopy(module)
@@ -339,12 +328,11 @@ def test_ops_that_run_again_in_another_order_and_twice(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(plan_cache, "begin", begin)
     torch.manual_seed(0)
-    branch = lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.GELU())  # noqa: E731
-    layers = nn.ModuleList(nn.ModuleList([branch(), branch()]) for _ in range(2))
+    branches = [nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.GELU()) for _ in range(4)]
 
     def step(x: Tensor) -> Tensor:
-        for branches in layers:  # which read the same, and do not know of each other
-            x = torch.cat([each(x) for each in branches], 1)
+        for one, other in (branches[:2], branches[2:]):  # which read the same, and do not know of each other
+            x = torch.cat([one(x), other(x)], 1)
         return x.square().mean()
 
     report = checkmate.verify(step, torch.randn(64, 16), budget="1 GB")

@@ -64,7 +64,7 @@ class Synchronized(nn.Module):
 
 
 def _train(model: nn.Module, step: Callable[..., Tensor] | None = None) -> Any:
-    """All that four steps leave, so that buckets are rebuilt, in the order of the parameters."""
+    """Train four steps, so that buckets are rebuilt: all that they leave, in the order of the parameters."""
     found = train(model, step or model, batch(SIZE, WIDTH), steps=4, seed=5 + dist.get_rank())
     grads = [[*of_step.values()] for of_step in found.grads]
     assert all(grad is not None for of_step in grads for grad in of_step)
@@ -95,168 +95,153 @@ def _one_plan(plans: list[Solution]) -> None:
     assert len([origin for origin in everywhere(plan.origin) if origin.startswith("rank ")]) == 1
 
 
-def _ddp() -> None:
-    given = batch(SIZE, WIDTH)
-    for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True, "static_graph": True}):
-        compiled = _compiled(_net())
-        expected = _train(DistributedDataParallel(_net(), **options))
-        model = DistributedDataParallel(compiled, bucket_cap_mb=1, **options)
+class Scenes:
+    """Scenes that the same ranks play one after the other."""
+
+    def ddp() -> None:
+        given = batch(SIZE, WIDTH)
+        for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True, "static_graph": True}):
+            compiled = _compiled(_net())
+            expected = _train(DistributedDataParallel(_net(), **options))
+            model = DistributedDataParallel(compiled, bucket_cap_mb=1, **options)
+            assert_same_bits(_train(model), expected)
+            _one_plan(compiled.plans)
+        (plan,) = compiled.plans
+        assert plan.peak < plan.problem.keep_all_peak
+        flat = sum(b.nbytes for b in model.buffers() if b.is_floating_point())  # gloo's threads let go of them unseen
+        for broadcast, held in ((False, 0), (True, flat)):
+            model.broadcast_buffers = broadcast
+            model.zero_grad()
+            use = measure_peak(lambda: model(*given).backward())
+            assert use.final in (0, held)
+            assert plan.problem.resident + use.peak <= plan.peak + use.final
+        accumulated = _accumulate(DistributedDataParallel(_net()))
+        verified = checkmate.compile(_net(), budget=BUDGET, time_limit=SECONDS, verify=True)
+        assert_same_bits(_accumulate(DistributedDataParallel(verified)), accumulated)
+
+    def ddp_around_the_backend_of_torch_compile() -> None:
+        def compiled(split: bool) -> nn.Module:
+            torch._dynamo.reset()
+            torch._dynamo.config.optimize_ddp = split
+            options = {"budget": BUDGET, "time_limit": SECONDS}
+            model = torch.compile(_net(), backend=backend, options=options, dynamic=False)
+            return DistributedDataParallel(model, bucket_cap_mb=1)
+
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="optimize_ddp = False"):
+            _train(compiled(split=True))
+        assert_same_bits(_train(compiled(split=False)), _train(DistributedDataParallel(_net())))
+
+    def refused() -> None:
+        wrapped = DistributedDataParallel(_net())
+        with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
+            _compiled(wrapped)
+        hidden = [wrapped]
+        for step in (lambda x, y: 2 * wrapped(x, y), lambda x, y: 2 * hidden[0](x, y)):
+            with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
+                checkmate.compile(step, budget=BUDGET)(*batch(SIZE, WIDTH))
+        sharded = fully_shard(_net())
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        with pytest.raises(checkmate.Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
+            checkmate.training_step(sharded, optimizer, budget=BUDGET)
+        zero = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(checkmate.Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
+            checkmate.training_step(_net(), zero, budget=BUDGET)
+        with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+            DistributedDataParallel(_compiled(_net(), "3 MB"))(*batch(SIZE, WIDTH))
+        assert len(set(everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1
+
+    def ranks_that_train_different_steps() -> None:
+        """None waits for another: a smaller batch on one, another model on each, a step that one takes alone."""
+        x, y = batch(SIZE, WIDTH)
+        model = DistributedDataParallel(compiled := _compiled(_net()))
+        model(x[: SIZE - dist.get_rank()], y[: SIZE - dist.get_rank()]).backward()
+        assert not compiled.plans[0].origin.startswith("rank")
+        stage = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(1 + dist.get_rank())])
+        _compiled(stage)(x).sum().backward()
+        if dist.get_rank() == 1:
+            _compiled(nn.Linear(WIDTH, 3))(x).sum().backward()
+        dist.barrier()
+
+    def collectives_within_the_step() -> None:
+        problem = checkmate.trace(Synchronized(), *batch(SIZE, WIDTH))
+        compiled = _compiled(Synchronized(), checkmate.min_budget(problem, time_limit=SECONDS).peak + 100_000)
+        model = DistributedDataParallel(compiled)
+        assert_same_bits(_train(model), _train(DistributedDataParallel(Synchronized())))
+        _one_plan(compiled.plans)
+        (plan,) = compiled.plans
+        talking = [k for k, op in enumerate(plan.problem.graph.ops) if "c10d" in op.target]
+        assert len(talking) == 3  # each a launch and its wait
+        assert all(plan.plan.runs.count(k) == 1 for k in talking)
+        assert {plan.problem.graph.ops[k].pinned for k in talking} == {"exchanges data with other ranks"}
+
+    def sharded() -> None:
+        expected = _train(fully_shard(_net()))
+        model = fully_shard(compiled := _compiled(_net()))
         assert_same_bits(_train(model), expected)
         _one_plan(compiled.plans)
-    (plan,) = compiled.plans
-    assert plan.peak < plan.problem.keep_all_peak
-    flat = sum(b.nbytes for b in model.buffers() if b.is_floating_point())  # gloo's threads let go of them unseen
-    for broadcast, held in ((False, 0), (True, flat)):
-        model.broadcast_buffers = broadcast
         model.zero_grad()
-        use = measure_peak(lambda: model(*given).backward())
-        assert use.final in (0, held)
-        assert plan.problem.resident + use.peak <= plan.peak + use.final
-    accumulated = _accumulate(DistributedDataParallel(_net()))
-    verified = checkmate.compile(_net(), budget=BUDGET, time_limit=SECONDS, verify=True)
-    assert_same_bits(_accumulate(DistributedDataParallel(verified)), accumulated)
+        (plan,) = compiled.plans
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        x, y = batch(SIZE, WIDTH)
+        use = measure_peak(lambda: model(x, y).backward())
+        there = parameters // RANKS + x.nbytes + y.nbytes  # at entry: what is gathered comes within the call
+        assert there + use.peak <= plan.peak + 2 * parameters  # what docs/ecosystem.md says to reserve
+
+    def sharded_in_blocks() -> None:
+        """A plan for each of two blocks, each with the bits; a step whose parts are sharded on their own is refused."""
+
+        def blocks(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+            model = _net()
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = fully_shard(wrap(block) if i < 2 else block)
+            return fully_shard(model)
+
+        assert_same_bits(_train(blocks(_compiled)), _train(blocks(lambda block: block)))
+        model = _compiled(_net())
+        for block in model.blocks:
+            fully_shard(block)
+        with pytest.raises(checkmate.Unsupported, match=r"blocks.0 is a part of the step.*as one unit"):
+            fully_shard(model)(*batch(SIZE, WIDTH))
+        with pytest.raises(checkmate.Unsupported, match=r"fully_shard\(checkmate.compile\(model"):
+            _compiled(fully_shard(_net()))
+
+    def a_second_memory() -> None:
+        """Each rank has its own, and all follow the plan of one, with the rates that this one has measured."""
+        room = {"host_budget": "100 MB", "host": "file:/dev/shm"}
+        problems = [checkmate.trace(_net(), *batch(SIZE, WIDTH), **there) for there in (room, {})]
+        least = [checkmate.min_budget(problem, time_limit=2 * SECONDS).peak for problem in problems]
+        (budget,) = set(everywhere(sum(least) // 2)[:1])  # that holds with it only
+        model = checkmate.compile(_net(), budget=budget, time_limit=2 * SECONDS, **room)
+        assert_same_bits(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(_net())))
+        (plan,) = model.plans
+        assert plan.plan is not None
+        assert plan.plan.sent
+        assert len(set(everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
+        assert model.memory().second_memories[0].peak == simulate(plan.plan, plan.problem).host_peak
+
+    def what_there_is() -> None:
+        """Ranks that exchange data within a step take the least that one of them finds; no other rank is waited for."""
+        looked, rank = [], dist.get_rank()
+
+        def available(device: torch.device, held: int, **about: Any) -> Available:
+            looked.append(about["sharing"])
+            return Available(Limit("this machine", 10**9, 10**8 + rank * 10**7), held, 0)
+
+        inside, around = (checkmate.compile(made, time_limit=SECONDS) for made in (Synchronized(), _net()))
+        wrapped = DistributedDataParallel(_net())
+        whole = checkmate.training_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), time_limit=SECONDS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compilation, "available", available)
+            inside(*batch(SIZE, WIDTH)).backward()
+            whole(*batch(SIZE, WIDTH))
+            DistributedDataParallel(around)(*batch(SIZE, WIDTH)).backward()
+        assert looked == [RANKS] * 3
+        budgets = [everywhere(step.plans[0].budget) for step in (inside, whole, around)]
+        assert [len(set(each)) for each in budgets] == [1, 1, 2]
+        assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
 
 
-def _ddp_around_the_backend_of_torch_compile() -> None:
-    def compiled(split: bool) -> nn.Module:
-        torch._dynamo.reset()
-        torch._dynamo.config.optimize_ddp = split
-        options = {"budget": BUDGET, "time_limit": SECONDS}
-        model = torch.compile(_net(), backend=backend, options=options, dynamic=False)
-        return DistributedDataParallel(model, bucket_cap_mb=1)
-
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="optimize_ddp = False"):
-        _train(compiled(split=True))
-    assert_same_bits(_train(compiled(split=False)), _train(DistributedDataParallel(_net())))
-
-
-def _refused() -> None:
-    wrapped = DistributedDataParallel(_net())
-    with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
-        _compiled(wrapped)
-    hidden = [wrapped]
-    for step in (lambda x, y: 2 * wrapped(x, y), lambda x, y: 2 * hidden[0](x, y)):
-        with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
-            checkmate.compile(step, budget=BUDGET)(*batch(SIZE, WIDTH))
-    sharded = fully_shard(_net())
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    with pytest.raises(checkmate.Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
-        checkmate.training_step(sharded, optimizer, budget=BUDGET)
-    zero = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(checkmate.Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
-        checkmate.training_step(_net(), zero, budget=BUDGET)
-    with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
-        DistributedDataParallel(_compiled(_net(), "3 MB"))(*batch(SIZE, WIDTH))
-    assert len(set(everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1
-
-
-def _ranks_that_train_different_steps() -> None:
-    """None waits for another: a smaller batch on one, another model on each, a step that one of them takes alone."""
-    x, y = batch(SIZE, WIDTH)
-    model = DistributedDataParallel(compiled := _compiled(_net()))
-    model(x[: SIZE - dist.get_rank()], y[: SIZE - dist.get_rank()]).backward()
-    assert not compiled.plans[0].origin.startswith("rank")
-    stage = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(1 + dist.get_rank())])
-    _compiled(stage)(x).sum().backward()
-    if dist.get_rank() == 1:
-        _compiled(nn.Linear(WIDTH, 3))(x).sum().backward()
-    dist.barrier()
-
-
-def _collectives_within_the_step() -> None:
-    problem = checkmate.trace(Synchronized(), *batch(SIZE, WIDTH))
-    compiled = _compiled(Synchronized(), checkmate.min_budget(problem, time_limit=SECONDS).peak + 100_000)
-    model = DistributedDataParallel(compiled)
-    assert_same_bits(_train(model), _train(DistributedDataParallel(Synchronized())))
-    _one_plan(compiled.plans)
-    (plan,) = compiled.plans
-    talking = [k for k, op in enumerate(plan.problem.graph.ops) if "c10d" in op.target]
-    assert len(talking) == 3  # each a launch and its wait
-    assert all(plan.plan.runs.count(k) == 1 for k in talking)
-    assert {plan.problem.graph.ops[k].pinned for k in talking} == {"exchanges data with other ranks"}
-
-
-def _sharded() -> None:
-    expected = _train(fully_shard(_net()))
-    model = fully_shard(compiled := _compiled(_net()))
-    assert_same_bits(_train(model), expected)
-    _one_plan(compiled.plans)
-    model.zero_grad()
-    (plan,) = compiled.plans
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    x, y = batch(SIZE, WIDTH)
-    use = measure_peak(lambda: model(x, y).backward())
-    there = parameters // RANKS + x.nbytes + y.nbytes  # at entry: what is gathered comes within the call
-    assert there + use.peak <= plan.peak + 2 * parameters  # what docs/ecosystem.md says to reserve
-
-
-def _sharded_in_blocks() -> None:
-    """A plan for each of two blocks, and each in the bits; a step whose parts are sharded on their own is refused."""
-
-    def blocks(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        model = _net()
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = fully_shard(wrap(block) if i < 2 else block)
-        return fully_shard(model)
-
-    assert_same_bits(_train(blocks(_compiled)), _train(blocks(lambda block: block)))
-    model = _compiled(_net())
-    for block in model.blocks:
-        fully_shard(block)
-    with pytest.raises(checkmate.Unsupported, match=r"blocks.0 is a part of the step.*as one unit"):
-        fully_shard(model)(*batch(SIZE, WIDTH))
-    with pytest.raises(checkmate.Unsupported, match=r"fully_shard\(checkmate.compile\(model"):
-        _compiled(fully_shard(_net()))
-
-
-def _a_second_memory() -> None:
-    """Each rank has its own, and all follow the plan of one, with the rates that this one has measured."""
-    room = {"host_budget": "100 MB", "host": "file:/dev/shm"}
-    problems = [checkmate.trace(_net(), *batch(SIZE, WIDTH), **there) for there in (room, {})]
-    least = [checkmate.min_budget(problem, time_limit=2 * SECONDS).peak for problem in problems]
-    (budget,) = set(everywhere(sum(least) // 2)[:1])  # that holds with it only
-    model = checkmate.compile(_net(), budget=budget, time_limit=2 * SECONDS, **room)
-    assert_same_bits(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(_net())))
-    (plan,) = model.plans
-    assert plan.plan is not None
-    assert plan.plan.sent
-    assert len(set(everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
-    assert model.memory().second_memories[0].peak == simulate(plan.plan, plan.problem).host_peak
-
-
-def _what_there_is() -> None:
-    """Ranks that exchange data within a step take the least that one of them finds; no other rank is waited for."""
-    looked, rank = [], dist.get_rank()
-
-    def available(device: torch.device, held: int, **about: Any) -> Available:
-        looked.append(about["sharing"])
-        return Available(Limit("this machine", 10**9, 10**8 + rank * 10**7), held, 0)
-
-    inside, around = (checkmate.compile(made, time_limit=SECONDS) for made in (Synchronized(), _net()))
-    wrapped = DistributedDataParallel(_net())
-    whole = checkmate.training_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), time_limit=SECONDS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compilation, "available", available)
-        inside(*batch(SIZE, WIDTH)).backward()
-        whole(*batch(SIZE, WIDTH))
-        DistributedDataParallel(around)(*batch(SIZE, WIDTH)).backward()
-    assert looked == [RANKS] * 3
-    budgets = [everywhere(step.plans[0].budget) for step in (inside, whole, around)]
-    assert [len(set(each)) for each in budgets] == [1, 1, 2]
-    assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
-
-
-SCENES = (
-    _ddp,
-    _ddp_around_the_backend_of_torch_compile,
-    _refused,
-    _ranks_that_train_different_steps,
-    _collectives_within_the_step,
-    _sharded,
-    _sharded_in_blocks,
-    _a_second_memory,
-    _what_there_is,
-)
+SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_"]
 
 
 def test_two_ranks(tmp_path: Path) -> None:

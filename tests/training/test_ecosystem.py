@@ -17,12 +17,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.ranks import torchrun
 from tests.support.sampling import long, slow
 
-ON_SEVERAL_RANKS = (
-    "DistributedDataParallel",
-    "FSDP2",
-    "Sharded parameters in one plan",
-    "Whole steps on several ranks",
-)
+ON_SEVERAL_RANKS = "DistributedDataParallel", "FSDP2", "Sharded parameters in one plan", "Whole steps on several ranks"
 ONE_LINE = ("Hugging Face Trainer", "TRL and peft", "Lightning", "Accelerate and diffusers")
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
@@ -42,32 +37,22 @@ def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch
 
 @pytest.mark.long
 def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
-    """In bfloat16, with several shapes, evaluation in between, checkpoints and what is saved in the end."""
+    """bfloat16, several shapes, evaluation in between, checkpoints, and the model that is saved in the end."""
     tokens = torch.randint(97, (14, 32))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    training = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "bf16": True}
+    reports = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 1, "report_to": []}
 
     def trained(name: str, wrap: Callable[[Any], Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(0)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_train_epochs=2,
-            bf16=True,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        where = {"output_dir": str(tmp_path / name), "use_cpu": True, "disable_tqdm": True}
+        arguments = TrainingArguments(**training, **reports, **where)
         trainer = Trainer(model=wrap(GPT2LMHeadModel(config)), args=arguments, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         trainer.save_model()
-        figures = [
-            log[key] for log in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in log
-        ]
+        shown = "loss", "grad_norm", "eval_loss"
+        figures = [log[key] for log in trainer.state.log_history for key in shown if key in log]
         return figures, GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
 
     torch._dynamo.reset()
@@ -76,10 +61,8 @@ def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
     assert found == plain
     assert len(plain) > 5
     assert_same_bits(saved, state)
-    names = [
-        {file.relative_to(tmp_path / run) for file in (tmp_path / run).rglob("*")} for run in ("plain", "compiled")
-    ]
-    assert names[0] == names[1]
+    names = ({file.relative_to(run) for file in run.rglob("*")} for run in (tmp_path / "plain", tmp_path / "compiled"))
+    assert next(names) == next(names)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")

@@ -53,7 +53,7 @@ def test_two_steps_within_two_budgets(name: str) -> None:
 
 
 def _rows(heading: str) -> dict[str, str]:
-    """The first column of the table under a heading, and the second."""
+    """Read the table under a heading: the second column by the first."""
     section = SUPPORTED.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)
     return {first.replace("`", ""): second for first, second in rows[1:] if not first.startswith("-")}

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import random
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -31,39 +33,29 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.bits import assert_same_bits
+from tests.support.stepping import grads_of
 
 Step = Callable[..., Tensor]
 Wrap = Callable[[Any], Any]
 Habit = Callable[[nn.Sequential, Wrap], Any]
-HABITS: dict[str, Habit] = {}  # by the words of their names
 
 
-def habit(function: Habit) -> None:
-    """What works with a network and what compiles, by the words of its name."""
-    HABITS[function.__name__.replace("_", " ")] = function
-
-
-def of_loop(loop: Callable[[nn.Sequential, Step], Any]) -> Habit:
-    """What works with a network and the step of its loss."""
-    return lambda model, wrap: loop(model, wrap(lambda x, y: cross_entropy(model, x, y)))
-
-
-def loop(function: Callable[[nn.Sequential, Step], Any]) -> None:
-    """A loop that works, by the words of its name."""
-    HABITS[function.__name__.replace("_", " ")] = of_loop(function)
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten() -> Iterator[None]:
+    """Forget captures at the end only: after each reset the next capture takes half as long again."""
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
-def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Whatever the budget says, take the plan of the smallest, in which ops run again."""
+def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Take the plan of the smallest budget whatever the budget says: ops run again in it."""
 
     def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> tuple[Solution, None]:
         smallest, runs = least_runs(problem, time_limit=0.2)
         return certify(problem, smallest, runs, method="auto"), None
 
     monkeypatch.setattr(Planner, "plan", plan)
-    yield
-    torch._dynamo.reset()
 
 
 def _plain(fn: Any) -> Any:
@@ -94,9 +86,8 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def state(model: nn.Module) -> list[Tensor | None]:
-    """Parameters, buffers and gradients, as they are now."""
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*(t.clone() for t in model.state_dict().values()), *grads]
+    """Copy parameters, buffers and gradients."""
+    return [*(t.clone() for t in model.state_dict().values()), *grads_of(model)]
 
 
 def after_backward(model: nn.Module, *losses: Tensor) -> list[Any]:
@@ -113,7 +104,7 @@ def training(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     steps: int = 1,
 ) -> Habit:
-    """Steps of a loss of a model, the network or another, and its data; their forwards are within a region."""
+    """Train by a loss of a model, the network or another, and its data; forwards are within a region."""
 
     def function(model: nn.Module, wrap: Wrap) -> Any:
         model, left = make() if make else model, []
@@ -131,90 +122,6 @@ def training(
 # Gradients
 
 
-def _accumulate(model: nn.Sequential, step: Step, *, set_to_none: bool = True) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    left = []
-    for _ in range(2):
-        for _ in range(3):
-            loss = step(*batch()) / 3
-            loss.backward()
-            left.append(loss.detach())
-        left += state(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    return left, state(model)
-
-
-HABITS |= {
-    "gradient accumulation": of_loop(_accumulate),
-    "gradient accumulation into zeros": of_loop(partial(_accumulate, set_to_none=False)),
-}
-
-
-@loop
-def module_zero_grad_and_gradients_set_by_hand(model: nn.Sequential, step: Step) -> Any:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    first = after_backward(model, step(*batch()))
-    model.zero_grad()
-    return first, after_backward(model, step(*batch()))
-
-
-@loop
-def frozen_parameters_thawed_later(model: nn.Sequential, step: Step) -> Any:
-    model[0].requires_grad_(False)
-    frozen = after_backward(model, step(*batch()))
-    model[0].requires_grad_(True)
-    return frozen, after_backward(model, step(*batch()))
-
-
-@loop
-def hooks_of_parameters(model: nn.Sequential, step: Step) -> Any:
-    seen: list[Any] = []
-    model[0].weight.register_hook(lambda grad: grad * 2)
-    model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    return after_backward(model, step(*batch())), after_backward(model, step(*batch())), seen
-
-
-@habit
-def hooks_of_tensors(model: nn.Sequential, wrap: Wrap) -> Any:
-    """On an input, on a result, and within the step."""
-    seen: list[Any] = []
-
-    def scaled(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model[:4](x)
-        hidden.register_hook(lambda grad: grad * 3)
-        return F.cross_entropy(model[4:](hidden), y)
-
-    x, y = batch()
-    x.requires_grad_().register_hook(lambda grad: seen.append(grad.clone()))
-    loss = wrap(scaled)(x, y)
-    loss.register_hook(lambda grad: grad * 0.5)
-    return after_backward(model, loss), x.grad, seen
-
-
-@loop
-def gradients_of_inputs(model: nn.Sequential, step: Step) -> Any:
-    x, y = batch()
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(step(x, y), x)
-    with torch.no_grad():
-        x += 0.1 * grad.sign()
-    return grad, x.detach(), after_backward(model, step(x, y)), x.grad
-
-
-@loop
-def clipped_gradients(model: nn.Sequential, step: Step) -> Any:
-    loss = step(*batch())
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    return loss.detach(), norm, state(model)
-
-
-# Precision
-
-
 @torch.autocast("cpu", dtype=torch.bfloat16)
 def _mixed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     logits = model(x)
@@ -227,34 +134,6 @@ def _in(dtype: torch.dtype) -> Habit:
 
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-HABITS |= {
-    "autocast to bfloat16 outside": training(data=lambda: batch(48), around=AUTOCAST),
-    "autocast to bfloat16 inside": training(_mixed, data=lambda: batch(48), steps=2),
-    "model in bfloat16": _in(torch.bfloat16),
-    "model in float64": _in(torch.float64),
-}
-
-
-@loop
-def gradient_scaler(model: nn.Sequential, step: Step) -> Any:
-    """A scale that is too large at first: one step is skipped."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    left = []
-    for _ in range(3):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = step(*batch(48))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        left += [loss.detach(), torch.tensor(scaler.get_scale()), *state(model)]
-        optimizer.zero_grad()
-    return left
-
-
-# What a step takes, holds and returns
 
 
 class _Tied(nn.Module):
@@ -268,53 +147,6 @@ class _Tied(nn.Module):
         return self.out(self.head(self.body(self.embedding(tokens))))
 
 
-HABITS["tied weights"] = training(make=_Tied, data=lambda: (torch.randint(11, (12,)), torch.randint(11, (12,))))
-
-
-@loop
-def several_forwards_then_backwards(model: nn.Sequential, step: Step) -> Any:
-    first, second, third = (step(*batch()) for _ in range(3))
-    return after_backward(model, second, third, first)
-
-
-@habit
-def siamese_branches_in_one_backward(model: nn.Sequential, wrap: Wrap) -> Any:
-    """A compiled module called twice, the loss outside."""
-    shared = wrap(model)
-    a, b = shared(batch()[0]), shared(batch()[0])
-    return after_backward(model, (a - b).square().mean())
-
-
-@habit
-def tied_weights_in_two_calls_of_one_backward(_: nn.Sequential, wrap: Wrap) -> Any:
-    """A preference for one text over another: each call adds to the tied weight twice."""
-    embedding, body = nn.Embedding(16, 16), nn.Linear(16, 16)
-
-    def likelihood(text: Tensor) -> Tensor:
-        logits = F.linear(torch.tanh(body(embedding(text))), embedding.weight)
-        return -F.cross_entropy(logits[:-1], text[1:])
-
-    step = wrap(likelihood)
-    chosen, rejected = torch.arange(12) % 5, torch.arange(12) % 7
-    loss = -F.logsigmoid(step(chosen) - step(rejected))
-    return after_backward(nn.ModuleList([embedding, body]), loss)
-
-
-@habit
-def several_losses(model: nn.Sequential, wrap: Wrap) -> Any:
-    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(x)
-        return F.cross_entropy(logits, y), logits.square().mean()
-
-    step = wrap(both)
-    first = after_backward(model, sum(step(*batch())))
-    one, other = step(*batch())
-    one.backward(retain_graph=True)
-    other.backward()
-    only, _ = step(*batch())
-    return first, one.detach(), other.detach(), state(model), after_backward(model, only)
-
-
 @dataclasses.dataclass
 class _Result:
     loss: Tensor
@@ -322,9 +154,7 @@ class _Result:
     note: str = ""
 
 
-class _Named(NamedTuple):
-    loss: Tensor
-    logits: Tensor
+_Named = namedtuple("_Named", ["loss", "logits"])
 
 
 @dataclasses.dataclass
@@ -349,67 +179,6 @@ def _returning(make: Callable[..., Any], read: Callable[[Any], Any]) -> Habit:
 
 def _fields(result: Any) -> tuple[Tensor, Tensor]:
     return result.loss, result.logits
-
-
-HABITS |= {
-    "results in a dict": _returning(dict, lambda result: (result["loss"], result["logits"])),
-    "results in a dataclass": _returning(_Result, _fields),
-    "results in a named tuple": _returning(_Named, _fields),
-    "results in a ModelOutput": _returning(_Output, _fields),
-    "results in nested lists": _returning(
-        lambda loss, logits: [None, ["text", 3, loss], {"logits": [logits]}], lambda r: (r[1][2], r[2]["logits"][0])
-    ),
-}
-
-
-@habit
-def arguments_of_every_kind(model: nn.Sequential, wrap: Wrap) -> Any:
-    def step(
-        x: Tensor, y: Tensor | None = None, *more: Tensor, scale: float = 1.0, mode: str = "mean", **rest: Any
-    ) -> Tensor:
-        logits = model(x) * scale
-        if rest.get("mask") is not None:
-            logits = logits.masked_fill(rest["mask"], 0.0)
-        if y is None:
-            return logits.logsumexp(1).mean()
-        return F.cross_entropy(logits, y, reduction=mode, weight=more[0] if more else None)
-
-    compiled = wrap(step)
-    x, y = batch()
-    losses = [
-        compiled(x, y),
-        compiled(x),
-        compiled(x, None, scale=0.5),
-        compiled(x, y, torch.rand(4), mode="sum", mask=torch.rand(12, 4) < 0.2),
-        compiled(y=y, x=x, mask=None, unused={"deep": [1, None]}),
-    ]
-    return after_backward(model, *losses)
-
-
-@habit
-def a_backward_from_results_that_are_no_scalar(model: nn.Sequential, wrap: Wrap) -> Any:
-    logits = wrap(model)(batch()[0])
-    logits.backward(torch.randn(12, 4))
-    return logits.detach(), state(model)
-
-
-@habit
-def detached_results_and_parts(critic: nn.Sequential, wrap: Wrap) -> Any:
-    """A generator and a critic: each step trains one of the two."""
-    generator = nn.Sequential(net(), nn.Linear(4, 16))
-    judge = wrap(lambda x: F.softplus(critic(x)).mean())
-    make = wrap(lambda x: generator(x))
-    left = []
-    for _ in range(2):
-        fake = make(batch()[0])
-        left += after_backward(critic, judge(fake.detach()) - judge(batch()[0]))
-        critic.requires_grad_(False)
-        left += after_backward(generator, judge(make(batch()[0])))
-        critic.requires_grad_(True)
-    return left
-
-
-# What stands within a step
 
 
 class _Attending(nn.Module):
@@ -459,42 +228,8 @@ def _count(counter: Tensor, x: Tensor) -> None:
     counter += (x > 0).sum()
 
 
-@habit
-def custom_op_that_writes(model: nn.Sequential, wrap: Wrap) -> Any:
-    """It counts, once a step, and is not run again."""
-    counter = torch.zeros((), dtype=torch.int64)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model[:4](x)
-        _count(counter, hidden.detach())
-        return F.cross_entropy(model[4:](hidden), y)
-
-    compiled = wrap(step)
-    return [(after_backward(model, compiled(*batch())), counter.clone()) for _ in range(2)]
-
-
-def _checkpointed(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-    hidden = checkpoint(model[2:5], model[:2](x), use_reentrant=False)
-    return F.cross_entropy(checkpoint(model[5:], hidden, use_reentrant=False), y)
-
-
-def _in_place(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-    hidden = model[:4](x).clone()
-    hidden[:, ::2] *= 2
-    hidden.view(-1)[3:7].add_(1.0)
-    hidden = hidden.relu_().index_add(0, torch.tensor([0, 0, 1]), hidden[2:5])
-    return F.cross_entropy(model[4:](hidden), y)
-
-
-def _drawing(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-    x = x[torch.randperm(len(x))] + 0.1 * torch.randn_like(x)
-    hidden = F.rrelu(F.alpha_dropout(model[:4](x), 0.1, training=True), training=True)
-    hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.9)) + torch.empty_like(hidden).uniform_(-0.1, 0.1)
-    return F.cross_entropy(model[4:](hidden), y)
-
-
 def _between(op: Callable[[Tensor], Tensor]) -> Habit:
-    """What an op makes of the first layers goes into the last ones."""
+    """Apply an op between the first layers and the last ones."""
     return training(lambda model, x, y: F.cross_entropy(model[4:](op(model[:4](x))), y))
 
 
@@ -518,215 +253,398 @@ def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-HABITS |= {
-    "checkpointed parts": training(_checkpointed, steps=2),
-    "attention with dropout": training(make=lambda: _Attending(0.3)),
-    # made of several ops on the CPU, whose backward is traced; under autocast it would be another one
-    "attention with dropout under autocast": training(make=lambda: _Attending(0.3), around=AUTOCAST),
-    "attention without dropout": training(make=lambda: _Attending(0.0)),
-    "multi head attention module": training(
+class _Habits:
+    """Habits by the words of their names: of a network and ``wrap``, or the step of its loss, or such a loss."""
+
+    # Gradients
+
+    def gradient_accumulation(model: nn.Sequential, step: Step, *, set_to_none: bool = True) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        left = []
+        for _ in range(2):
+            for _ in range(3):
+                loss = step(*batch()) / 3
+                loss.backward()
+                left.append(loss.detach())
+            left += state(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return left, state(model)
+
+    gradient_accumulation_into_zeros = partial(gradient_accumulation, set_to_none=False)
+
+    def module_zero_grad_and_gradients_set_by_hand(model: nn.Sequential, step: Step) -> Any:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        first = after_backward(model, step(*batch()))
+        model.zero_grad()
+        return first, after_backward(model, step(*batch()))
+
+    def frozen_parameters_thawed_later(model: nn.Sequential, step: Step) -> Any:
+        model[0].requires_grad_(False)
+        frozen = after_backward(model, step(*batch()))
+        model[0].requires_grad_(True)
+        return frozen, after_backward(model, step(*batch()))
+
+    def hooks_of_parameters(model: nn.Sequential, step: Step) -> Any:
+        seen: list[Any] = []
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        return after_backward(model, step(*batch())), after_backward(model, step(*batch())), seen
+
+    def hooks_of_tensors(model: nn.Sequential, wrap: Wrap) -> Any:
+        """On an input, on a result, and within the step."""
+        seen: list[Any] = []
+
+        def scaled(x: Tensor, y: Tensor) -> Tensor:
+            hidden = model[:4](x)
+            hidden.register_hook(lambda grad: grad * 3)
+            return F.cross_entropy(model[4:](hidden), y)
+
+        x, y = batch()
+        x.requires_grad_().register_hook(lambda grad: seen.append(grad.clone()))
+        loss = wrap(scaled)(x, y)
+        loss.register_hook(lambda grad: grad * 0.5)
+        return after_backward(model, loss), x.grad, seen
+
+    def gradients_of_inputs(model: nn.Sequential, step: Step) -> Any:
+        x, y = batch()
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(step(x, y), x)
+        with torch.no_grad():
+            x += 0.1 * grad.sign()
+        return grad, x.detach(), after_backward(model, step(x, y)), x.grad
+
+    def clipped_gradients(model: nn.Sequential, step: Step) -> Any:
+        loss = step(*batch())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return loss.detach(), norm, state(model)
+
+    # Precision
+
+    autocast_to_bfloat16_outside = training(data=lambda: batch(48), around=AUTOCAST)
+    autocast_to_bfloat16_inside = training(_mixed, data=lambda: batch(48), steps=2)
+    model_in_bfloat16 = _in(torch.bfloat16)
+    model_in_float64 = _in(torch.float64)
+
+    def gradient_scaler(model: nn.Sequential, step: Step) -> Any:
+        """A scale that is too large at first: one step is skipped."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        left = []
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = step(*batch(48))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            left += [loss.detach(), torch.tensor(scaler.get_scale()), *state(model)]
+            optimizer.zero_grad()
+        return left
+
+    # What a step takes, holds and returns
+
+    tied_weights = training(make=_Tied, data=lambda: (torch.randint(11, (12,)), torch.randint(11, (12,))))
+
+    def several_forwards_then_backwards(model: nn.Sequential, step: Step) -> Any:
+        first, second, third = (step(*batch()) for _ in range(3))
+        return after_backward(model, second, third, first)
+
+    def siamese_branches_in_one_backward(model: nn.Sequential, wrap: Wrap) -> Any:
+        """A compiled module called twice, the loss outside."""
+        shared = wrap(model)
+        a, b = shared(batch()[0]), shared(batch()[0])
+        return after_backward(model, (a - b).square().mean())
+
+    def tied_weights_in_two_calls_of_one_backward(_: nn.Sequential, wrap: Wrap) -> Any:
+        """A preference for one text over another: each call adds to the tied weight twice."""
+        embedding, body = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+        def likelihood(text: Tensor) -> Tensor:
+            logits = F.linear(torch.tanh(body(embedding(text))), embedding.weight)
+            return -F.cross_entropy(logits[:-1], text[1:])
+
+        step = wrap(likelihood)
+        chosen, rejected = torch.arange(12) % 5, torch.arange(12) % 7
+        loss = -F.logsigmoid(step(chosen) - step(rejected))
+        return after_backward(nn.ModuleList([embedding, body]), loss)
+
+    def several_losses(model: nn.Sequential, wrap: Wrap) -> Any:
+        def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = model(x)
+            return F.cross_entropy(logits, y), logits.square().mean()
+
+        step = wrap(both)
+        first = after_backward(model, sum(step(*batch())))
+        one, other = step(*batch())
+        one.backward(retain_graph=True)
+        other.backward()
+        only, _ = step(*batch())
+        return first, one.detach(), other.detach(), state(model), after_backward(model, only)
+
+    results_in_a_dict = _returning(dict, lambda result: (result["loss"], result["logits"]))
+    results_in_a_dataclass = _returning(_Result, _fields)
+    results_in_a_named_tuple = _returning(_Named, _fields)
+    results_in_a_ModelOutput = _returning(_Output, _fields)
+    results_in_nested_lists = _returning(
+        lambda loss, logits: [None, ["text", 3, loss], {"logits": [logits]}], lambda r: (r[1][2], r[2]["logits"][0])
+    )
+
+    def arguments_of_every_kind(model: nn.Sequential, wrap: Wrap) -> Any:
+        def step(
+            x: Tensor, y: Tensor | None = None, *more: Tensor, scale: float = 1.0, mode: str = "mean", **rest: Any
+        ) -> Tensor:
+            logits = model(x) * scale
+            if rest.get("mask") is not None:
+                logits = logits.masked_fill(rest["mask"], 0.0)
+            if y is None:
+                return logits.logsumexp(1).mean()
+            return F.cross_entropy(logits, y, reduction=mode, weight=more[0] if more else None)
+
+        compiled = wrap(step)
+        x, y = batch()
+        losses = [
+            compiled(x, y),
+            compiled(x),
+            compiled(x, None, scale=0.5),
+            compiled(x, y, torch.rand(4), mode="sum", mask=torch.rand(12, 4) < 0.2),
+            compiled(y=y, x=x, mask=None, unused={"deep": [1, None]}),
+        ]
+        return after_backward(model, *losses)
+
+    def a_backward_from_results_that_are_no_scalar(model: nn.Sequential, wrap: Wrap) -> Any:
+        logits = wrap(model)(batch()[0])
+        logits.backward(torch.randn(12, 4))
+        return logits.detach(), state(model)
+
+    def detached_results_and_parts(critic: nn.Sequential, wrap: Wrap) -> Any:
+        """A generator and a critic: each step trains one of the two."""
+        generator = nn.Sequential(net(), nn.Linear(4, 16))
+        judge = wrap(lambda x: F.softplus(critic(x)).mean())
+        make = wrap(lambda x: generator(x))
+        left = []
+        for _ in range(2):
+            fake = make(batch()[0])
+            left += after_backward(critic, judge(fake.detach()) - judge(batch()[0]))
+            critic.requires_grad_(False)
+            left += after_backward(generator, judge(make(batch()[0])))
+            critic.requires_grad_(True)
+        return left
+
+    # What stands within a step
+
+    def custom_op_that_writes(model: nn.Sequential, wrap: Wrap) -> Any:
+        """It counts, once a step, and is not run again."""
+        counter = torch.zeros((), dtype=torch.int64)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            hidden = model[:4](x)
+            _count(counter, hidden.detach())
+            return F.cross_entropy(model[4:](hidden), y)
+
+        compiled = wrap(step)
+        return [(after_backward(model, compiled(*batch())), counter.clone()) for _ in range(2)]
+
+    def checkpointed_parts(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+        hidden = checkpoint(model[2:5], model[:2](x), use_reentrant=False)
+        return F.cross_entropy(checkpoint(model[5:], hidden, use_reentrant=False), y)
+
+    def in_place_ops_and_views(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+        hidden = model[:4](x).clone()
+        hidden[:, ::2] *= 2
+        hidden.view(-1)[3:7].add_(1.0)
+        hidden = hidden.relu_().index_add(0, torch.tensor([0, 0, 1]), hidden[2:5])
+        return F.cross_entropy(model[4:](hidden), y)
+
+    def random_numbers_within_the_step(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+        x = x[torch.randperm(len(x))] + 0.1 * torch.randn_like(x)
+        hidden = F.rrelu(F.alpha_dropout(model[:4](x), 0.1, training=True), training=True)
+        hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.9)) + torch.empty_like(hidden).uniform_(-0.1, 0.1)
+        return F.cross_entropy(model[4:](hidden), y)
+
+    attention_with_dropout = training(make=lambda: _Attending(0.3))
+    attention_with_dropout_under_autocast = training(make=lambda: _Attending(0.3), around=AUTOCAST)
+    attention_without_dropout = training(make=lambda: _Attending(0.0))
+    multi_head_attention_module = training(
         _mean_square,
         lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
         data=lambda: (torch.randn(3, 5, 16),),
-    ),
-    "weight norm": _normed(nn.utils.parametrizations.weight_norm, 0),
-    "spectral norm": _normed(nn.utils.parametrizations.spectral_norm, 4),
-    "custom autograd function": _between(lambda x: _Straight.apply(x, 0.5)),
-    "custom op": _between(_cube),
-    "in place ops and views": training(_in_place),
-    "random numbers within the step": training(_drawing, steps=2),
-    "tensors saved on the cpu": training(around=torch.autograd.graph.save_on_cpu),
-    "images with channels last": training(
+    )
+    weight_norm = _normed(nn.utils.parametrizations.weight_norm, 0)
+    spectral_norm = _normed(nn.utils.parametrizations.spectral_norm, 4)
+    custom_autograd_function = _between(lambda x: _Straight.apply(x, 0.5))
+    custom_op = _between(_cube)
+    tensors_saved_on_the_cpu = training(around=torch.autograd.graph.save_on_cpu)
+    images_with_channels_last = training(
         _mean_square, _images, data=lambda: (torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),), steps=2
-    ),
-}
+    )
 
+    def compiled_within_compiled(model: nn.Sequential, wrap: Wrap) -> Any:
+        """The inner ones become part of the outer one's graph."""
+        inner, middle = (part if wrap is _plain else _compiled(part) for part in (model[:4], lambda x: model[4:6](x)))
+        return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[6](middle(inner(x))), y))(*batch()))
 
-@habit
-def compiled_within_compiled(model: nn.Sequential, wrap: Wrap) -> Any:
-    """The inner ones become part of the outer one's graph."""
-    inner, middle = (part if wrap is _plain else _compiled(part) for part in (model[:4], lambda x: model[4:6](x)))
-    return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[6](middle(inner(x))), y))(*batch()))
+    def torch_compile_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
+        body = torch.compile(model[:4], backend="eager")
+        return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[4:](body(x)), y))(*batch()))
 
+    def gradients_off_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
+        """A teacher without gradients beside the student."""
+        teacher = net()
 
-@habit
-def torch_compile_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
-    body = torch.compile(model[:4], backend="eager")
-    return after_backward(model, wrap(lambda x, y: F.cross_entropy(model[4:](body(x)), y))(*batch()))
+        def distill(x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x).softmax(-1)
+            return F.cross_entropy(model(x), target)
 
+        return after_backward(model, wrap(distill)(*batch())), state(teacher)
 
-@habit
-def gradients_off_within_the_step(model: nn.Sequential, wrap: Wrap) -> Any:
-    """A teacher without gradients beside the student."""
-    teacher = net()
+    # Around a step
 
-    def distill(x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(x).softmax(-1)
-        return F.cross_entropy(model(x), target)
-
-    return after_backward(model, wrap(distill)(*batch())), state(teacher)
-
-
-# Around a step
-
-
-@habit
-def evaluation_between_steps(model: nn.Sequential, wrap: Wrap) -> Any:
-    compiled, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    left = []
-    for evaluate in (torch.no_grad, torch.inference_mode):
-        x, y = batch()
-        left += after_backward(model, F.cross_entropy(compiled(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-        compiled.eval()
-        with evaluate():
-            left.append(compiled(batch()[0]).clone())
-        left.append(compiled(batch()[0]).detach())
-        compiled.train()
-        with evaluate():
-            left.append(compiled(batch()[0]).clone())  # statistics are updated, gradients are not
-    return left, state(model)
-
-
-@habit
-def deep_copies(model: nn.Sequential, wrap: Wrap) -> Any:
-    compiled = wrap(model)
-    left = after_backward(model, compiled(batch()[0]).square().mean())
-    twin = copy.deepcopy(compiled)
-    left += after_backward(twin, twin(batch()[0]).square().mean())
-    return left, state(model)
-
-
-@habit
-def state_dict_and_back(model: nn.Sequential, wrap: Wrap) -> Any:
-    compiled, optimizer = wrap(model), torch.optim.AdamW(model.parameters())
-    left = after_backward(model, compiled(batch()[0]).square().mean())
-    optimizer.step()
-    kept = copy.deepcopy((compiled.state_dict(), optimizer.state_dict()))
-    compiled.load_state_dict(net().state_dict())
-    left += after_backward(model, compiled(batch()[0]).square().mean())
-    compiled.load_state_dict(kept[0], assign=True)  # other tensors in the place of the parameters
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.load_state_dict(kept[1])
-    left += after_backward(model, compiled(batch()[0]).square().mean())
-    optimizer.step()
-    return left, state(model), list(kept[0])
-
-
-@habit
-def the_model_saved_and_loaded(model: nn.Sequential, wrap: Wrap) -> Any:
-    compiled = wrap(model)
-    left = after_backward(model, compiled(batch()[0]).square().mean())
-    loaded = []
-    for what in (model, compiled):
-        file = io.BytesIO()
-        torch.save(what, file)
-        file.seek(0)
-        loaded.append(torch.load(file, weights_only=False))
-        assert isinstance(loaded[-1], nn.Sequential)
-    return left, [after_backward(m, m(batch()[0]).square().mean()) for m in loaded]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
-    "Adam one by one": lambda p: torch.optim.Adam(p, foreach=False),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
-}
-
-
-@of_loop
-def _with_optimizers(model: nn.Sequential, step: Step) -> Any:
-    """One compiled step serves them all in turn."""
-    left = []
-    for make in OPTIMIZERS.values():
-        optimizer = make(model.parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            left += after_backward(model, step(*batch()))
-            optimizer.step()
-    return left, state(model)
-
-
-HABITS["optimizers, foreach and fused"] = _with_optimizers
-
-
-@loop
-def optimizer_with_a_closure(model: nn.Sequential, step: Step) -> Any:
-    optimizer, (x, y) = torch.optim.LBFGS(model.parameters(), max_iter=3), batch()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = step(x, y)
-        loss.backward()
-        return loss
-
-    return optimizer.step(closure).detach(), state(model)
-
-
-@loop
-def optimizers_in_the_backward(model: nn.Sequential, step: Step) -> Any:
-    """Each parameter is updated as soon as its gradient is there."""
-    for p in model.parameters():
-        optimizer = torch.optim.SGD([p], 0.1)
-
-        def update(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+    def evaluation_between_steps(model: nn.Sequential, wrap: Wrap) -> Any:
+        compiled, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        left = []
+        for evaluate in (torch.no_grad, torch.inference_mode):
+            x, y = batch()
+            left += after_backward(model, F.cross_entropy(compiled(x), y))
             optimizer.step()
             optimizer.zero_grad()
+            compiled.eval()
+            with evaluate():
+                left.append(compiled(batch()[0]).clone())
+            left.append(compiled(batch()[0]).detach())
+            compiled.train()
+            with evaluate():
+                left.append(compiled(batch()[0]).clone())  # statistics are updated, gradients are not
+        return left, state(model)
 
-        p.register_post_accumulate_grad_hook(update)
-    return [after_backward(model, step(*batch())) for _ in range(3)]
+    def deep_copies(model: nn.Sequential, wrap: Wrap) -> Any:
+        compiled = wrap(model)
+        left = after_backward(model, compiled(batch()[0]).square().mean())
+        twin = copy.deepcopy(compiled)
+        left += after_backward(twin, twin(batch()[0]).square().mean())
+        return left, state(model)
 
-
-@loop
-def averaged_copies(model: nn.Sequential, step: Step) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay, use_buffers=True)
-    for _ in range(3):
-        optimizer.zero_grad()
-        step(*batch()).backward()
+    def state_dict_and_back(model: nn.Sequential, wrap: Wrap) -> Any:
+        compiled, optimizer = wrap(model), torch.optim.AdamW(model.parameters())
+        left = after_backward(model, compiled(batch()[0]).square().mean())
         optimizer.step()
-        average.update_parameters(model)
-    average.eval()
-    return state(model), state(average), average(batch()[0]).detach()
-
-
-@loop
-def learning_rate_schedulers(model: nn.Sequential, step: Step) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
-    left = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        left += [*after_backward(model, step(*batch())), torch.tensor(scheduler.get_last_lr())]
+        kept = copy.deepcopy((compiled.state_dict(), optimizer.state_dict()))
+        compiled.load_state_dict(net().state_dict())
+        left += after_backward(model, compiled(batch()[0]).square().mean())
+        compiled.load_state_dict(kept[0], assign=True)  # other tensors in the place of the parameters
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.load_state_dict(kept[1])
+        left += after_backward(model, compiled(batch()[0]).square().mean())
         optimizer.step()
-        scheduler.step()
-    return left
+        return left, state(model), list(kept[0])
+
+    def the_model_saved_and_loaded(model: nn.Sequential, wrap: Wrap) -> Any:
+        compiled = wrap(model)
+        left = after_backward(model, compiled(batch()[0]).square().mean())
+        loaded = []
+        for what in (model, compiled):
+            file = io.BytesIO()
+            torch.save(what, file)
+            file.seek(0)
+            loaded.append(torch.load(file, weights_only=False))
+            assert isinstance(loaded[-1], nn.Sequential)
+        return left, [after_backward(m, m(batch()[0]).square().mean()) for m in loaded]
+
+    def optimizers_foreach_and_fused(model: nn.Sequential, step: Step) -> Any:
+        """One compiled step serves them all in turn."""
+        left, by = [], torch.optim
+        for kind, settings in (
+            (by.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+            (by.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+            (by.Adam, {"foreach": False}),
+            (by.AdamW, {"foreach": True, "amsgrad": True}),
+            (by.AdamW, {"fused": True}),
+            (by.Adagrad, {}),
+            (by.RMSprop, {}),
+        ):
+            optimizer = kind(model.parameters(), **settings)
+            for _ in range(2):
+                optimizer.zero_grad()
+                left += after_backward(model, step(*batch()))
+                optimizer.step()
+        return left, state(model)
+
+    def optimizer_with_a_closure(model: nn.Sequential, step: Step) -> Any:
+        optimizer, (x, y) = torch.optim.LBFGS(model.parameters(), max_iter=3), batch()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = step(x, y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach(), state(model)
+
+    def optimizers_in_the_backward(model: nn.Sequential, step: Step) -> Any:
+        """Each parameter is updated as soon as its gradient is there."""
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], 0.1)
+
+            def update(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(update)
+        return [after_backward(model, step(*batch())) for _ in range(3)]
+
+    def averaged_copies(model: nn.Sequential, step: Step) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay, use_buffers=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(*batch()).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        average.eval()
+        return state(model), state(average), average(batch()[0]).detach()
+
+    def learning_rate_schedulers(model: nn.Sequential, step: Step) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
+        left = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            left += [*after_backward(model, step(*batch())), torch.tensor(scheduler.get_last_lr())]
+            optimizer.step()
+            scheduler.step()
+        return left
+
+    def parts_replaced_between_steps(model: nn.Sequential, step: Step) -> Any:
+        """A new head of another width; weights written through ``.data``."""
+        left = after_backward(model, step(*batch()))
+        model[6] = nn.Linear(32, 7)
+        model[0].weight.data.mul_(0.5)
+        left += after_backward(model, step(*batch()))
+        model[3].p = 0.5
+        return left, after_backward(model, step(*batch()))
+
+    def anomaly_detection(model: nn.Sequential, wrap: Wrap) -> Any:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return training()(model, wrap)
 
 
-@loop
-def parts_replaced_between_steps(model: nn.Sequential, step: Step) -> Any:
-    """A new head of another width; weights written through ``.data``."""
-    left = after_backward(model, step(*batch()))
-    model[6] = nn.Linear(32, 7)
-    model[0].weight.data.mul_(0.5)
-    left += after_backward(model, step(*batch()))
-    model[3].p = 0.5
-    return left, after_backward(model, step(*batch()))
+def _habit_of(function: Any) -> Habit:
+    taken = inspect.signature(function).parameters
+    if "step" in taken:
+        return lambda model, wrap: function(model, wrap(lambda x, y: cross_entropy(model, x, y)))
+    return training(function, steps=2) if "x" in taken else function
 
 
-@habit
-def anomaly_detection(model: nn.Sequential, wrap: Wrap) -> Any:
-    with torch.autograd.detect_anomaly(check_nan=True):
-        return training()(model, wrap)
+HABITS = {name.replace("_", " "): _habit_of(one) for name, one in vars(_Habits).items() if name[0] != "_"}
+HABITS["optimizers, foreach and fused"] = HABITS.pop("optimizers foreach and fused")
 
 
 @pytest.mark.parametrize("name", HABITS)
@@ -758,7 +676,7 @@ def _optimizer_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model, x, y)
 
 
-def _gradient_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def _penalty_within(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(cross_entropy(model, x, y), x, create_graph=True)
     return grad.norm()
@@ -770,27 +688,19 @@ def _retained_gradient_within(model: nn.Sequential, x: Tensor, y: Tensor) -> Ten
     return F.cross_entropy(model[4:](hidden), y)
 
 
+def _of_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda model, x, y: cross_entropy(model, change(x), y)
+
+
 SGD, MINE, SPARSE = torch.optim.SGD(net().parameters(), 0.1), torch.Generator(), nn.Embedding(4, 16, sparse=True)
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "backward within the step": (_backward_within, r"loss\.backward\(\)\nReturn the loss, and call backward"),
     "optimizer within the step": (_optimizer_within, "optimizer outside"),
-    "gradient penalty within the step": (
-        _gradient_within,
-        r"autograd\.grad\(\) on it outside|pass it in with requires_grad_",
-    ),
+    "gradient penalty within the step": (_penalty_within, r"autograd\.grad\(\) on it outside|in with requires_grad_"),
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
-    "a generator of one's own": (
-        lambda model, x, y: cross_entropy(model, x + torch.randn(x.shape, generator=MINE), y),
-        "global generator",
-    ),
-    "random numbers of Python": (
-        lambda model, x, y: cross_entropy(model, x * 2 if random.gauss(0, 1) < 0.5 else x, y),
-        "Draw with torch",
-    ),
-    "computing with random numbers of Python": (
-        lambda model, x, y: cross_entropy(model, x ** random.randint(2, 3), y),
-        "Draw with torch",
-    ),
+    "a generator of one's own": (_of_input(lambda x: x + torch.randn(x.shape, generator=MINE)), "global generator"),
+    "random numbers of Python": (_of_input(lambda x: x * 2 if random.gauss(0, 1) < 0.5 else x), "Draw with torch"),
+    "computing with random numbers of Python": (_of_input(lambda x: x ** random.randint(2, 3)), "Draw with torch"),
     "sparse gradients": (lambda model, x, y: cross_entropy(model, SPARSE(y), y), "sparse=False"),
     "modules of torch.jit": (cross_entropy, "original eager nn.Module"),
 }

@@ -44,7 +44,7 @@ BATCH = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
 
 
 def loss_fn(x: Tensor) -> Tensor:
-    """Of a user, which lives on."""
+    """The loss of a user, which outlives the step."""
     return MODEL(x)
 
 
@@ -63,7 +63,7 @@ KINDS = {"function": partial(_compiled, loss_fn), "module": partial(_compiled, M
 
 @pytest.fixture(scope="module")
 def budgets() -> dict[str, int]:
-    """For each way: one for which ops run again, and one which asks for the second memory, whatever its links take."""
+    """A budget for each way: ops run again in the one; the other needs the second memory, whatever links take."""
     build.start()
     build.wait()
     step, train = _compiled(loss_fn, budget="1 GB", time_limit=1, **ELSEWHERE)
@@ -75,7 +75,7 @@ def budgets() -> dict[str, int]:
 
 
 def _held() -> dict[str, Any]:
-    """What a process has that steps may hold. Tensors without data are left out: Dynamo keeps some of its own."""
+    """Count all that steps may hold, but for tensors without data: Dynamo keeps some of its own."""
     MODEL.zero_grad()
     gc.collect()
     gc.collect()  # what Dynamo held of a step that the first has found
@@ -92,7 +92,7 @@ def _held() -> dict[str, Any]:
 
 
 def _train(make: Callable[..., tuple[Any, Callable[[], object]]], **options: Any) -> dict[str, Any]:
-    """Three steps, and what is held then."""
+    """Train three steps, and count what is held then."""
     step, train = make(**options)
     for _ in range(3):
         train()

@@ -52,7 +52,7 @@ def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() 
 
 
 def trains_without_a_budget() -> Iterator[dict[str, Any]]:
-    """Two steps of training, then the same within a limit on the process: plainly, and by plans without a budget."""
+    """Train two steps, then the same within a limit on the process: plainly, and by plans without a budget."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.Hardswish())))
@@ -88,7 +88,7 @@ def trains_without_a_budget() -> Iterator[dict[str, Any]]:
 
 
 def test_what_dies_plainly_trains_without_a_budget() -> None:
-    """By the limit that it finds, to the same bits."""
+    """The budget is the limit that it finds; the bits are the same."""
     plainly, found = apart(trains_without_a_budget, method=fork_server().get_start_method())
     assert "can't allocate memory" in plainly["plainly"]
     assert found["again"] > 0

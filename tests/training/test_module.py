@@ -23,8 +23,6 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Net(nn.Module):
-    """Linear layers, dropout and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 3)
@@ -54,10 +52,8 @@ def test_shares_everything_with_the_model(net: Net, compiled: Any) -> None:
     assert list(compiled.state_dict()) == list(net.state_dict())
     assert all(a is b for a, b in zip(compiled.parameters(), net.parameters(), strict=True))
     compiled.tag = "ours"
-    assert net.tag == "ours"
     compiled.eval()
-    assert not net.training
-    assert not net.first.training
+    assert (net.tag, net.training, net.first.training) == ("ours", False, False)
 
 
 def test_the_model_stays_as_it_was(net: Net) -> None:
@@ -82,7 +78,7 @@ def test_training_and_evaluation(net: Net, compiled: Any) -> None:
 
 
 def test_compiled_again_it_has_the_other_budget(net: Net) -> None:
-    """As where a cell of a notebook runs again: ``model = checkmate.compile(model, ...)``."""
+    """A cell of a notebook may run again: ``model = checkmate.compile(model, ...)``."""
     torch.manual_seed(0)
     expected = net(X)
     compiled = checkmate.compile(checkmate.compile(net, budget="1 GB"), budget="1 MB")
@@ -114,8 +110,7 @@ def test_saved_and_loaded_it_keeps_its_budget(net: Net) -> None:
     compiled(X).sum().backward()
     loaded = saved_and_loaded(compiled)
     assert isinstance(loaded, Net)
-    assert loaded.tag == "mine"
-    assert loaded.seen == 1
+    assert (loaded.tag, loaded.seen) == ("mine", 1)
     assert_same_bits([*loaded.parameters()], [*net.parameters()])
     assert loaded.plans == []  # it plans at its first call
     loaded(X).sum().backward()

@@ -20,9 +20,10 @@ from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import cost_cache, measure, trial
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
+from tests.support.plainly import assert_alike, run_again
 from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
-from tests.support.whole_steps import assert_as_plain
+from tests.support.whole_steps import assert_as_plain, training
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SECONDS = 0.3  # to plan
@@ -73,17 +74,12 @@ def least(step: Callable[[Tensor], Tensor], x: Tensor, **host: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fused"), [long(None, True), long(torch.bfloat16, False), (torch.float16, None)])
 def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | None, fused: bool | None) -> None:
-    """By each implementation of AdamW, in each precision; float16 with its scaler."""
+    """Each implementation of AdamW, in each precision; float16 with its scaler."""
     data = [batch() for _ in range(3)]
-
-    def train(make: Callable[..., Any]) -> Any:
-        net = Net().cuda()
-        scaler = torch.amp.GradScaler("cuda") if dtype is torch.float16 else None
-        step = make(loss_of(net, dtype), torch.optim.AdamW(net.parameters(), fused=fused), scaler=scaler)
-        torch.manual_seed(1)
-        return [step(*each) for each in data], net.state_dict()
-
-    assert_as_plain(train)
+    how: dict[str, Any] = {"loss": lambda net: loss_of(net, dtype), "batch": data.__getitem__, "metered": False}
+    if dtype is torch.float16:
+        how["scaler"] = lambda net: torch.amp.GradScaler("cuda")
+    assert_as_plain(training(lambda: Net().cuda(), lambda net: torch.optim.AdamW(net.parameters(), fused=fused), **how))
 
 
 @pytest.mark.slow
@@ -93,14 +89,12 @@ def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
     alone, beside = least(step, x), least(step, x, **host)
     assert beside < alone
     compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=SECONDS, verify=True, **host)
-    wanted = [*net.parameters()]
-    found = torch.autograd.grad(compiled(x), wanted)
+    assert_alike(lambda run: torch.autograd.grad(run(x), [*net.parameters()]), compiled, step)
     assert compiled.plans[0].plan.sent
-    assert_same_bits(found, torch.autograd.grad(step(x), wanted))
 
 
 def test_measuring_leaves_nothing_on_the_device() -> None:
-    """So the smallest budget of a trace is that of a step which is compiled next."""
+    """The smallest budget of a trace is then that of a step which is compiled next."""
     x = torch.rand(64, 65, dtype=torch.float64, device="cuda", requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
@@ -128,11 +122,11 @@ def test_a_step_on_another_device_than_the_current_one() -> None:
     net, x = nn.Linear(64, 64).to("cuda:1"), torch.randn(512, 64, device="cuda:1")
     gc.collect()
     held = torch.cuda.memory_allocated(0)
-    step = checkmate.compile(lambda x: net(x).tanh().square().mean(), budget="1 GB", verify=True)
-    found = torch.autograd.grad(step(x), [*net.parameters()])
+    step = lambda x: net(x).tanh().square().mean()  # noqa: E731
+    compiled = checkmate.compile(step, budget="1 GB", verify=True)
+    found = assert_alike(lambda run: torch.autograd.grad(run(x), [*net.parameters()]), compiled, step)
     assert {grad.device for grad in found} == {x.device}
     assert torch.cuda.memory_allocated(0) == held
-    assert_same_bits(found, torch.autograd.grad(net(x).tanh().square().mean(), [*net.parameters()]))
 
 
 @pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
@@ -184,11 +178,12 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("draw", "target", "host"),
     [
-        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", None, marks=pytest.mark.long, id="dropout"),
-        pytest.param(lambda: nn.Dropout(0.3), "native_dropout", "10 MB", marks=pytest.mark.long, id="dropout, host"),
-        pytest.param(Attention, "_scaled_dot_product_efficient_attention", None, id="attention"),
-        pytest.param(Noisy, "randn_like", None, marks=pytest.mark.long, id="noise"),
+        long(lambda: nn.Dropout(0.3), "native_dropout", None),
+        long(lambda: nn.Dropout(0.3), "native_dropout", "10 MB"),
+        (Attention, "_scaled_dot_product_efficient_attention", None),
+        long(Noisy, "randn_like", None),
     ],
+    ids=["dropout", "dropout, host", "attention", "noise"],
 )
 def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
     draw: Callable[[], nn.Module], target: str, host: str | None
@@ -199,16 +194,13 @@ def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
     report = checkmate.verify(step, x, budget=budget, host_budget=host, time_limit=SECONDS)
     assert report.measured_peak <= budget
     compiled = checkmate.compile(step, budget=budget, host_budget=host, time_limit=SECONDS, wait="best")
-    wanted = [*net.parameters()]
-    torch.manual_seed(1)
-    found = torch.autograd.grad(compiled(x), wanted)
-    after = torch.cuda.get_rng_state()
-    solution = compiled.plans[0]
-    again = [op for op, runs in zip(solution.problem.graph.ops, solution.schedule.R.sum(0), strict=True) if runs > 1]
-    assert host or any(op.target == f"checkmate.{target}" for op in again)
-    torch.manual_seed(1)
-    assert_same_bits(found, torch.autograd.grad(step(x), wanted))
-    assert_same_bits(after, torch.cuda.get_rng_state())
+
+    def left_by(run: Callable[[Tensor], Tensor]) -> Any:
+        torch.manual_seed(1)
+        return torch.autograd.grad(run(x), [*net.parameters()]), torch.cuda.get_rng_state()
+
+    assert_alike(left_by, compiled, step)
+    assert host or f"checkmate.{target}" in run_again(compiled.plans[0])
 
 
 def test_a_dropout_that_does_not_repeat_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +212,7 @@ def test_a_dropout_that_does_not_repeat_runs_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuDNN tries out at the first run of each is not within the budget, though its cost is known from a file."""
+    """The trials of cuDNN at the first run of each are not within the budget, even if its cost is known from a file."""
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     checkmate.trace(net, x)
     measured: list[str] = []
@@ -234,8 +226,7 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure, "measure_ops", noted)
     for _ in range(2):
         checkmate.trace(net, x)
-    assert len(measured) == 2  # once forward, once backward
-    assert all("convolution" in name for name in measured)
+    assert ["convolution" in name for name in measured] == [True, True]  # once forward, once backward
 
 
 def test_a_convolutional_network_finds_its_plan_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +287,7 @@ def test_steps_on_two_streams_of_the_users() -> None:
 
 
 def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device of 64 GB, most of it held elsewhere; or kept from PyTorch by a fraction for this process."""
+    """A device of 64 GB, most of it held elsewhere, or kept from PyTorch by a fraction for this process."""
     _, x, step = chain(8, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
     room = between(checkmate.trace(step, x), 0.5, time_limit=SECONDS)
     total = 64 * 10**9

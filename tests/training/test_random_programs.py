@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import checkmate
 from checkmate.backends.capture_cache import capture
@@ -38,25 +37,19 @@ METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
 MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "100"))
 PARTS = 5  # so many tests, for several processes
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
-NO_CHECKS = list(HealthCheck)  # a program takes a third of a second
 
 
 def drawn(count: int, first_seed: int) -> Callable[[Any], Any]:
     """Run a test on so many programs and budgets. Hypothesis draws them, from the seed and constants of our code."""
-    limits = settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=NO_CHECKS,
-        phases=[Phase.generate, Phase.shrink],
-        print_blob=False,
-    )
+    unhurried = {"deadline": None, "suppress_health_check": [*HealthCheck]}  # a program takes a third of a second
+    from_the_seed = {"database": None, "phases": [Phase.generate, Phase.shrink], "print_blob": False}
+    limits = settings(max_examples=count, **unhurried, **from_the_seed)
     cases = given(spec=programs(), budget=st.floats(0, 1), method=st.sampled_from(METHODS))
     return lambda test: seed(first_seed)(limits(cases(test)))
 
 
 def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
-    """A planner whose budget lies so far from the smallest that is quickly found to keeping everything."""
+    """Make a planner whose budget lies so far from the smallest that is quickly found to keeping everything."""
 
     def plan(problem: Problem) -> Solution:
         smallest = checkmate.min_budget(problem, time_limit=0.01).peak
@@ -70,12 +63,10 @@ def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
     return plan
 
 
-def run(
-    program: Program, step: Callable[..., Any], spec: Spec, *, metered: bool
-) -> tuple[dict[str, Tensor | None], int]:
-    """Everything that two training steps leave behind, and the peak of the second in bytes."""
-    found: dict[str, Tensor | None] = {}
+def run(program: Program, step: Callable[..., Any], spec: Spec, *, metered: bool) -> tuple[list[Any], int]:
+    """Train two steps: all that they leave behind, and the peak of the second in bytes."""
     inputs = batch(spec)
+    named = [*program.named_parameters(), ("input", inputs[0])]
     twice = spec.extra != "none" and spec.seed % 2 == 1
     torch.manual_seed(spec.seed)
 
@@ -87,27 +78,27 @@ def run(
             results[0].backward()
         return results
 
-    peak = 0
+    left, peak = [], 0
     for i in range(2):
-        if i == 0 or not metered:
-            results = forward_backward()
-        else:
+        if i and metered:
             use = measure_peak(forward_backward)
             results, peak = use.result, use.peak
             del use
-        found |= {f"result {k} of step {i}": t.detach().clone() for k, t in enumerate(results)}
-        named = [*program.named_parameters(), ("input", inputs[0])]
-        found |= {f"gradient of {name} in step {i}": None if p.grad is None else p.grad.clone() for name, p in named}
-        found |= {f"{name} after step {i}": t.clone() for name, t in program.state_dict().items()}
-        found[f"input after step {i}"] = inputs[0].detach().clone()
-        found[f"random state after step {i}"] = torch.get_rng_state()
+        else:
+            results = forward_backward()
+        copies = {
+            "results": [t.detach().clone() for t in results],
+            "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in named},
+            "state": {name: t.clone() for name, t in program.state_dict().items()},
+        }
+        left.append({**copies, "input": inputs[0].detach().clone(), "random state": torch.get_rng_state()})
         del results
         with torch.no_grad():
             for _, p in named:
                 if p.grad is not None and p is not inputs[0]:
                     p -= 0.05 * p.grad
                 p.grad = None
-    return found, peak
+    return left, peak
 
 
 def check(spec: Spec, budget: float, method: str) -> None:

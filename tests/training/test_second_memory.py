@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.offers import offered
 from tests.support.stepping import assert_same, train
 from tests.support.transfers import as_run, with_transfers
-from tests.support.whole_steps import Scored, assert_as_plain, classifier, planned_step
+from tests.support.whole_steps import Scored, adamw, assert_as_plain, classifier, itself, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,21 +41,25 @@ def batch(size: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 32, generator=generator), torch.randint(8, (size,), generator=generator)
 
 
-@functools.cache
-def below() -> int:
+def below(step: Any) -> int:
     """A budget that holds with a second memory only."""
-    problems = checkmate.trace(net(), *batch()), checkmate.trace(net(), *batch(), **THERE)
+    problems = checkmate.trace(step, *batch()), checkmate.trace(step, *batch(), **THERE)
     return sum(checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems) // 2
 
 
+@functools.cache
+def budget_of_net() -> int:
+    return below(net())
+
+
 def compiled(fn: Any) -> Any:
-    return checkmate.compile(fn, budget=below(), time_limit=SECONDS, wait="best", **THERE)
+    return checkmate.compile(fn, budget=budget_of_net(), time_limit=SECONDS, wait="best", **THERE)
 
 
 @pytest.mark.slow
 def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bits of plain PyTorch, the bytes of the plan here and there, and the same plan in the next process."""
-    budget = below()
+    """The bits of plain PyTorch, the bytes of the plan here and there, and the same plan in the next process."""
+    budget = budget_of_net()
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
     monkeypatch.setattr(opening, "_measured", {})
     with pytest.raises(InfeasibleBudget):
@@ -100,21 +103,10 @@ def test_batches_of_several_sizes_and_validation_between_them() -> None:
 
 @pytest.mark.slow
 def test_whole_steps_with_gradients_that_are_accumulated() -> None:
-    """Within a budget that holds with a second memory only."""
-
-    def made(make: Callable[..., Any]) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return make(model, optimizer, clip_norm=1.0, accumulate=2), model, optimizer
-
-    def train(make: Callable[..., Any]) -> Any:
-        step, model, optimizer = made(make)
-        torch.manual_seed(1)
-        losses = [step(*batch(seed=i)) for i in range(4)]
-        return losses, model.state_dict(), optimizer.state_dict()["state"]
-
-    problems = (checkmate.trace(made(planned_step)[0], *batch(), **options) for options in ({}, THERE))
-    budget = sum(checkmate.min_budget(problem, time_limit=SECONDS).peak for problem in problems) // 2
+    """The budget holds with a second memory only."""
+    how: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2}
+    budget = below(planned_step(model := net(), adamw(model), **how))
+    train = training(net, loss=itself, batch=lambda i: batch(seed=i), steps=4, metered=False, **how)
     step, _ = assert_as_plain(train, budget=budget, time_limit=SECONDS, **THERE)
     assert all(plan.plan.sent for plan in step.plans)
     assert len(step.memory().second_memories) == 1
@@ -151,7 +143,7 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
 
 @pytest.mark.slow
 def test_it_is_verified() -> None:
-    report = checkmate.verify(net(), *batch(), budget=below(), time_limit=SECONDS, **THERE)
+    report = checkmate.verify(net(), *batch(), budget=budget_of_net(), time_limit=SECONDS, **THERE)
     assert report.measured_peak == report.predicted_peak
 
 

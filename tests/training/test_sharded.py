@@ -54,7 +54,7 @@ def _mesh() -> Any:
 
 
 def _of_first(find: Callable[[], Any]) -> Any:
-    """What the first rank finds, which alone looks for it."""
+    """Have the first rank look for something, and tell all."""
     found = [None if dist.get_rank() else find()]
     dist.broadcast_object_list(found)
     return found[0]
@@ -75,7 +75,7 @@ def _smallest(make: Callable[[], nn.Module], data: tuple[Tensor, ...]) -> int:
 def _assert_as_plain(
     make: Callable[[], nn.Module], data: tuple[Tensor, Tensor], budget: int, *, overlap: bool = False
 ) -> checkmate.Solution:
-    """The bits of the plain model, and the predicted peak to the byte, or at most; gives the plan."""
+    """Compare bits with the plain model, and the peak with the predicted one; give the plan."""
     compiled, plain = checkmate.compile(make(), budget=budget, time_limit=SECONDS, overlap=overlap), make()
     found, expected = (train(model, model, data) for model in (compiled, plain))
     assert_same_bits(*(local({**vars(trained), "peaks": None}) for trained in (found, expected)))
@@ -93,34 +93,13 @@ def _pins(plan: checkmate.Solution) -> dict[str, set[str | None]]:
 
 
 def _gathers(plan: checkmate.Solution) -> list[int]:
-    """How often each parameter is gathered."""
+    """Count how often each parameter is gathered."""
     ops = plan.problem.graph.ops
     return [plan.plan.runs.count(k) for k, op in enumerate(ops) if op.target == GATHERED]
 
 
-def _gathered_again() -> None:
-    def make() -> nn.Module:
-        return shard(Net(), _mesh())
-
-    budget = _smallest(make, batch())
-    plan = _assert_as_plain(make, batch(), budget)
-    assert _pins(plan) == {GATHERED: {None}, REDUCED: {PINNED}}
-    assert max(_gathers(plan)) > 1
-    assert plan.peak < plan.problem.keep_all_peak
-    assert len(set(everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
-    mine = budget if dist.get_rank() else 10**9  # one rank gathers again, another does not: nothing waits
-    with pytest.raises(checkmate.Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
-        checkmate.compile(make(), budget=mine, time_limit=SECONDS)(*batch())
-
-
-def _shards_of_different_sizes() -> None:
-    """Plans differ from rank to rank, so that none gathers again."""
-    plan = _assert_as_plain(lambda: shard(Net(classes=9), _mesh()), batch(), 10**9)
-    assert set().union(*_pins(plan).values()) == {PINNED}
-
-
 def _assert_whole_as_plain(new: Callable[[Any], optim.Optimizer] = _adamw, **planning: Any) -> checkmate.Solution:
-    """Whole steps of a sharded model leave the bits of plain ones, and take the planned bytes; gives the plan."""
+    """Compare bits of whole steps with plain ones, and the peak with the planned one; give the plan."""
 
     def train(make: Callable[..., Any]) -> TrainedWhole:
         model = shard(Net(), _mesh())
@@ -136,76 +115,88 @@ def _assert_whole_as_plain(new: Callable[[Any], optim.Optimizer] = _adamw, **pla
     return plan
 
 
-def _whole_steps() -> None:
-    problem = _assert_whole_as_plain().problem
-    _assert_whole_as_plain(_sgd)
-    smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=SECONDS).peak)
-    assert max(_gathers(_assert_whole_as_plain(budget=smallest))) > 1
-    model = shard(Net(), _mesh())
-    for given in ({"clip_norm": 1.0}, {"accumulate": 2}, {"scaler": torch.amp.GradScaler("cpu")}):
-        (name,) = given
-        with pytest.raises(checkmate.Unsupported, match=rf"{name}= looks at whole gradients.*outside of the plan"):
-            planned_step(model, _adamw(model.parameters()), **given)
-    with pytest.raises(checkmate.Unsupported, match="Adafactor reads rows, columns or norms of a whole parameter"):
-        planned_step(model, optim.Adafactor(model.parameters()))
-
-
 def _tied() -> Any:
     net = Net()
     net.blocks[1].weight = net.blocks[0].weight
     return shard(net, _mesh())
 
 
-def _beside() -> None:
-    """Gathers and sums go on beside ops: the same bits, in the planned bytes or fewer; two layers share a weight."""
+class Scenes:
+    """Scenes that the same ranks play one after the other; the last one ends the group."""
 
-    def starts(plan: checkmate.Solution) -> int:
-        return sum(isinstance(step, Start) for step in plan.plan.steps)
+    def gathered_again() -> None:
+        def make() -> nn.Module:
+            return shard(Net(), _mesh())
 
-    assert len([*_tied().parameters()]) == len([*Net().parameters()]) - 1
-    plan = _assert_as_plain(_tied, batch(), 10**9, overlap=True)
-    assert {op.target for op in plan.problem.graph.ops if op.link} == {GATHERED, REDUCED}
-    assert starts(plan) > 0
-    assert len(set(everywhere(str(plan.plan)))) == 1
-    assert starts(_assert_whole_as_plain(overlap=True)) > 0
+        budget = _smallest(make, batch())
+        plan = _assert_as_plain(make, batch(), budget)
+        assert _pins(plan) == {GATHERED: {None}, REDUCED: {PINNED}}
+        assert max(_gathers(plan)) > 1
+        assert plan.peak < plan.problem.keep_all_peak
+        assert len(set(everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
+        mine = budget if dist.get_rank() else 10**9  # one rank gathers again, another does not: nothing waits
+        with pytest.raises(checkmate.Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
+            checkmate.compile(make(), budget=mine, time_limit=SECONDS)(*batch())
+
+    def shards_of_different_sizes() -> None:
+        """Plans differ from rank to rank, so that none gathers again."""
+        plan = _assert_as_plain(lambda: shard(Net(classes=9), _mesh()), batch(), 10**9)
+        assert set().union(*_pins(plan).values()) == {PINNED}
+
+    def whole_steps() -> None:
+        problem = _assert_whole_as_plain().problem
+        _assert_whole_as_plain(_sgd)
+        smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=SECONDS).peak)
+        assert max(_gathers(_assert_whole_as_plain(budget=smallest))) > 1
+        model = shard(Net(), _mesh())
+        for given in ({"clip_norm": 1.0}, {"accumulate": 2}, {"scaler": torch.amp.GradScaler("cpu")}):
+            (name,) = given
+            with pytest.raises(checkmate.Unsupported, match=rf"{name}= looks at whole gradients.*outside of the plan"):
+                planned_step(model, _adamw(model.parameters()), **given)
+        with pytest.raises(checkmate.Unsupported, match="Adafactor reads rows, columns or norms of a whole parameter"):
+            planned_step(model, optim.Adafactor(model.parameters()))
+
+    def beside() -> None:
+        """Gathers and sums beside ops: the same bits, in the planned bytes or fewer; two layers share a weight."""
+
+        def starts(plan: checkmate.Solution) -> int:
+            return sum(isinstance(step, Start) for step in plan.plan.steps)
+
+        assert len([*_tied().parameters()]) == len([*Net().parameters()]) - 1
+        plan = _assert_as_plain(_tied, batch(), 10**9, overlap=True)
+        assert {op.target for op in plan.problem.graph.ops if op.link} == {GATHERED, REDUCED}
+        assert starts(plan) > 0
+        assert len(set(everywhere(str(plan.plan)))) == 1
+        assert starts(_assert_whole_as_plain(overlap=True)) > 0
+
+    def tensor_parallel() -> None:
+        def make() -> nn.Module:
+            return parallelize_module(Parallel(), _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+        data = torch.ones(64, 64, requires_grad=True), torch.arange(64) % 8  # the same on all ranks
+        plan = _assert_as_plain(make, data, _smallest(make, data))
+        summed = [k for k, op in enumerate(plan.problem.graph.ops) if op.target == SUMMED]
+        assert [plan.problem.graph.ops[k].phase for k in summed] == ["forward", "backward"]
+        assert [plan.plan.runs.count(k) for k in summed] == [1, 1]
+        assert plan.schedule.recomputed.sum() > 0
+
+    def refused() -> None:
+        net = Net()
+        for block in net.blocks:
+            fully_shard(block, mesh=_mesh())
+        with pytest.raises(
+            checkmate.Unsupported, match=r'blocks.0 is a part.*"Sharded parameters in one plan" of docs'
+        ):
+            checkmate.compile(net, budget="1 GB")(*batch())
+        weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), _mesh(), [Shard(0)]))
+        with pytest.raises(checkmate.Unsupported, match=r"gives a DTensor.*to_local"):
+            checkmate.compile(lambda: weight * 2.0, budget="1 GB")()
+
+    def the_recipe() -> None:
+        recipes.compare("Sharded parameters in one plan")
 
 
-def _tensor_parallel() -> None:
-    def make() -> nn.Module:
-        return parallelize_module(Parallel(), _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    data = torch.ones(64, 64, requires_grad=True), torch.arange(64) % 8  # the same on all ranks
-    plan = _assert_as_plain(make, data, _smallest(make, data))
-    summed = [k for k, op in enumerate(plan.problem.graph.ops) if op.target == SUMMED]
-    assert [plan.problem.graph.ops[k].phase for k in summed] == ["forward", "backward"]
-    assert [plan.plan.runs.count(k) for k in summed] == [1, 1]
-    assert plan.schedule.recomputed.sum() > 0
-
-
-def _refused() -> None:
-    net = Net()
-    for block in net.blocks:
-        fully_shard(block, mesh=_mesh())
-    with pytest.raises(checkmate.Unsupported, match=r'blocks.0 is a part.*"Sharded parameters in one plan" of docs'):
-        checkmate.compile(net, budget="1 GB")(*batch())
-    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), _mesh(), [Shard(0)]))
-    with pytest.raises(checkmate.Unsupported, match=r"gives a DTensor.*to_local"):
-        checkmate.compile(lambda: weight * 2.0, budget="1 GB")()
-
-
-def _the_recipe() -> None:
-    recipes.compare("Sharded parameters in one plan")
-
-
-SCENES = (
-    _gathered_again,
-    _shards_of_different_sizes,
-    _whole_steps,
-    _beside,
-    _tensor_parallel,
-    _refused,
-    _the_recipe,  # which ends the group
-)
+SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_"]
 
 
 @pytest.mark.long

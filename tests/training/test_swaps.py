@@ -18,6 +18,7 @@ from checkmate.solvers import plan_cache
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.offers import Offers, begin_poorly, offered
+from tests.support.stepping import grads_of
 from tests.support.whole_steps import Scored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def searches() -> Iterator[list[Offers]]:
-    """What stands for the searches of the steps that are compiled, in their order."""
+    """Stand-ins for the searches of the steps that are compiled, in their order."""
     with offered() as made:
         yield made
 
@@ -53,18 +54,14 @@ def _compiled(share: float = 0.5, **options: Any) -> tuple[nn.Module, Any]:
     return module, checkmate.compile(module, budget=_budget(share), **options)
 
 
-def _grads(module: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
 def _once(module: nn.Module, step: Any, size: int = 64, seed: int = 0) -> None:
-    """A forward and a backward, whose gradients nobody uses."""
+    """Run a forward and a backward, whose gradients nobody uses."""
     step(*_batch(size, seed)).backward()
     module.zero_grad()
 
 
 def _train(module: nn.Module, step: Any, searches: list[Offers], steps: int = 8) -> Any:
-    """Two batches to each step of the optimizer, of two sizes; another plan is offered all the time."""
+    """Train by two batches of two sizes to each step of the optimizer, while other plans are offered."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1)
     seen = []
@@ -75,7 +72,7 @@ def _train(module: nn.Module, step: Any, searches: list[Offers], steps: int = 8)
             loss = step(*_batch(size, 2 * i + half))
             loss.backward()
             seen.append(loss.detach())
-        seen += _grads(module)
+        seen += grads_of(module)
         optimizer.step()
         optimizer.zero_grad(set_to_none=i % 3 > 0)
     return seen, module.state_dict(), torch.get_rng_state()
@@ -121,7 +118,7 @@ def test_no_plan_takes_over_while_a_backward_is_pending(searches: list[Offers]) 
         run(*_batch(64, 2))
         assert not searches or step.planning[0].swaps == 0
         (first - second).backward()
-        losses.append((first.detach(), second.detach(), _grads(model)))
+        losses.append((first.detach(), second.detach(), grads_of(model)))
     assert_same_bits(losses[1], losses[0])
     del first, second
     module.zero_grad()
@@ -146,7 +143,7 @@ def test_no_plan_takes_over_while_gradients_are_accumulated(searches: list[Offer
 
 
 def test_a_backward_runs_the_code_of_its_own_forward(searches: list[Offers]) -> None:
-    """What is saved is copied here, so that nobody knows that a backward is pending when another plan takes over."""
+    """Hooks copy the saved tensors, so nobody knows that a backward is pending when another plan takes over."""
     plain, (module, step) = _net(), _compiled()
     for run in (plain, step):
         torch.manual_seed(1)
@@ -158,7 +155,7 @@ def test_a_backward_runs_the_code_of_its_own_forward(searches: list[Offers]) -> 
         first.backward()
         second.backward()
     assert step.planning[0].swaps == 1
-    assert_same_bits(_grads(module), _grads(plain))
+    assert_same_bits(grads_of(module), grads_of(plain))
 
 
 def test_writes_are_refused_by_what_the_plan_that_runs_needs(searches: list[Offers]) -> None:

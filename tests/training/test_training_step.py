@@ -20,19 +20,9 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
-from tests.support.whole_steps import X, Y, assert_as_plain, classifier, loss_of, planned_step, train_whole
+from tests.support.whole_steps import X, Y, adamw, assert_as_plain, classifier, loss_of, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _adamw(model: nn.Module) -> optim.Optimizer:
-    return optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _train(make: Callable[..., Any], clip_norm: float | None) -> Any:
-    model = classifier()
-    optimizer = _adamw(model)
-    return train_whole(make(loss_of(model), optimizer, clip_norm=clip_norm), model, [optimizer], (X, Y), steps=4)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +30,8 @@ def _train(make: Callable[..., Any], clip_norm: float | None) -> Any:
     [long(0.0, None), slow(0.0, 0.1), long(0.5, None), long(0.5, 0.1), slow(1.0, None), long(1.0, 0.1)],
 )
 def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -> None:
-    """At the smallest budget, in between and at keep-all; the peak is predicted to the byte, state included."""
-    train = functools.partial(_train, clip_norm=clip_norm)
+    """The budget is the smallest, one in between, or keep-all; the peak is predicted to the byte, states included."""
+    train = training(steps=4, clip_norm=clip_norm)
     budget = between(assert_as_plain(train)[0].plans[0].problem, share)
 
     step, found = assert_as_plain(train, budget=budget)
@@ -54,7 +44,7 @@ def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -
 
 
 def test_loss_with_others() -> None:
-    """Of a tuple the loss is followed; the rest is handed out without a gradient, and none is left in parameters."""
+    """The loss of a tuple is followed; the rest is handed out without a gradient, and parameters have none."""
     model = classifier()
 
     def loss_fn(x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor], int]:
@@ -63,10 +53,8 @@ def test_loss_with_others() -> None:
 
     plain = classifier()
     torch.manual_seed(7)
-    loss, rest, number = planned_step(loss_fn, _adamw(model))(X, Y)
-    assert not loss.requires_grad
-    assert not rest["scores"].requires_grad
-    assert number == 3
+    loss, rest, number = planned_step(loss_fn, adamw(model))(X, Y)
+    assert (loss.requires_grad, rest["scores"].requires_grad, number) == (False, False, 3)
     assert all(p.grad is None for p in model.parameters())
     torch.manual_seed(7)
     assert_same_bits(loss, loss_of(plain)(X, Y).detach())
@@ -76,37 +64,31 @@ def test_loss_with_others() -> None:
 def test_parameters_that_join_are_updated() -> None:
     """A group that is added to the optimizer is updated from the next step on."""
 
-    def train(make: Callable[..., Any]) -> Any:
-        model = classifier()
-        optimizer = optim.SGD(model[0].parameters(), lr=0.1)
+    def join(i: int, model: nn.Sequential, optimizer: optim.Optimizer) -> None:
+        if i == 1:
+            optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.01})
+            for p in model.parameters():
+                p.grad = None
 
-        def between(i: int) -> None:
-            if i == 1:
-                optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.01})
-                for p in model.parameters():
-                    p.grad = None
-
-        return train_whole(make(loss_of(model), optimizer), model, [optimizer], (X, Y), between=between)
-
-    assert_as_plain(train)
+    assert_as_plain(training(new_optimizers=lambda model: optim.SGD(model[0].parameters(), lr=0.1), between=join))
 
 
 def test_refusals() -> None:
     """What cannot be planned is refused at once, with the way out."""
     model = classifier()
-    hooked = _adamw(model)
+    hooked = adamw(model)
     hooked.register_step_pre_hook(lambda *args: None)
     for optimizer, word in (
         (optim.LBFGS(model.parameters()), "(?s)several times.*reserve="),
         (optim.SparseAdam(model.parameters()), "(?s)known to update each parameter alone.*reserve="),
         (hooked, "hook"),
-        ([_adamw(model), _adamw(model)], "two optimizers"),
+        ([adamw(model), adamw(model)], "two optimizers"),
     ):
         with pytest.raises(checkmate.Unsupported, match=word):
             planned_step(loss_of(model), optimizer)
     for gradients, word in ((True, "without a gradient"), (False, "no_grad")):
         with torch.set_grad_enabled(gradients), pytest.raises(checkmate.Unsupported, match=word):
-            planned_step(lambda x: x.sum(), _adamw(model))(X)
+            planned_step(lambda x: x.sum(), adamw(model))(X)
 
 
 def _replaced(optimizer: optim.Optimizer) -> None:
@@ -127,7 +109,7 @@ def _noted(optimizer: optim.Optimizer) -> None:
 @pytest.mark.parametrize("replace", [_replaced, _replaced_as_method, _noted])
 def test_a_step_that_is_replaced_on_the_optimizer_is_refused(replace: Any) -> None:
     model = classifier()
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     optim.lr_scheduler.StepLR(optimizer, 1)  # puts what counts the steps around the optimizer's own
     step = planned_step(loss_of(model), optimizer)
     step(X, Y)
@@ -147,7 +129,7 @@ def test_a_step_that_is_replaced_on_the_optimizer_is_refused(replace: Any) -> No
 
 def test_a_step_that_is_replaced_in_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = classifier()
-    optimizer, own = _adamw(model), optim.AdamW.step
+    optimizer, own = adamw(model), optim.AdamW.step
     monkeypatch.setattr(optim.AdamW, "step", lambda self, closure=None: own(self, closure))
     with pytest.raises(checkmate.Unsupported, match=r"AdamW\.step was replaced \(test_training_step\.py:"):
         planned_step(loss_of(model), optimizer)
@@ -155,7 +137,7 @@ def test_a_step_that_is_replaced_in_the_class_is_refused(monkeypatch: pytest.Mon
 
 def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = classifier()
-    step = planned_step(loss_of(model), _adamw(model))
+    step = planned_step(loss_of(model), adamw(model))
     step(X, Y)
     before, inside, go_on = [p.clone() for p in model.parameters()], threading.Event(), threading.Event()
 
@@ -186,7 +168,7 @@ def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch:
         ({"optimizer": None}, "or several, not NoneType."),
         ({"optimizer": []}, "or several, not none."),
         ({"optimizer": optim.AdamW}, r"not the class AdamW: make one of it, AdamW\(model.parameters\(\)\)."),
-        ({"optimizer": optim.lr_scheduler.StepLR(_adamw(classifier()), 3)}, "not a StepLR: give its optimizer, and"),
+        ({"optimizer": optim.lr_scheduler.StepLR(adamw(classifier()), 3)}, "not a StepLR: give its optimizer, and"),
         ({"optimizer": nn.Linear(2, 2).parameters()}, "or several, not Parameter."),
         ({"loss_fn": optim.AdamW}, "checkmate.training_step takes a module or a function, not the class AdamW."),
         ({"budget": None}, "text such as '8 GB', not None."),
@@ -212,7 +194,7 @@ def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch:
 )
 def test_what_is_given_wrongly_is_said_in_one_line(given: dict[str, Any], said: str) -> None:
     model = classifier()
-    asked = {"loss_fn": loss_of(model), "optimizer": _adamw(model), "budget": "1 GB", **given}
+    asked = {"loss_fn": loss_of(model), "optimizer": adamw(model), "budget": "1 GB", **given}
     with pytest.raises((TypeError, ValueError), match=said) as error:
         checkmate.training_step(**asked)
     assert len(str(error.value).splitlines()) == 1
@@ -220,18 +202,18 @@ def test_what_is_given_wrongly_is_said_in_one_line(given: dict[str, Any], said: 
 
 def test_the_budget_may_stand_in_its_place() -> None:
     model = classifier()
-    assert checkmate.training_step(loss_of(model), _adamw(model), "1 GB")._planner.total == 10**9
+    assert checkmate.training_step(loss_of(model), adamw(model), "1 GB")._planner.total == 10**9
     assert checkmate.compile(loss_of(model), "1 MB")._options.total == 10**6
 
 
 def test_an_optimizer_that_the_step_does_not_reach() -> None:
-    """One of a copy of the model, or of frozen parameters: plain PyTorch trains nothing, and says nothing."""
+    """It has parameters of a copy of the model, or frozen ones: plain PyTorch trains nothing, and says nothing."""
     model, other, frozen = classifier(), classifier(), classifier()
     frozen[:2].requires_grad_(False)
-    head = _adamw(frozen[2:])
+    head = adamw(frozen[2:])
     for net, several, said in (
-        (model, [_adamw(other)], "this AdamW: the loss does not depend on them"),
-        (model, [_adamw(model), _adamw(other)], r"this AdamW \(number 2\): the loss does not depend on them"),
+        (model, [adamw(other)], "this AdamW: the loss does not depend on them"),
+        (model, [adamw(model), adamw(other)], r"this AdamW \(number 2\): the loss does not depend on them"),
         (frozen, [head, optim.SGD(frozen[:2].parameters())], r"SGD \(number 2\): all of them have requires_grad"),
     ):
         before = copy.deepcopy((net.state_dict(), other.state_dict())), torch.get_rng_state()
@@ -244,7 +226,7 @@ def test_an_optimizer_that_the_step_does_not_reach() -> None:
 
 
 def test_a_gradient_may_flow_on_to_an_optimizer() -> None:
-    """What a batch was made of is updated, too: its gradient is there when the step's backward is over."""
+    """The leaf that a batch was made of is updated: its gradient is there when the step's backward is over."""
 
     def train(make: Callable[..., Any]) -> Any:
         weight = nn.Parameter(torch.ones(3))
@@ -258,7 +240,7 @@ def test_parameters_in_one_memory_are_refused_by_name() -> None:
     """One parameter used twice is another thing: it trains."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False))
     model[2].weight = nn.Parameter(model[0].weight.data.t())
-    step = planned_step(loss_of(model), _adamw(model))
+    step = planned_step(loss_of(model), adamw(model))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(checkmate.Unsupported, match=r"^0\.weight and 2\.weight are two parameters in the memory"):
         step(X, Y)
@@ -267,9 +249,9 @@ def test_parameters_in_one_memory_are_refused_by_name() -> None:
 
 @pytest.mark.slow
 def test_infeasible_budget_names_the_smallest() -> None:
-    """And nothing has changed."""
+    """Nothing has changed after the error."""
     model = classifier()
-    optimizer, before = _adamw(model), copy.deepcopy(model.state_dict())
+    optimizer, before = adamw(model), copy.deepcopy(model.state_dict())
     with pytest.raises(checkmate.InfeasibleBudget) as error:
         planned_step(loss_of(model), optimizer, budget="20 kB")(X, Y)
     assert_same_bits(model.state_dict(), before)

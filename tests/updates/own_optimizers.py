@@ -36,7 +36,7 @@ class WarmsUp(optim.AdamW):
 
 
 class Written(optim.Optimizer):
-    """What optimizers of one's own have in common: one parameter after the other."""
+    """Base of optimizers of one's own: one parameter is updated after the other."""
 
     def __init__(self, params: Any, lr: float = 0.01, **settings: Any) -> None:
         defaults = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0, **settings}
@@ -52,15 +52,15 @@ class Written(optim.Optimizer):
         return loss
 
     def begin(self, group: dict[str, Any]) -> None:
-        """What is done before a group's parameters."""
+        """Prepare a group before its parameters are updated."""
 
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
 def moments(p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterable[Tensor]:
-    """Adam's, without its corrections."""
-    if not state:
+    """Update Adam's two moments, without its corrections."""
+    if "step" not in state:
         state["step"] = 0
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
     state["step"] += 1
@@ -75,9 +75,8 @@ class OwnAdamW(Written):
 
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         first, second = moments(p, gradient, state, group)
-        size = (
-            group["lr"] * math.sqrt(1 - group["betas"][1] ** state["step"]) / (1 - group["betas"][0] ** state["step"])
-        )
+        corrections = [1 - beta ** state["step"] for beta in group["betas"]]
+        size = group["lr"] * math.sqrt(corrections[1]) / corrections[0]
         p.data.mul_(1 - group["lr"] * group["weight_decay"])
         p.data.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-size)
 
@@ -134,8 +133,6 @@ class BeginsHeavily(OwnAdamW):
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["size"] = (p.data.double() + gradient.double().exp() + p.data.double().exp()).sum()
-            state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
         super().update(p, gradient, state, group)
 
 

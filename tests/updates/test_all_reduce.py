@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ _planned = partial(planned_step, time_limit=SECONDS)
 
 
 def _assert_same_everywhere(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """All ranks have one model, and one state of the optimizer."""
+    """Compare the model and the states of the optimizer on all ranks."""
     first, *others = everywhere(([p.detach() for p in model.parameters()], optimizer.state_dict()))
     for of_another in others:
         assert_same_bits(of_another, first)
@@ -41,11 +42,10 @@ def _assert_same_everywhere(model: nn.Module, optimizer: optim.Optimizer) -> Non
 
 def _like_ddp(model: nn.Module, loss_fn: Any, optimizer: optim.Optimizer, accumulate: int = 1, **options: Any) -> Any:
     """The plain loop around `DistributedDataParallel`, which sends gradients once for each update."""
-    step, calls = plain_step(loss_fn, [optimizer], accumulate=accumulate, **options), []
+    step, numbers = plain_step(loss_fn, [optimizer], accumulate=accumulate, **options), itertools.count(1)
 
     def run(*given: Tensor) -> Tensor:
-        calls.append(0)
-        model.require_backward_grad_sync = len(calls) % accumulate == 0  # what `no_sync` sets
+        model.require_backward_grad_sync = next(numbers) % accumulate == 0  # what `no_sync` sets
         return step(*given)
 
     return run
@@ -87,184 +87,170 @@ def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = Non
     return plans
 
 
-def _same_numbers() -> None:
-    """With room, and where gradients are averaged in place: the budget holds the buckets of DDP, which nothing uses."""
-    wrapped, plan = _assert_as_plain()
-    problem = plan.problem
-    sent = {k for k, op in enumerate(problem.graph.ops) if "over all ranks" in (op.pinned or "")}
-    assert len(sent) == 2 * 4 + 2
-    buckets = sum(p.nbytes for p in classifier().parameters())
-    assert wrapped.problem.resident == problem.resident + buckets
-    _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
-    assert sent.intersection(run.op for run in plan.plan.steps if isinstance(run, Run) and run.over is not None)
+class Scenes:
+    """Scenes that the same ranks play one after the other; the last one ends the group."""
 
+    def same_numbers() -> None:
+        """With room, and where gradients are averaged in place; the budget holds the buckets of DDP."""
+        wrapped, plan = _assert_as_plain()
+        problem = plan.problem
+        sent = {k for k, op in enumerate(problem.graph.ops) if "over all ranks" in (op.pinned or "")}
+        assert len(sent) == 2 * 4 + 2
+        buckets = sum(p.nbytes for p in classifier().parameters())
+        assert wrapped.problem.resident == problem.resident + buckets
+        _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
+        assert sent.intersection(run.op for run in plan.plan.steps if isinstance(run, Run) and run.over is not None)
 
-def _several_micro_batches() -> None:
-    """Summed on each rank, and sent once."""
-    _assert_as_plain(accumulate=2, clip_norm=0.1)
+    def several_micro_batches() -> None:
+        """Summed on each rank, and sent once."""
+        _assert_as_plain(accumulate=2, clip_norm=0.1)
 
+    def with_a_scaler_and_an_average() -> None:
+        """A gradient that is not finite on one rank has all of them skip the update, and scale less."""
 
-def _several_micro_batches_without_a_norm() -> None:
-    _assert_as_plain(accumulate=2)
+        def train(make: Callable[..., Any]) -> Any:
+            model, scaler = classifier(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+            optimizer, averaged = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), AveragedModel(model)
+            loss_fn = loss_of(DistributedDataParallel(model))
+            step = make(loss_fn, optimizer, scaler=scaler, clip_norm=0.1, ema=(averaged, model))
+            scales = []
+            torch.manual_seed(dist.get_rank())
+            for i in range(4):
+                x, y = _batch()
+                if i == 1 and dist.get_rank() == 1:
+                    x[0, 0] = math.inf
+                step(x, y)
+                scales.append(scaler.get_scale())
+            _assert_same_everywhere(model, optimizer)
+            return scales, averaged.state_dict(), model.state_dict(), optimizer.state_dict()
 
+        _, (scales, *_) = assert_as_plain(train, time_limit=SECONDS)
+        assert scales == [1024.0, 512.0, 512.0, 512.0]
 
-def _with_a_scaler_and_an_average() -> None:
-    """A gradient that is not finite on one rank has all of them skip the update, and scale less."""
+    def batches_of_other_sizes() -> None:
+        """Each rank has a plan of its own then, and sends its gradients in the same order all the same."""
 
-    def train(make: Callable[..., Any]) -> Any:
-        model, scaler = classifier(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-        optimizer, averaged = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), AveragedModel(model)
-        loss_fn = loss_of(DistributedDataParallel(model))
-        step = make(loss_fn, optimizer, scaler=scaler, clip_norm=0.1, ema=(averaged, model))
-        scales = []
-        torch.manual_seed(dist.get_rank())
-        for i in range(4):
-            x, y = _batch()
-            if i == 1 and dist.get_rank() == 1:
-                x[0, 0] = math.inf
-            step(x, y)
-            scales.append(scaler.get_scale())
-        _assert_same_everywhere(model, optimizer)
-        return scales, averaged.state_dict(), model.state_dict(), optimizer.state_dict()
+        def train(make: Callable[..., Any]) -> Any:
+            model = classifier()
+            step = make(loss_of(DistributedDataParallel(model)), optim.SGD(model.parameters(), lr=0.1))
+            torch.manual_seed(3)
+            for size in (64, 64 - 8 * dist.get_rank(), 40 + 8 * dist.get_rank()):
+                step(*_batch(size))
+            return model.state_dict()
 
-    _, (scales, *_) = assert_as_plain(train, time_limit=SECONDS)
-    assert scales == [1024.0, 512.0, 512.0, 512.0]
+        assert_as_plain(train, time_limit=SECONDS)
 
-
-def _batches_of_other_sizes() -> None:
-    """Each rank has a plan of its own then, and sends its gradients in the same order all the same."""
-
-    def train(make: Callable[..., Any]) -> Any:
+    def other_steps_are_refused() -> None:
+        """A rank that uses other parameters has gradients of its own: all are told, and nothing is updated."""
         model = classifier()
-        step = make(loss_of(DistributedDataParallel(model)), optim.SGD(model.parameters(), lr=0.1))
-        torch.manual_seed(3)
-        for size in (64, 64 - 8 * dist.get_rank(), 40 + 8 * dist.get_rank()):
-            step(*_batch(size))
-        return model.state_dict()
+        before = copy.deepcopy([*model.parameters()])
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        last = model[-1]
 
-    assert_as_plain(train, time_limit=SECONDS)
+        def loss_fn(x: Tensor, y: Tensor, *, deep: bool) -> Tensor:
+            return F.cross_entropy(model(x) if deep else last(x), y)
 
+        for accumulate in (1, 2):
+            step = _planned(loss_fn, optimizer, process_group=dist.group.WORLD, accumulate=accumulate)
+            if accumulate == 2:
+                step(*_batch(), deep=dist.get_rank() == 0)
+            with pytest.raises(checkmate.Unsupported, match="No parameter was updated"):
+                step(*_batch(), deep=accumulate == 1 and dist.get_rank() == 0)
+        assert_same_bits([*model.parameters()], before)
 
-def _other_steps_are_refused() -> None:
-    """A rank that uses other parameters has gradients that belong to no other: all are told, and nothing is updated."""
-    model = classifier()
-    before = copy.deepcopy([*model.parameters()])
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    last = model[-1]
+    def verified() -> None:
+        """The first step is compared with a plain one whose gradients are averaged one by one."""
+        for wrap in (DistributedDataParallel, lambda model: model):
+            model = classifier()
+            inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
+            optimizer = optim.AdamW(model.parameters())
+            step = _planned(loss_of(inner), optimizer, verify=True, clip_norm=0.1, process_group=group)
+            step(*_batch())
 
-    def loss_fn(x: Tensor, y: Tensor, *, deep: bool) -> Tensor:
-        return F.cross_entropy(model(x) if deep else last(x), y)
+    def refused() -> None:
+        model, inner, hooked = classifier(), *(DistributedDataParallel(classifier()) for _ in range(2))
+        hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        own, other = type("Own", (DistributedDataParallel,), {})(classifier()), nn.Linear(32, 10 + dist.get_rank())
+        world = {"process_group": dist.group.WORLD}
+        refused: list[tuple[Any, str, nn.Module, dict[str, Any]]] = [
+            (
+                TypeError,
+                "init_process_group",
+                model,
+                {"process_group": None},
+            ),  # as `group.WORLD` is before there is one
+            (ValueError, "has a process group", inner, world),
+            (checkmate.Unsupported, r"communication hook.*reserve=", hooked, {}),
+            (checkmate.Unsupported, "A Own may do more", own, {}),
+            (ValueError, "different shapes", other, world),
+        ]
+        for error, words, made, about in refused:
+            with pytest.raises(error, match=words):
+                _planned(loss_of(made), optim.SGD(made.parameters(), lr=0.1), **about)
+        with inner.no_sync(), pytest.raises(checkmate.Unsupported, match="accumulate=n"):
+            _planned(loss_of(inner), optim.SGD(inner.parameters(), lr=0.1))(*_batch())
 
-    for accumulate in (1, 2):
-        step = _planned(loss_fn, optimizer, process_group=dist.group.WORLD, accumulate=accumulate)
-        if accumulate == 2:
-            step(*_batch(), deep=dist.get_rank() == 0)
-        with pytest.raises(checkmate.Unsupported, match="No parameter was updated"):
-            step(*_batch(), deep=accumulate == 1 and dist.get_rank() == 0)
-    assert_same_bits([*model.parameters()], before)
+        def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
+            return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
 
+        with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
+            _planned(mean_of_all, optim.SGD(model.parameters(), lr=0.1), **world)(*_batch())
 
-def _verified() -> None:
-    """The first step is compared with a plain one whose gradients are averaged one by one."""
-    for wrap in (DistributedDataParallel, lambda model: model):
-        model = classifier()
-        inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
-        optimizer = optim.AdamW(model.parameters())
-        step = _planned(loss_of(inner), optimizer, verify=True, clip_norm=0.1, process_group=group)
-        step(*_batch())
+    def as_gradients_are_averaged_one_by_one() -> None:
+        """The last micro-batch leaves out a part, whose sums are averaged all the same."""
 
+        def plainly(parts: nn.ModuleList, loss_fn: Any, optimizer: optim.Optimizer) -> None:
+            for i in range(7):
+                for buffer in parts.buffers() if i % 2 == 0 else ():
+                    dist.broadcast(buffer, 0)
+                loss_fn(*_batch(), both=i % 2 == 0).backward()
+                if i % 2 or i == 6:
+                    for p in parts.parameters():
+                        p.grad = p.grad * (1.0 / dist.get_world_size())
+                        dist.all_reduce(p.grad)
+                    nn.utils.clip_grad_norm_(parts.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-def _as_gradients_are_averaged_one_by_one() -> None:
-    """Of three ranks; the last micro-batch leaves out a part, whose sums are averaged all the same."""
-    left = []
-    for plainly in (True, False):
-        torch.manual_seed(0)
-        parts = nn.ModuleList([classifier(), nn.Linear(32, 10)])
-        optimizer = optim.AdamW(parts.parameters(), lr=1e-2)
-
-        def loss_fn(x: Tensor, y: Tensor, *, both: bool, parts: nn.ModuleList = parts) -> Tensor:
-            return F.cross_entropy(parts[0](x) + parts[1](x) if both else parts[0](x), y)
-
-        if not plainly:
+        def planned(parts: nn.ModuleList, loss_fn: Any, optimizer: optim.Optimizer) -> None:
             step = _planned(loss_fn, optimizer, process_group=dist.group.WORLD, accumulate=2, clip_norm=0.1)
-        torch.manual_seed(dist.get_rank())
-        for i in range(7):
-            if not plainly:
+            for i in range(7):
                 step(*_batch(), both=i % 2 == 0)
-                continue
-            for buffer in parts.buffers() if i % 2 == 0 else ():
-                dist.broadcast(buffer, 0)
-            loss_fn(*_batch(), both=i % 2 == 0).backward()
-            if i % 2:
-                _average_update_and_forget(parts, optimizer)
-        if plainly:
-            _average_update_and_forget(parts, optimizer)
-        else:
             step.update()
-        left.append(copy.deepcopy((parts.state_dict(), optimizer.state_dict())))
-    assert_same_bits(left[1], left[0])
-    _assert_same_everywhere(parts, optimizer)
 
+        left = []
+        for train in (plainly, planned):
+            torch.manual_seed(0)
+            parts = nn.ModuleList([classifier(), nn.Linear(32, 10)])
+            optimizer = optim.AdamW(parts.parameters(), lr=1e-2)
 
-def _average_update_and_forget(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    for p in module.parameters():
-        p.grad = p.grad * (1.0 / dist.get_world_size())
-        dist.all_reduce(p.grad)
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
+            def loss_fn(x: Tensor, y: Tensor, *, both: bool, parts: nn.ModuleList = parts) -> Tensor:
+                return F.cross_entropy(parts[0](x) + parts[1](x) if both else parts[0](x), y)
 
+            torch.manual_seed(dist.get_rank())
+            train(parts, loss_fn, optimizer)
+            left.append(copy.deepcopy((parts.state_dict(), optimizer.state_dict())))
+        assert_same_bits(left[1], left[0])
+        _assert_same_everywhere(parts, optimizer)
 
-def _refused() -> None:
-    """At once, and by name."""
-    model, inner, hooked = classifier(), *(DistributedDataParallel(classifier()) for _ in range(2))
-    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    own, other = type("Own", (DistributedDataParallel,), {})(classifier()), nn.Linear(32, 10 + dist.get_rank())
-    world = {"process_group": dist.group.WORLD}
-    refused: list[tuple[Any, str, nn.Module, dict[str, Any]]] = [
-        (TypeError, "init_process_group", model, {"process_group": None}),  # as `group.WORLD` is before there is one
-        (ValueError, "has a process group", inner, world),
-        (checkmate.Unsupported, r"communication hook.*reserve=", hooked, {}),
-        (checkmate.Unsupported, "A Own may do more", own, {}),
-        (ValueError, "different shapes", other, world),
-    ]
-    for error, words, made, about in refused:
-        with pytest.raises(error, match=words):
-            _planned(loss_of(made), optim.SGD(made.parameters(), lr=0.1), **about)
-    with inner.no_sync(), pytest.raises(checkmate.Unsupported, match="accumulate=n"):
-        _planned(loss_of(inner), optim.SGD(inner.parameters(), lr=0.1))(*_batch())
+    def several_micro_batches_without_a_norm() -> None:
+        _assert_as_plain(accumulate=2)
 
-    def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
-        return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
-
-    with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
-        _planned(mean_of_all, optim.SGD(model.parameters(), lr=0.1), **world)(*_batch())
-
-
-def _a_rank_that_dies() -> None:
-    """The error of the exchange reaches the others."""
-    model = classifier()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    step = _planned(loss_of(model), optimizer, process_group=dist.group.WORLD)
-    step(*_batch())
-    if dist.get_rank():
-        os._exit(0)
-    with pytest.raises(RuntimeError, match=r"(?i)connection|gloo"):
+    def a_rank_that_dies() -> None:
+        """The error of the exchange reaches the others."""
+        model = classifier()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        step = _planned(loss_of(model), optimizer, process_group=dist.group.WORLD)
         step(*_batch())
-    os._exit(0)
+        if dist.get_rank():
+            os._exit(0)
+        with pytest.raises(RuntimeError, match=r"(?i)connection|gloo"):
+            step(*_batch())
+        os._exit(0)
 
 
-SCENES = (
-    _same_numbers,
-    _several_micro_batches,
-    _with_a_scaler_and_an_average,
-    _batches_of_other_sizes,
-    _other_steps_are_refused,
-    _verified,
-    _refused,
-    _a_rank_that_dies,
-)
-OF_THREE, MORE = (_as_gradients_are_averaged_one_by_one,), (_several_micro_batches_without_a_norm,)
+OF_THREE, MORE = [Scenes.as_gradients_are_averaged_one_by_one], [Scenes.several_micro_batches_without_a_norm]
+SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_" and scene not in (*OF_THREE, *MORE)]
 
 
 @pytest.mark.parametrize(("ranks", "scenes"), [slow(2, SCENES), long(3, OF_THREE), long(2, MORE)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +16,8 @@ from torch.optim import lr_scheduler
 import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import slow
-from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
-from tests.updates.updated import BATCH, SMALLER, AllKinds
+from tests.support.whole_steps import assert_as_plain, plain_step, planned_step, train_whole
+from tests.updates.updated import BATCH, SMALLER, AllKinds, training_of_all_kinds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NewOptimizer = Callable[[Any], optim.Optimizer]
@@ -29,15 +28,8 @@ def _assert_same(
     change: Callable[[int, Any, optim.Optimizer], None], new: NewOptimizer, batches: Any = (BATCH,) * 5
 ) -> checkmate.TrainingStep:
     """Train five steps each way, with something changed before each."""
-
-    def train(make: Callable[..., Any]) -> TrainedWhole:
-        model, number = AllKinds(), itertools.count()
-        optimizer = new(model.parameters())
-        step = make(model, optimizer)
-        one, between = lambda: step(*batches[next(number)]), lambda i: change(i, model, optimizer)
-        return train_whole(one, model, [optimizer], (), steps=5, between=between, metered=False)
-
-    return assert_as_plain(train)[0]
+    how = {"batch": batches.__getitem__, "steps": 5, "between": change, "metered": False}
+    return assert_as_plain(training_of_all_kinds(lambda model: new(model.parameters()), **how))[0]
 
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
@@ -56,10 +48,8 @@ def test_schedulers(name: str) -> None:
     def change(i: int, model: Any, optimizer: optim.Optimizer) -> None:
         if i == 0:
             schedulers[id(optimizer)] = SCHEDULERS[name](optimizer)
-        elif name == "ReduceLROnPlateau":
-            schedulers[id(optimizer)].step(1.0)
         else:
-            schedulers[id(optimizer)].step()
+            schedulers[id(optimizer)].step(*([1.0] if name == "ReduceLROnPlateau" else []))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

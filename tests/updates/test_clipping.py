@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
-from tests.support.whole_steps import assert_as_plain, planned_step, train_whole
+from tests.support.whole_steps import assert_as_plain, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 X = torch.randn(32, 24, generator=torch.Generator().manual_seed(3))
@@ -46,7 +45,7 @@ class Mixed(nn.Module):
     ids=str,
 )
 def test_same_bits_as_plain_pytorch(options: dict[str, Any], accumulate: int) -> None:
-    """Of gradients in several types, whose norms are added by type, in the order of the parameters."""
+    """Norms of gradients in several types are added by type, in the order of the parameters."""
 
     def train(make: Callable[..., Any]) -> Any:
         model = Mixed()
@@ -65,7 +64,7 @@ def test_same_bits_as_plain_pytorch(options: dict[str, Any], accumulate: int) ->
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_norm_that_is_not_finite(accumulate: int) -> None:
-    """Is an error where a person wants it so, before anything is updated; else gradients are multiplied by it."""
+    """It is an error where a person wants it so, before any update; else gradients are multiplied by it."""
     model, about = nn.Linear(24, 1), {"clip_norm": 1.0, "accumulate": accumulate}
     before = copy.deepcopy(model.state_dict())
 
@@ -85,32 +84,19 @@ def test_a_norm_that_is_not_finite(accumulate: int) -> None:
     assert model.weight.isnan().all()
 
 
-class Wide(nn.Module):
-    """Few activations, large gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return x.square().mean()
+def wide() -> nn.Module:
+    """A model of few activations, with large gradients."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(48, 48), nn.GELU())))
 
 
 @pytest.mark.slow
 def test_gradients_that_are_made_twice() -> None:
-    """With a budget for some gradients only, a part of the backward runs again once the norm is known; same bits."""
-
-    def train(make: Callable[..., Any]) -> Any:
-        model = Wide()
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        step = make(model, optimizer, clip_norm=0.01)
-        return train_whole(step, model, [optimizer], (X[:2, :24].repeat(1, 2),))
-
+    """Where not all gradients fit, a part of the backward runs again once the norm is known."""
+    how = {"loss": lambda model: lambda x: model(x).square().mean(), "batch": (X[:2].repeat(1, 2),)}
+    train = training(wide, lambda model: optim.SGD(model.parameters(), lr=0.1), clip_norm=0.01, **how)
     problem = assert_as_plain(train)[0].plans[0].problem
     (plan,) = assert_as_plain(train, budget=recomputing(problem, time_limit=2.0))[0].plans
-    gradients = sum(p.nbytes for p in Wide().layers.parameters())
+    gradients = sum(p.nbytes for p in wide().parameters())
     assert any(name.startswith("mm") for name in plan.modules.again), plan.modules.again  # a product of the backward
     assert plan.peak - problem.resident < gradients  # all of which were there before the first update

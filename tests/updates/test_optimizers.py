@@ -17,8 +17,8 @@ from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
-from tests.support.whole_steps import TrainedWhole, plain_step, planned_step, train_whole
-from tests.updates.updated import BATCH, AllKinds, Setting, new_optimizers
+from tests.support.whole_steps import assert_as_plain, plain_step, planned_step, train_whole
+from tests.updates.updated import BATCH, AllKinds, Setting, new_optimizers, training_of_all_kinds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,45 +66,33 @@ ONCE = [setting for setting in HAS if not setting[1].get("fused")]
 PAIRS = [[*HAS[i : i + 2]] for i in range(0, len(HAS), 2)]
 
 
-def both(train: Callable[[Callable[..., Any]], TrainedWhole]) -> TrainedWhole:
-    """What the plain loop leaves behind; what the planned one does is the same."""
-    found, expected = train(planned_step), train(plain_step)
-    assert_same_states(found, expected)
-    return expected
+def described(state: dict[str, Any]) -> list[Any]:
+    """Names, types and strides of all that an optimizer's state holds, in its order."""
+    held = [
+        (number, name, type(what), isinstance(what, Tensor) and what.stride())
+        for number, of_one in sorted(state["state"].items())
+        for name, what in of_one.items()
+    ]
+    return [[*state], held]
 
 
-def assert_same_states(found: TrainedWhole, expected: TrainedWhole) -> None:
-    """The same bits, and states that hold the same names in the same order, and the same types."""
-    assert_same_bits(found.bits(), expected.bits())
-    for one, other in zip(found.state["optimizers"], expected.state["optimizers"], strict=True):
-        assert [*one] == [*other]
-        assert sorted(one["state"]) == sorted(other["state"])  # in the order of the updates
-        for number, state in other["state"].items():
-            assert [(name, type(what)) for name, what in one["state"][number].items()] == [
-                (name, type(what)) for name, what in state.items()
-            ]
-            strides = {name: what.stride() for name, what in state.items() if isinstance(what, torch.Tensor)}
-            assert {name: one["state"][number][name].stride() for name in strides} == strides
+def _training(settings: list[Setting], **how: Any) -> Any:
+    look = lambda model, made: [described(optimizer.state_dict()) for optimizer in made]  # noqa: E731
+    return training_of_all_kinds(lambda model: new_optimizers(model, settings), look=look, **how)
 
 
 @pytest.mark.parametrize("settings", every(4, PAIRS), ids=lambda pair: " and ".join(f"{n} {s}" for n, s in pair))
 def test_same_bits_as_the_plain_loop(settings: list[Setting]) -> None:
     """Two optimizers, two groups in each, over five steps; the one after the other clipped."""
-
-    def train(make: Callable[..., Any]) -> TrainedWhole:
-        model = AllKinds()
-        made = new_optimizers(model, settings)
-        step = make(model, made, clip_norm=0.5 if PAIRS.index(settings) % 2 else None)
-        return train_whole(step, model, made, BATCH, steps=5)
-
-    expected = both(train)
-    assert len({loss.item() for loss in expected.losses}) > 1  # something was learnt
+    clip_norm = 0.5 if PAIRS.index(settings) % 2 else None
+    _, found = assert_as_plain(_training(settings, steps=5, clip_norm=clip_norm))
+    assert len({loss.item() for loss in found.losses}) > 1  # something was learnt
 
 
 @pytest.mark.parametrize("width", [64, 640], ids=["whole", "in slices"])
 @pytest.mark.parametrize("setting", [("RAdam", {}), ("ASGD", {"t0": 2})], ids=lambda setting: setting[0])
 def test_what_late_updates_take_is_planned(setting: Setting, width: int) -> None:
-    """RAdam's sixth takes more than those before it, and so does the one from which ASGD averages."""
+    """RAdam's sixth update takes more than those before it, and so does the first that ASGD averages."""
     torch.manual_seed(0)
     net, (kind, options) = nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()), setting
     optimizer = getattr(optim, kind)(net.parameters(), **options)
@@ -158,25 +146,22 @@ def test_what_is_refused_by_name() -> None:
 def test_hook_on_a_view_is_called() -> None:
     """The way out that the refusal names has the bits of a hook on the parameter."""
 
-    def train(make: Callable[..., Any]) -> TrainedWhole:
-        model = AllKinds()
-        made = new_optimizers(model, [("AdamW", {})])
-
-        def viewed(x: Tensor, y: Tensor) -> Tensor:
+    def hooked(model: AllKinds) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(x: Tensor, y: Tensor) -> Tensor:
             scale = model.scale.view_as(model.scale)
             scale.register_hook(lambda gradient: gradient * 3)
             return model(x, y) * scale
 
-        return train_whole(make(viewed, made), model, made, BATCH)
+        return loss
 
-    both(train)
+    assert_as_plain(_training([("AdamW", {})], loss=hooked))
 
 
 @pytest.mark.parametrize(("kind", "settings"), ONCE, ids=str)
 def test_slices_have_the_bits_of_the_whole(
     kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of odd sizes, in any layout, states that are there and that are not; on one thread and on two."""
+    """Odd sizes, all layouts, states that are there and that are not."""
     monkeypatch.setattr(optimizers, "SLICE", 1024)
     torch.manual_seed(0)
     sizes = (5003,), (70, 71), (33, 3, 7, 7)
@@ -194,15 +179,9 @@ def test_slices_have_the_bits_of_the_whole(
             given, plain.grad = gradient.clone(), gradient.clone()
             update(given)
             expected.step()
-            assert_same_bits(given, gradient)
-            assert_same_bits(ours.detach(), plain.detach())
             one, other = optimizer.state_dict(), expected.state_dict()
-            assert_same_bits(one, other)
-            names = [[*state] for state in one["state"].values()]
-            assert names == [[*state] for state in other["state"].values()]
-            for name, what in expected.state.get(plain, {}).items():
-                if isinstance(what, Tensor):
-                    assert optimizer.state[ours][name].stride() == what.stride()
+            assert_same_bits((given, ours.detach(), one), (gradient, plain.detach(), other))
+            assert described(one) == described(other)
             if other["state"]:  # and go on from the other one's checkpoint
                 optimizer.load_state_dict(copy.deepcopy(other))
                 expected.load_state_dict(copy.deepcopy(one))

@@ -22,9 +22,9 @@ from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update, about, checked
 from checkmate.updates.per_parameter import known
 from tests.support.bits import assert_same_bits
-from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step, train_whole
+from tests.support.whole_steps import TrainedWhole, assert_as_plain, plain_step, planned_step
 from tests.updates import own_optimizers as own
-from tests.updates.updated import BATCH, AllKinds
+from tests.updates.updated import AllKinds, training_of_all_kinds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Any], optim.Optimizer]
@@ -61,45 +61,33 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.02}]
 
 
-def _made(make_step: Callable[..., Any], make: Make, **how: Any) -> tuple[Any, nn.Module, optim.Optimizer]:
-    model = AllKinds()
-    optimizer = make(_groups(model))
-    return make_step(model, optimizer, **how), model, optimizer
+def assert_same(make: Make, **how: Any) -> tuple[Any, TrainedWhole]:
+    """Planned and plain leave the same bits, also of what stands in groups and of the numbers that are counted.
 
-
-def _train(make_step: Callable[..., Any], make: Make, steps: int, **how: Any) -> TrainedWhole:
-    step, model, optimizer = _made(make_step, make, **how)
-    return train_whole(step, model, [optimizer], BATCH, steps=steps)
-
-
-def assert_same(train: Callable[[Callable[..., Any]], TrainedWhole], **planning: Any) -> None:
-    """Planned and plain leave the same bits, also of what stands in groups and of the numbers that states count."""
-    found, expected = train(partial(_whole, **planning)), train(plain_step)
-    assert_same_bits(found.bits(), expected.bits())
-    for one, other in zip(found.state["optimizers"], expected.state["optimizers"], strict=True):
-        assert repr(one["param_groups"]) == repr(other["param_groups"])
+    Gives the planned step, and what is left.
+    """
+    planning = {name: how.pop(name) for name in ("gradients", "verify") if name in how}
+    look = lambda model, made: (repr(made.state_dict()["param_groups"]), getattr(made, "steps", None))  # noqa: E731
+    train = training_of_all_kinds(lambda model: make(_groups(model)), **{"look": look, **how})
+    return assert_as_plain(train, alone=True, **planning)
 
 
 @pytest.mark.parametrize(("name", "n"), [(name, n) for name, makes in TAKEN.items() for n in range(len(makes))])
 def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
     """Two groups over six steps, with a schedule where there is a rate: bits, states, counts, and the planned peak."""
-    both = []
+    schedules: dict[int, Any] = {}
 
-    def train(make: Callable[..., Any]) -> TrainedWhole:
-        step, model, optimizer = _made(make, TAKEN[name][n])
-        has_rate = optimizer.param_groups[0]["lr"] is not None
-        schedules = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5)] if has_rate else []
-        between = lambda i: [schedule.step() for schedule in schedules if i]  # noqa: E731
-        both.append((step, train_whole(step, model, [optimizer], BATCH, steps=6, between=between), optimizer))
-        return both[-1][1]
+    def schedule(i: int, model: nn.Module, made: optim.Optimizer) -> None:
+        if i == 0 and made.param_groups[0]["lr"] is not None:
+            schedules[id(made)] = optim.lr_scheduler.StepLR(made, 2, 0.5)
+        elif id(made) in schedules:
+            schedules[id(made)].step()
 
-    assert_same(train)
-    (step, found, ours), (_, expected, plain) = both
-    assert getattr(ours, "steps", None) == getattr(plain, "steps", None)
+    step, found = assert_same(TAKEN[name][n], steps=6, between=schedule)
     (plan,) = step.plans
     # the meter has not seen come what the first metered step replaces
     assert max(found.peaks[1:]) <= plan.peak - plan.problem.resident
-    assert len({loss.item() for loss in expected.losses}) > 1  # something was learnt
+    assert len({loss.item() for loss in found.losses}) > 1  # something was learnt
 
 
 @pytest.mark.parametrize(
@@ -111,26 +99,19 @@ def test_same_bits_as_the_plain_loop(name: str, n: int) -> None:
     ],
 )
 def test_what_else_a_step_does(make: Make, how: dict[str, Any]) -> None:
-    assert_same(partial(_train, make=make, steps=6, **how))
+    assert_same(make, steps=6, **how)
 
 
 def test_gradients_may_be_left() -> None:
-    """As they were given to the optimizer; one that may write over them could leave other ones in plain PyTorch."""
-
-    def train(make: Callable[..., Any]) -> TrainedWhole:
-        step, model, optimizer = _made(make, Adafactor)
-        found = train_whole(step, model, [optimizer], BATCH, steps=3)
-        found.state["gradients"] = [p.grad for p in model.parameters()]
-        return found
-
-    assert_same(train, gradients=True)
+    """They are as the optimizer was given them. One that may write over them could leave other ones plainly."""
+    assert_same(Adafactor, look=lambda model, made: [p.grad for p in model.parameters()], gradients=True)
     for make in (own.DecaysInGradients, own.LambByGroups):
         with pytest.raises(checkmate.Unsupported, match="may write over gradients"):
-            _made(_whole, make, gradients=True)
+            _whole(model := AllKinds(), make(_groups(model)), gradients=True)
 
 
 def test_a_skipped_update_counts_nothing() -> None:
-    """With a scaler, as in plain PyTorch: neither in a state, nor in a group."""
+    """With a scaler neither a state nor a group counts it."""
 
     def train(make: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
@@ -147,27 +128,25 @@ def test_a_skipped_update_counts_nothing() -> None:
 
 @pytest.mark.parametrize("make", [own.LambByGroups, Adafactor])
 def test_training_goes_on_from_a_checkpoint(make: Make) -> None:
-    """Of either loop, in either loop."""
-    kept = _train(plain_step, make, steps=2).state
+    kept = training_of_all_kinds(lambda model: make(_groups(model)), steps=2)(plain_step).state
 
-    def train(make_step: Callable[..., Any]) -> TrainedWhole:
-        step, model, optimizer = _made(make_step, make)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(copy.deepcopy(kept["optimizers"][0]))
-        return train_whole(step, model, [optimizer], BATCH, steps=3)
+    def load(i: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        if i == 0:
+            model.load_state_dict(kept["model"])
+            optimizer.load_state_dict(copy.deepcopy(kept["optimizers"][0]))
 
-    assert_same(train, verify=True)
+    assert_same(make, between=load, verify=True)
 
 
 @pytest.mark.parametrize("make", [own.LambByGroups, own.DecaysInGradients])
 def test_verified_and_left_as_it_was(make: Make) -> None:
-    """What is counted beside the states is put back, and states that are replaced are in the peak once."""
-    assert_same(partial(_train, make=make, steps=2), verify=True)
+    """Counts beside the states are put back, and states that are replaced are in the peak once."""
+    assert_same(make, steps=2, verify=True)
 
 
 @pytest.mark.parametrize("make", [own.OwnAdamW, own.Lamb, own.BeginsHeavily, own.DecaysInGradients, Adafactor])
 def test_a_large_parameter(make: Any) -> None:
-    """What an update makes is in the plan, to the byte, and the state from the first step on."""
+    """The plan has the bytes of an update, and those of its state from the first step on."""
     torch.manual_seed(0)
     embedding = nn.Embedding(2000, 64)
     optimizer = make(embedding.parameters())
@@ -188,7 +167,7 @@ def test_a_large_parameter(make: Any) -> None:
 
 
 def test_a_late_update_is_estimated_where_none_runs() -> None:
-    """On another device, by the update of a small parameter in proportion: as measured, or little more."""
+    """The update of a small parameter, in proportion, gives as many bytes as measured, or few more."""
     embedding = nn.Embedding(2000, 64)
     step = _whole(lambda x: embedding(x).square().sum(), own.OwnAdamW(embedding.parameters()))
     measured, estimated = (checkmate.trace(step, torch.arange(16), profile=p) for p in ("measure", "roofline:h100"))
@@ -210,7 +189,7 @@ def test_a_class_that_changes_nothing_is_its_parent() -> None:
 
 
 def test_another_code_is_measured_anew() -> None:
-    """What a parameter's update costs is remembered for its code and what it is made with, whatever it has counted."""
+    """The cost of an update is remembered by its code and its settings, without its counts."""
     found = []
     for make, cell in ((own.Lamb, 0), (own.Lamb, 0), (own.Lamb, 1), (own.Lion, 0)):
         parameter = nn.Parameter(torch.ones(2))
@@ -227,7 +206,7 @@ def test_another_code_is_measured_anew() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_with_the_way_out(name: str) -> None:
-    """And nothing has changed: neither parameters, nor states, nor the generators of random numbers."""
+    """Neither parameters, nor states, nor the generators of random numbers have changed."""
     make, words = REFUSED[name]
     model = AllKinds()
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -268,12 +247,8 @@ def test_of_a_shard_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_of_optimizers_is_that_of_the_tests() -> None:
-    """On the page of what works and what is refused."""
     page = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
     section = page.split("## Optimizers of whole steps\n")[1].split("\n## ")[0]
-    rows = {
-        first.replace("`", ""): second
-        for first, second in re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)[1:]
-    }
-    assert sorted(name for name, said in rows.items() if said.startswith("works")) == sorted(TAKEN)
-    assert sorted(name for name, said in rows.items() if said.startswith("refused")) == sorted(REFUSED)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)[1:]
+    for word, names in (("works", TAKEN), ("refused", REFUSED)):
+        assert sorted(name.replace("`", "") for name, said in rows if said.startswith(word)) == sorted(names)

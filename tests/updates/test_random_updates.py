@@ -56,7 +56,7 @@ def _train(make: Callable[..., Any], spec: Spec, settings: list[Setting], clip_n
 def test_same_bits_within_the_budget(
     spec: Spec, settings: list[Setting], clip_norm: float | None, share: float
 ) -> None:
-    """Between the smallest budget and that of keeping all."""
+    """The budget is between the smallest and that of keeping all."""
     if all(kind == "Muon" for kind, _ in settings):
         settings = [*settings, ("SGD", {})]
     train = partial(_train, spec=spec, settings=settings, clip_norm=clip_norm)

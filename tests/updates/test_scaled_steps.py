@@ -18,31 +18,34 @@ from checkmate.training import TrainingStep
 from checkmate.updates.gradients import HELD_BYTES
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
-from tests.support.whole_steps import X, Y, assert_as_plain, classifier, loss_of, planned_step, train_whole
+from tests.support.whole_steps import X, Y, adamw, assert_as_plain, classifier, loss_of, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 _model = partial(classifier, dropout=0.0)
+_in_bfloat16 = partial(loss_of, dtype=torch.bfloat16)
 
 
-def _optimizers(model: nn.Sequential, count: int) -> Sequence[optim.Optimizer]:
-    if count == 1:
-        return [optim.AdamW(model.parameters(), lr=1e-2)]
-    return [optim.AdamW(model[:-1].parameters(), lr=1e-2), optim.SGD(model[-1].parameters(), lr=0.1, momentum=0.9)]
+def _sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1)
 
 
-def _scaler() -> torch.amp.GradScaler:
+def _two_optimizers(model: nn.Sequential) -> list[optim.Optimizer]:
+    return [adamw(model[:-1]), optim.SGD(model[-1].parameters(), lr=0.1, momentum=0.9)]
+
+
+def _scaler(model: object = None) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
 
 
-def _scaled(dtype: torch.dtype, optimizers: int, factors: Sequence[float], **options: Any) -> tuple[TrainingStep, Any]:
-    """The step of checkmate, and what both have after steps whose losses are multiplied by these."""
+def _scaled(
+    dtype: torch.dtype, new_optimizers: Any, factors: Sequence[float], **options: Any
+) -> tuple[TrainingStep, Any]:
+    """Train by losses that are multiplied by these, both ways: the planned step, and what is left."""
 
     def train(make: Callable[..., Any]) -> Any:
         model, scaler = _model(), _scaler()
-        several = _optimizers(model, optimizers)
+        several = new_optimizers(model)
 
         def loss_fn(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -66,7 +69,7 @@ def _scaled(dtype: torch.dtype, optimizers: int, factors: Sequence[float], **opt
 def test_scaled_loss(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The scale grows and falls, and updates by gradients that are not finite are skipped, as in plain PyTorch."""
     factors = [1.0, 1.0, 1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0]
-    step, found = _scaled(dtype, 1, factors, **options)
+    step, found = _scaled(dtype, lambda model: [adamw(model)], factors, **options)
     assert len(step.plans) == options.get("accumulate", 1)
     scales = [state["scale"] for _, state in found[0]]
     assert max(scales) > scales[0]
@@ -75,14 +78,8 @@ def test_scaled_loss(dtype: torch.dtype, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("share", "clip_norm"), [long(0.0, 0.1), long(0.0, None), long(0.3, 0.1), slow(0.3, None)])
 def test_scaled_loss_within_the_budget(share: float, clip_norm: float | None) -> None:
-    """Where gradients are let go of after they were looked at, and made again; what the scaler has is counted."""
-
-    def train(make: Callable[..., Any]) -> Any:
-        model = _model()
-        several = _optimizers(model, 1)
-        step = make(loss_of(model, torch.bfloat16), several, scaler=_scaler(), clip_norm=clip_norm)
-        return train_whole(step, model, several, (X, Y))
-
+    """Gradients are freed after they were looked at, and made again; the bytes of the scaler are counted."""
+    train = training(_model, loss=_in_bfloat16, scaler=_scaler, clip_norm=clip_norm)
     problem = assert_as_plain(train)[0].plans[0].problem
     step, found = assert_as_plain(train, budget=between(problem, share))
     at_entry = problem.resident - HELD_BYTES + 8  # of the scaler only the scale, and its count of steps
@@ -92,22 +89,14 @@ def test_scaled_loss_within_the_budget(share: float, clip_norm: float | None) ->
 @pytest.mark.slow
 def test_each_optimizer_skips_its_own_updates() -> None:
     """The head's gradient is finite where that of the layers is not."""
-    _, found = _scaled(torch.float32, 2, [1.0, float("inf"), 1.0])
+    _, found = _scaled(torch.float32, _two_optimizers, [1.0, float("inf"), 1.0])
     layers, head = found[1][1]
     assert {int(state["step"]) for state in layers["state"].values()} == {2}
     assert head["state"]
 
 
 def test_a_scaler_that_is_off() -> None:
-    """Does nothing."""
-
-    def train(make: Callable[..., Any]) -> Any:
-        model = _model()
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        step = make(loss_of(model), [optim.SGD(model.parameters(), lr=0.1)], scaler=scaler)
-        return [step(X, Y) for _ in range(2)], model.state_dict()
-
-    assert_as_plain(train)
+    assert_as_plain(training(_model, _sgd, steps=2, scaler=torch.amp.GradScaler("cpu", enabled=False)))
 
 
 AVERAGES: dict[str, dict[str, Any]] = {
@@ -121,18 +110,15 @@ AVERAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages(name: str) -> None:
-    """Of a model of which a part is frozen, by the functions of PyTorch and one of a person's."""
+    """Averages of a model with a frozen part, by the functions of PyTorch and by one of a person's."""
 
-    def train(make: Callable[..., Any]) -> Any:
+    def partly_frozen() -> nn.Module:
         model = _model()
         model[0].requires_grad_(False)
-        averaged = AveragedModel(model, **AVERAGES[name])
-        step = make(loss_of(model), optim.AdamW(model[1:].parameters(), lr=1e-2), ema=(averaged, model))
-        for _ in range(3):
-            step(X, Y)
-        return model.state_dict(), averaged.state_dict()
+        return model
 
-    assert_as_plain(train)
+    ema = lambda model: (AveragedModel(model, **AVERAGES[name]), model)  # noqa: E731
+    assert_as_plain(training(partly_frozen, lambda model: adamw(model[1:]), metered=False, ema=ema))
 
 
 @pytest.mark.slow
@@ -142,48 +128,40 @@ def test_an_average_that_the_step_reads(share: float) -> None:
 
     The bytes of the average are the plan's.
     """
-    made: list[nn.Module] = []
 
-    def train(make: Callable[..., Any]) -> Any:
+    def student_and_teacher() -> nn.ModuleList:
         model = _model()
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        made[:] = model, averaged
+        return nn.ModuleList([model, averaged])
 
+    def taught(both: nn.ModuleList) -> Callable[[Tensor], Tensor]:
         def loss_fn(x: Tensor) -> Tensor:
             with torch.no_grad():
-                taught = averaged(x).softmax(-1)
-            return F.cross_entropy(model(x + 0.1), taught)
+                target = both[1](x).softmax(-1)
+            return F.cross_entropy(both[0](x + 0.1), target)
 
-        found = train_whole(make(loss_fn, optimizer, ema=(averaged, model)), averaged, [optimizer], (X,), steps=4)
-        found.state["student"] = model.state_dict()
-        return found
+        return loss_fn
 
+    how: dict[str, Any] = {"loss": taught, "batch": (X,), "steps": 4, "ema": lambda both: (both[1], both[0])}
+    train = training(student_and_teacher, lambda both: _sgd(both[0]), **how)
     problem = assert_as_plain(train)[0].plans[0].problem
-    held = {t.data_ptr(): t.nbytes for m in made for t in (*m.parameters(), *m.buffers())}
-    assert 0 <= problem.resident - sum(held.values()) - X.nbytes < 32  # one buffer is averaged when all is done
+    both = student_and_teacher()
+    held = sum(t.nbytes for t in (*both.parameters(), *both.buffers()))
+    assert 0 <= problem.resident - held - X.nbytes < 32  # one buffer is averaged when all is done
     step, found = assert_as_plain(train, budget=between(problem, share))
     assert problem.resident + max(found.peaks) <= step.plans[0].peak
 
 
 def test_without_torch_compile() -> None:
     """Where nothing is captured, the step does all that it does else, as plain PyTorch does."""
-
-    def train(make: Callable[..., Any]) -> Any:
-        model, scaler = _model(), _scaler()
-        averaged, several = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9)), _optimizers(model, 2)
-        about: dict[str, Any] = {"clip_norm": 0.1, "accumulate": 2, "scaler": scaler, "ema": (averaged, model)}
-        step = make(loss_of(model, torch.bfloat16), several, **about)
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(4):
-                step(X, Y)
-        return model.state_dict(), averaged.state_dict(), scaler.state_dict(), [o.state_dict() for o in several]
-
-    assert not assert_as_plain(train)[0].plans
+    about: dict[str, Any] = {"steps": 4, "metered": False, "clip_norm": 0.1, "accumulate": 2, "scaler": _scaler}
+    ema = lambda model: (AveragedModel(model, avg_fn=get_ema_avg_fn(0.9)), model)  # noqa: E731
+    with torch.compiler.set_stance("force_eager"):
+        step, _ = assert_as_plain(training(_model, _two_optimizers, loss=_in_bfloat16, ema=ema, **about))
+    assert not step.plans
 
 
 def test_refusals() -> None:
-    """At once, with the way out."""
     model, half = _model(), _model().half()
     averaged = AveragedModel(model, multi_avg_fn=lambda averages, parameters, count: None)
     plain = optim.AdamW(model.parameters())

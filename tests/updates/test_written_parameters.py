@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn, optim
 import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
-from tests.support.whole_steps import TrainedWhole, assert_as_plain, train_whole
+from tests.support.whole_steps import assert_as_plain, itself, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES = torch.tensor([[1, 2, 3], [3, 3, 19]])
@@ -46,18 +45,16 @@ LOSSES: dict[str, Callable[[], _Loss]] = {
 }
 
 
-def _train(make: Callable[..., Any], name: str, *, metered: bool = True, **options: Any) -> TrainedWhole:
-    loss_fn = LOSSES[name]()
-    optimizer = optim.AdamW(loss_fn.parameters(), lr=0.1)
-    step = make(loss_fn, optimizer, **options)
-    return train_whole(step, loss_fn, [optimizer], (PLACES,), steps=4, metered=metered)
+def _training(name: str, **how: Any) -> Any:
+    by = lambda model: optim.AdamW(model.parameters(), lr=0.1)  # noqa: E731
+    return training(LOSSES[name], by, loss=itself, batch=(PLACES,), steps=4, **how)
 
 
 @pytest.mark.parametrize("name", every(3, LOSSES))
 def test_whole_steps_train_as_plain_pytorch_does(name: str) -> None:
     budget: int | str = "1 GB"
     for share in (1, 0):
-        step, found = assert_as_plain(partial(_train, name=name), budget=budget)
+        step, found = assert_as_plain(_training(name), budget=budget)
         (plan,) = step.plans
         assert {plan.problem.resident + peak for peak in found.peaks} == {plan.peak}, share
         budget = checkmate.min_budget(plan.problem, time_limit=1).peak
@@ -65,7 +62,7 @@ def test_whole_steps_train_as_plain_pytorch_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["max_norm", "clamped"])
 def test_several_calls_and_clipping(name: str) -> None:
-    assert_as_plain(partial(_train, name=name, metered=False, accumulate=2, clip_norm=0.1))
+    assert_as_plain(_training(name, metered=False, accumulate=2, clip_norm=0.1))
 
 
 def test_what_is_stored_behind_the_forward_is_read_before_only() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+
+from tests.support.whole_steps import TrainedWhole, itself, training
 
 BATCH = torch.arange(12) % 7, torch.arange(12) % 5
 SMALLER = BATCH[0][:6], BATCH[1][:6]
@@ -53,3 +55,10 @@ def new_optimizers(model: nn.Module, settings: Sequence[Setting]) -> list[optim.
         lone = {"lr": lr, **setting, "params": [{"params": parameters[::2]}, half]}
         made.append(getattr(optim, kind)(**lone))
     return made
+
+
+def training_of_all_kinds(
+    new_optimizers: Callable[[AllKinds], Any], *, loss: Callable[[AllKinds], Any] = itself, **how: Any
+) -> Callable[[Callable[..., Any]], TrainedWhole]:
+    """Train `AllKinds` by its own loss, or another."""
+    return training(AllKinds, new_optimizers, **{"loss": loss, "batch": BATCH, **how})
