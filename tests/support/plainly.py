@@ -84,6 +84,16 @@ def assert_as_plain(
     return run
 
 
+def assert_each_as_plain(
+    step: Callable[..., Any], *batches: tuple[Any, ...], plans: int, leaves: Sequence[Tensor] = (), **options: Any
+) -> None:
+    """Compare a call with each batch as above; all of them take so many plans."""
+    run = compiled(step, **options)
+    for seed, batch in enumerate(batches):
+        assert_as_plain(step, *batch, leaves=leaves, run=run, seed=seed)
+    assert len(run.plans) == plans
+
+
 def train_as_plain(
     module: nn.Module, step: Callable[..., Tensor], *batch: Tensor, **options: Any
 ) -> tuple[checkmate.Solution, list[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, assert_refused, compiled
+from tests.support.plainly import assert_as_plain, assert_each_as_plain, assert_refused, compiled
 from tests.support.sampling import long, slow
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -53,11 +53,9 @@ def _written(x: Tensor, kinds: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("step", "plans"), [(_adapters, 2), (_edges, 3), (_written, 1)])
 def test_the_bits_of_plain_pytorch(step: Callable[[Tensor, Tensor], Tensor], plans: int) -> None:
-    run = checkmate.compile(step, budget="1 MB", time_limit=0.3)
-    for kinds in ([0, 1, 1, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 0, 1]):
-        x = torch.randn(5, 4, requires_grad=True)
-        assert_as_plain(step, x, torch.tensor(kinds), run=run, leaves=[WEIGHT])
-    assert len(run.plans) == plans
+    kinds = [0, 1, 1, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 0, 1]
+    batches = [(torch.randn(5, 4, requires_grad=True), torch.tensor(each)) for each in kinds]
+    assert_each_as_plain(step, *batches, plans=plans, leaves=[WEIGHT])
 
 
 class _Queue(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from tests.support.plainly import assert_as_plain, verify_to_the_byte
+from tests.support.plainly import assert_each_as_plain, verify_to_the_byte
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,10 +27,9 @@ def test_lengths_that_depend_on_an_input(reduction: str) -> None:
             loss = F.ctc_loss(log_probs, chosen, lengths, mask.sum(-1), reduction=reduction, zero_infinity=True)
         return loss.sum()
 
-    run = checkmate.compile(step, budget="1 MB", time_limit=0.3)
-    for labels in ([[1, 2, 3], [2, 2, 0]], [[1, 0, 0], [3, 2, 1]], [[4, 2, 3], [1, 2, 0]]):
-        assert_as_plain(step, torch.randn(12, 4), torch.tensor(labels), run=run, leaves=[*model.parameters()])
-    assert len(run.plans) == 2
+    labels = [[1, 2, 3], [2, 2, 0]], [[1, 0, 0], [3, 2, 1]], [[4, 2, 3], [1, 2, 0]]
+    batches = [(torch.randn(12, 4), torch.tensor(each)) for each in labels]
+    assert_each_as_plain(step, *batches, plans=2, leaves=[*model.parameters()])
 
 
 CASES: dict[str, tuple[Any, ...]] = {  # shape, targets, and the lengths of both

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, assert_refused, compiled
+from tests.support.plainly import assert_as_plain, assert_each_as_plain, assert_refused, compiled
 from tests.support.versions import needs
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -55,10 +55,8 @@ def test_what_is_converted_is_another_tensor() -> None:
         other = x.to(torch.float64, copy=True)
         return (weight * x.contiguous() * other).sum() * (1 + sum(2**i for i, it_is in enumerate(same) if it_is))
 
-    weight = torch.linspace(1, 2, 6).view(2, 3).requires_grad_()
-    run = compiled(step)
-    for x in (torch.linspace(-1, 1, 6).view(2, 3), torch.linspace(-1, 1, 6).view(3, 2).T):
-        assert_as_plain(step, x, weight, run=run)
+    weight, x = torch.linspace(1, 2, 6).view(2, 3).requires_grad_(), torch.linspace(-1, 1, 6)
+    assert_each_as_plain(step, (x.view(2, 3), weight), (x.view(3, 2).T, weight), plans=2)
 
 
 class _FirstHalved(torch.autograd.Function):

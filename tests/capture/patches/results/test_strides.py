@@ -56,7 +56,7 @@ def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training
 
 MENDED = sorted(layouts._DESCRIBED_WRONG, key=str)
 OF_OPERANDS = ("contiguous", "transposed", "channels last", "window", "expanded")
-OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False}  # by type
+OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False, "input_dtype": torch.float32}  # by type or name
 STATISTICS, AFFINE = (torch.rand(2, 3, 9, 1), torch.rand(2, 3, 9, 1)), (torch.rand(7), torch.rand(7))
 FURTHER: dict[Any, tuple[int, Callable[..., tuple[Any, ...]]]] = {  # how many tensors in a layout, and all arguments
     aten._prelu_kernel_backward.default: (2, lambda grad, x: (grad, x, torch.rand(1, 3, 1, 1))),
@@ -74,16 +74,13 @@ FURTHER: dict[Any, tuple[int, Callable[..., tuple[Any, ...]]]] = {  # how many t
 
 def _usual(op: Any) -> tuple[int, Callable[..., tuple[Any, ...]]]:
     """As in FURTHER, for an op that takes tensors, numbers and flags only."""
-    positional = [a for a in op._schema.arguments if str(a.type) == "Tensor" or not a.kwarg_only]
+    taken = [(a.name, str(a.type)) for a in op._schema.arguments if not a.kwarg_only]
 
     def arguments(*tensors: Tensor) -> tuple[Any, ...]:
         rest = iter(tensors)
-        others = {"input_dtype": torch.float32}
-        return tuple(
-            next(rest) if str(a.type) == "Tensor" else others.get(a.name, OPTIONS.get(str(a.type))) for a in positional
-        )
+        return tuple(next(rest) if kind == "Tensor" else OPTIONS.get(name, OPTIONS.get(kind)) for name, kind in taken)
 
-    return sum(str(a.type) == "Tensor" for a in positional), arguments
+    return sum(kind == "Tensor" for _, kind in taken), arguments
 
 
 @pytest.mark.parametrize("op", [*MENDED[::3], *map(slow, MENDED[1::3]), *map(slow, MENDED[2::3])], ids=str)
