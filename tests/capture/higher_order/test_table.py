@@ -161,10 +161,6 @@ def test_measured_are_both_graphs_of_a_cond_within_a_graph() -> None:
     assert not {*of_maps} & {*problem.profile.estimated}
 
 
-def _only_op(*nodes: Any) -> fx.Node:
-    return next(node for node in nodes if isinstance(getattr(node, "target", None), HigherOrderOperator))
-
-
 def _cond(body: Callable[[Tensor], Tensor]) -> fx.Node:
     """A `cond` of which one graph is that of a function."""
     other = make_fx(lambda x: x.sin())(torch.ones(3))
@@ -173,7 +169,7 @@ def _cond(body: Callable[[Tensor], Tensor]) -> fx.Node:
     p, x = graph.placeholder("p"), graph.placeholder("x")
     graph.call_function(torch.ops.higher_order.cond, (p, graph.get_attr("one"), graph.get_attr("other"), (x,)))
     p.meta["val"], x.meta["val"] = torch.tensor(True), torch.ones(3)
-    return _only_op(*fx.GraphModule(root, graph).graph.nodes)
+    return next(n for n in fx.GraphModule(root, graph).graph.nodes if isinstance(n.target, HigherOrderOperator))
 
 
 def test_what_a_graph_does_or_one_within_it_may_keep_it_from_running_again() -> None:
