@@ -30,10 +30,12 @@ SCALE, WEIGHTS = torch.tensor(2.0, requires_grad=True), torch.rand(CLASSES) + 0.
 OfLogits = Callable[[Tensor, Tensor], Any]  # a loss, alone or with other results
 
 
-def _losses(of_logits: OfLogits, *, dtype: torch.dtype = torch.float32, **options: bool) -> list[Loss]:
+def _losses(
+    of_logits: OfLogits, *, dtype: torch.dtype = torch.float32, bias: bool = True, frozen: bool = False
+) -> list[Loss]:
     """The losses that are found where a layer makes the logits, (ROWS, LENGTH, CLASSES) of a type."""
-    first, head = nn.Linear(DEPTH, DEPTH).to(dtype), nn.Linear(DEPTH, CLASSES, bias=options.get("bias", True)).to(dtype)
-    head.requires_grad_(not options.get("frozen", False))
+    first, head = (nn.Linear(DEPTH, size, bias=bias).to(dtype) for size in (DEPTH, CLASSES))
+    head.requires_grad_(not frozen)
     problem = checkmate.trace(
         lambda x, y: of_logits(head(first(x.to(dtype)).relu()), y), X, Y, profile="roofline:laptop"
     )
