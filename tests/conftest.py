@@ -17,6 +17,8 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as long the cases of long.txt, as slow those and the functions of slow.txt; begin with what takes minutes.
 
+    Without a CUDA device what is marked ``cuda`` is skipped.
+
     ``-m "not slow"`` takes the place of the option that leaves out what is long.
     """
     names = (Path(__file__).parent / file for file in ("long.txt", "slow.txt"))
@@ -26,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
         if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
+        if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
 
 

@@ -1,4 +1,4 @@
-"""What tests of captures share."""
+"""Fixtures of tests of captures."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def forgotten(one_thread: None) -> Iterator[None]:
     """On one thread; afterwards Dynamo knows nothing of what the test has compiled."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

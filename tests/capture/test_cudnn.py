@@ -18,13 +18,12 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
-from tests.support.plainly import assert_as_plain, train_as_plain
+from tests.support.plainly import assert_as_plain, at_smallest_budget, train_as_plain
 from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
 RESERVE = 24  # bytes
 CONVOLUTION_WAVERS = "leaves other bits when it runs again"
-Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _forward(
@@ -37,13 +36,11 @@ def _forward(
 
 def _backward(
     x: Tensor, grad: Tensor, weight: Tensor, _: None, __: None, mean: Tensor, rstd: Tensor, eps: float, reserve: Tensor
-) -> Three:
+) -> tuple[Tensor, ...]:
     """Spoils its reserve, as cuDNN may; one that was spoiled spoils the gradient."""
     grad = grad * (reserve[0] / 7)
     reserve.zero_()
-    return torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, rstd, True, eps, [True, True, True]
-    )
+    return torch.ops.aten.native_batch_norm_backward(grad, x, weight, None, None, mean, rstd, True, eps, [True] * 3)
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def _loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ("track", "frozen", "share"), [(True, False, 0.0), (True, False, 0.5), (False, False, 0.0), (True, True, 0.0)]
 )
 def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
-    """Also where it runs again, and where a gradient that cuDNN makes is asked for by none."""
+    """Training, also where the op runs again, and where a gradient that cuDNN computes is unused."""
     net, x, y = _net(track), torch.randn(16, 4, 8, 8), torch.randint(3, (16,))
     net[1].weight.requires_grad_(not frozen)
     problem = checkmate.trace(lambda x, y: _loss(net, x, y), x, y)
@@ -90,40 +87,38 @@ def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
 @pytest.mark.usefixtures("one_thread", "stand_in")
 def test_evaluates_as_eager_does() -> None:
     net, x = _net().eval(), torch.randn(16, 4, 8, 8)
-
-    def step(x: Tensor) -> Tensor:
-        return net(x).square().sum()
-
-    problem = checkmate.trace(step, x)
-    targets = [op.target for op in problem.graph.ops]
+    run = at_smallest_budget(lambda x: net(x).square().sum(), x)
+    assert_as_plain(lambda x: net(x).square().sum(), x, run=run, leaves=[*net.parameters()])
+    targets = [op.target for op in run.plans[0].problem.graph.ops]
     assert targets.count("checkmate.evaluate") == 3
     assert len([target for target in targets if "native_batch_norm_backward" in target]) == 3
-    run = checkmate.compile(step, budget=checkmate.min_budget(problem).peak, time_limit=5)
-    assert_as_plain(step, x, run=run, leaves=[*net.parameters()])
 
 
 def test_on_the_cpu_no_batch_norm_is_for_cudnn() -> None:
     net = _net()
     graph = checkmate.trace(lambda x: net(x).sum(), torch.randn(2, 4, 8, 8)).graph
-    assert len([op for op in graph.ops if op.target == "aten._native_batch_norm_legit_functional.default"]) == 3
+    assert [op.target for op in graph.ops].count("aten._native_batch_norm_legit_functional.default") == 3
 
 
 def test_pytorch_is_asked_who_does_it() -> None:
     """The installed PyTorch may have no cuDNN; then it names its own kernel on CUDA too."""
     graph = torch.fx.Graph()
+    x, *others = nodes = [graph.placeholder(f"primals_{i}") for i in range(5)]
     with FakeTensorMode():
-        x, *others = nodes = [graph.placeholder(f"primals_{i}") for i in range(5)]
         x.meta["val"] = torch.empty(2, 4, 8, 8, device="cuda:0")
         for node in others:
             node.meta["val"] = torch.empty(4, device="cuda:0")
-    assert cudnn.is_for_cudnn(nodes, True, 1e-5) == torch.backends.cudnn.is_available()
-    assert cudnn.is_for_cudnn([*nodes[:3], None, None], True, 1e-5) == torch.backends.cudnn.is_available()
-    assert not cudnn.is_for_cudnn([*nodes[:3], None, None], False, 1e-5)
-    assert not cudnn.is_for_cudnn([x, None, None, *nodes[3:]], True, 1e-5)
+    here = torch.backends.cudnn.is_available()
+    for tensors, training, expected in (
+        (nodes, True, here),
+        ([*nodes[:3], None, None], True, here),
+        ([*nodes[:3], None, None], False, False),
+        ([x, None, None, *nodes[3:]], True, False),
+    ):
+        assert cudnn.is_for_cudnn(tensors, training, 1e-5) == expected
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     ("training", "memory_format"),
     [
@@ -153,12 +148,11 @@ def _pinned(problem: checkmate.Problem) -> set[str | None]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("benchmark", [False, True])
 def test_a_convolution_runs_again_where_both_threads_have_the_same_kernel(
     benchmark: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cuDNN tries out at the first run in each thread is in no step, and gradients are those of plain PyTorch."""
+    """The trial of cuDNN at the first run in each thread is in no step; gradients are those of plain PyTorch."""
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # so that plain PyTorch repeats its gradients

@@ -1,4 +1,4 @@
-"""What is read from a joint graph: ops, values, views, phases, pins, and where it all comes from."""
+"""A joint graph is read as ops, values, views, phases and pins, each with the line that it comes from."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.capture_cache import capture
-from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.core.graph import Graph, Op
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
-from checkmate.solvers.solve import solve
+from tests.support.plainly import verify_to_the_byte
 from tests.support.versions import needs
 
 
-def _graph(fn: object, *args: Tensor) -> Graph:
-    return checkmate.trace(fn, *args).graph
+def _graph(step: object, *batch: Tensor) -> Graph:
+    return checkmate.trace(step, *batch).graph
 
 
 def _op(graph: Graph, target: str, phase: str = "forward") -> Op:
@@ -34,7 +30,7 @@ def test_views_are_no_ops_and_share_the_value() -> None:
     graph = _graph(lambda x: (x @ weight.t()).view(4, 2, 4).transpose(1, 2).unsqueeze(0).sin().sum(), torch.randn(4, 6))
     names = [op.target.split(".")[1] for op in graph.ops if op.phase == "forward" and "aten" in op.target]
     assert names == ["mm", "sin", "sum"]
-    product, sine = graph.ops[0], graph.ops[1]
+    product, sine, *_ = graph.ops
     assert sine.inputs == product.outputs
     assert graph.values[product.outputs[0]].size_bytes == 4 * 8 * 4
 
@@ -60,7 +56,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_loss_holds_the_storage_of_its_terms(name: str, one_thread: None) -> None:
-    """What is one number for a fake tensor is, in four kernels, one within the storage of all terms."""
+    """Four kernels return one number within the storage of all terms; a fake tensor says that it is alone."""
     net, x, y = nn.Linear(96, 32), torch.randn(64, 96), torch.rand(64, 32)
     step = checkmate.compile(lambda x, y: LOSSES[name](net(x), y), budget="1 MB", time_limit=1)
     step(x, y).backward()
@@ -113,16 +109,19 @@ def test_pinned_ops_say_why() -> None:
         return (y + torch.rand_like(y)).square().sum()
 
     graph = _graph(step, torch.randn(7, 6))
-    assert _op(graph, "draw_mask").pinned == "draws random numbers"
     assert _op(graph, "draw_mask").target == "checkmate.draw_mask"  # without an address in memory
-    assert _op(graph, "rand_like").pinned == "draws random numbers"
     assert "overwrites" in (_op(graph, "exp").pinned or "")
     assert (_op(graph, "copy_").pinned or "").startswith("overwrites")
     assert "1.running_mean" in (_op(graph, "copy_").pinned or "")
-    assert _op(graph, "autograd").pinned == "is handed in by autograd"
-    assert _op(graph, "batch_norm").pinned is None  # its results do not depend on the running statistics
-    assert _op(graph, "addmm").pinned is None
-    assert _op(graph, "attention").pinned is None  # without dropout
+    for target, pinned in {
+        "draw_mask": "draws random numbers",
+        "rand_like": "draws random numbers",
+        "autograd": "is handed in by autograd",
+        "batch_norm": None,  # its results do not depend on the running statistics
+        "addmm": None,
+        "attention": None,  # without dropout
+    }.items():
+        assert _op(graph, target).pinned == pinned
 
 
 def test_phases_and_the_place_of_what_only_the_backward_needs() -> None:
@@ -143,17 +142,13 @@ def test_results_are_outputs_tangents_and_gradients() -> None:
 
 
 def test_ops_name_their_module_and_line() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
+    class Block(nn.ModuleDict):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = layer(x).relu()
             return x
 
-    block = Block()
+    block = Block({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
     for fn in (block, lambda x: block(x)):
         where = [op.where or "" for op in _graph(fn, torch.randn(2, 4)).ops if "addmm" in op.target]
         assert [w.split()[0].removeprefix("block.") for w in where] == ["layers.0", "layers.1"]
@@ -168,30 +163,22 @@ def test_a_side_effect_within_the_backward_is_refused() -> None:
         checkmate.trace(lambda x: torch.linalg.eig(x)[0].abs().sum(), x)
 
 
-@pytest.mark.parametrize("factorize", [torch.linalg.cholesky, torch.linalg.inv])
-def test_a_side_effect_within_the_forward_is_no_parameter(factorize: Callable[[Tensor], Tensor]) -> None:
+def test_a_side_effect_within_the_forward_is_no_parameter() -> None:
     """The check that a matrix can be inverted is handed a token before all inputs, which has no gradient."""
-    x = torch.eye(6) + 0.1 * torch.ones(6, 6)
-    report = checkmate.verify(lambda x: factorize(x).square().sum(), x.requires_grad_(), budget="1 MB", time_limit=1)
-    assert report.gradients == 1
-    assert report.measured_peak == report.predicted_peak
+    x = (torch.eye(6) + 0.1 * torch.ones(6, 6)).requires_grad_()
+    for step in (lambda x: torch.linalg.cholesky(x).square().sum(), lambda x: torch.linalg.inv(x).square().sum()):
+        assert verify_to_the_byte(step, x, budget="1 MB").gradients == 1
 
 
 def test_constants_that_nothing_reads_are_let_go() -> None:
     """Their bytes would be held beside the plan's: of a number in a tensor that is read while the step is captured."""
     weight = torch.randn(8, requires_grad=True)
-    held: list[list[str]] = []
-
-    def planner(problem: Problem) -> Solution:
-        held.append([name for name, _ in joint_of(problem).module.named_buffers()])
-        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
-
-    for step, expected in (
+    for step, held in (
         (lambda x: (weight * x * torch.tensor(2.0)).sum(), 1),
         (lambda x: (weight * x)[torch.tensor(3)].sum(), 0),
     ):
-        capture(step, Backend(planner))(torch.ones(8))
-        assert len(held.pop()) == expected
+        problem = checkmate.trace(step, torch.ones(8), profile="roofline:h100")
+        assert len([*joint_of(problem).module.named_buffers()]) == held
 
 
 @pytest.mark.usefixtures("one_thread")

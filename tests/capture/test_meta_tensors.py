@@ -17,10 +17,8 @@ from checkmate.capture.meta_tensors import is_fake, meta_as
 from checkmate.memory import record_allocations
 from tests.support.sampling import long
 
-NAMES = ["resnet18", "vit", "gpt2-eager"]
 
-
-@pytest.mark.parametrize("name", [NAMES[0], *map(long, NAMES[1:])])
+@pytest.mark.parametrize("name", ["resnet18", long("vit"), long("gpt2-eager")])
 def test_on_meta_as_with_data(name: str) -> None:
     module, step, batch = CASES[name].make(0)
     real = checkmate.trace(step, *batch, profile="roofline:laptop")
@@ -53,8 +51,8 @@ def test_what_the_model_asks_of_its_device_works() -> None:
         y = layer(x) + torch.arange(10, device=x.device)
         return (y if x.device.type == "cpu" else y.exp()).sum()
 
-    targets = [op.target for op in checkmate.trace(step, x, profile="roofline:laptop").graph.ops]
-    assert "aten.arange.default" in targets or "aten.arange.start_step" in targets
+    targets = {op.target for op in checkmate.trace(step, x, profile="roofline:laptop").graph.ops}
+    assert targets & {"aten.arange.default", "aten.arange.start_step"}
     assert "aten.exp.default" not in targets
 
 

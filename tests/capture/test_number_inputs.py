@@ -11,38 +11,36 @@ from torch import Tensor
 
 import checkmate
 from checkmate.backends import compilation
+from tests.support.plainly import assert_refused
 
+Step = Callable[[Tensor, Tensor], Tensor]
 X, Y = torch.arange(1.0, 9.0), torch.tensor([1.0, -1.0] * 4)
 W = torch.nn.Parameter(torch.ones(8))
 
 
-def _activations(y: Tensor) -> Tensor:
-    """A product of matrices, which no question is asked of."""
-    return (torch.outer(y, y) @ y[:, None])[:, 0]
-
-
-def _selected(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x)[_activations(y) > 0].exp().sum()
-
-
-def _selected_beside(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x).sum() + y[_activations(y) > 0].exp().sum()
-
-
-def _selected_by_draws(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x)[torch.rand(8) < 0.5].exp().sum()
+def _positive(y: Tensor) -> Tensor:
+    """A mask made by a product of matrices, which no question is asked of."""
+    return (torch.outer(y, y) @ y[:, None])[:, 0] > 0
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:
-    table, places = torch.full((3, 8), -1), torch.nonzero(_activations(y) > 0).flatten()
+    table, places = torch.full((3, 8), -1), torch.nonzero(_positive(y)).flatten()
     table[0, : places.numel()] = places
     return (W * x).sum() + (table > 0).sum()
 
 
+SIZES_OF_DATA: dict[str, Step] = {
+    "selected": lambda x, y: (W * x)[_positive(y)].exp().sum(),
+    "selected beside": lambda x, y: (W * x).sum() + y[_positive(y)].exp().sum(),
+    "selected by draws": lambda x, y: (W * x)[torch.rand(8) < 0.5].exp().sum(),
+    "written": _written,
+}
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before the joint graph is traced", "of the joint graph"])
-@pytest.mark.parametrize("step", [_selected, _selected_beside, _selected_by_draws, _written])
-def test_they_are_refused(step: Callable[..., Tensor], before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as Dynamo has captured the step, and what it let pass where the joint graph holds them."""
+@pytest.mark.parametrize("name", SIZES_OF_DATA)
+def test_they_are_refused(name: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused as soon as Dynamo has captured the step; sizes that it let pass, where the joint graph holds them."""
 
     def trace(**options: Any) -> Any:
         raise AssertionError("AOTAutograd traces what is refused")
@@ -52,7 +50,7 @@ def test_they_are_refused(step: Callable[..., Tensor], before: bool, monkeypatch
     else:
         monkeypatch.setattr(compilation, "refuse_sizes_of_data", lambda module: None)
     with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
-        checkmate.trace(step, X, Y)
+        checkmate.trace(SIZES_OF_DATA[name], X, Y)
 
 
 def _asked(x: Tensor, y: Tensor) -> Tensor:
@@ -63,20 +61,15 @@ def _asked(x: Tensor, y: Tensor) -> Tensor:
     return (W * x).type_as(x[y > 0].double()).sum()
 
 
-def _added_up_at_once(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x).sum() + y[y > 0].sum()
-
-
-@pytest.mark.parametrize("step", [_asked, _added_up_at_once])
-def test_what_is_fine(step: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("step", [_asked, lambda x, y: (W * x).sum() + y[y > 0].sum()], ids=["asked", "added up"])
+def test_what_is_fine(step: Step) -> None:
     assert checkmate.verify(step, X, Y, budget="1 MB", time_limit=1).repeats
 
 
 def test_a_step_without_gradients_may_have_them() -> None:
+    options: dict[str, Any] = {"backend": "checkmate", "options": {"budget": "1 MB"}}
     with torch.no_grad():
-        found = torch.compile(
-            lambda x, y: x[y > 0] + 1, fullgraph=True, backend="checkmate", options={"budget": "1 MB"}
-        )(X, Y)
+        found = torch.compile(lambda x, y: x[y > 0] + 1, fullgraph=True, **options)(X, Y)
     assert found.tolist() == [2.0, 4.0, 6.0, 8.0]
 
 
@@ -87,5 +80,5 @@ def test_a_size_of_data_that_must_be_another_is_refused() -> None:
         y = x @ w
         return (w[0] + y[y > 0]).sum()
 
-    with pytest.raises(checkmate.Unsupported, match=r"test_number_inputs\.py:\d+: the size of index depends on data"):
-        checkmate.compile(step, budget="1 MB")(torch.ones(6), torch.ones(6, 6, requires_grad=True))
+    words = r"test_number_inputs\.py:\d+: the size of index depends on data"
+    assert_refused(step, torch.ones(6), torch.ones(6, 6, requires_grad=True), words=words)

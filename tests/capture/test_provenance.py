@@ -1,4 +1,4 @@
-"""Whose code a frame is, and how a module's path is written."""
+"""Frames of the user's own code are told from others; module paths are written as people write them."""
 
 from __future__ import annotations
 

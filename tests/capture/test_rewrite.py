@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
@@ -18,23 +20,28 @@ from checkmate.capture.random_draws import draw_mask
 from checkmate.capture.rewrite import scale_mask
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, compiled, train_as_plain
+from tests.support.plainly import assert_as_plain, at_smallest_budget, train_as_plain
 from tests.support.sampling import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+aten = torch.ops.aten
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
+    "empty": lambda x: x[:0],
+}
 
 
 @in_turn(
     p=[0.1, 0.3, 0.37, 0.5, 0.9],
     dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
-    layout=["contiguous", "channels-last", "transposed", "empty"],
+    layout=LAYOUTS,
 )
 def test_mask_and_noise_are_those_of_eager_dropout(p: float, dtype: torch.dtype, layout: str) -> None:
-    x = torch.randn(0 if layout == "empty" else 3, 5, 7, 9).to(dtype)
-    if layout == "channels-last":
-        x = x.to(memory_format=torch.channels_last)
-    if layout == "transposed":
-        x = x.transpose(1, 3)
+    x = LAYOUTS[layout](torch.randn(3, 5, 7, 9).to(dtype))
     torch.manual_seed(3)
     expected, state = F.dropout(x, p, training=True), torch.get_rng_state()
     torch.manual_seed(3)
@@ -65,17 +72,13 @@ def _turned(x: Tensor) -> Tensor:
     return (x * 2).t().contiguous().t()
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
+def test_draws_are_those_of_plain_pytorch() -> None:
+    for step in (
         _unread,
         lambda x: F.dropout(_turned(x), 0.3, inplace=True).square().sum(),
         lambda x: F.alpha_dropout(_turned(x), 0.3).square().sum(),
-    ],
-    ids=["unread", "in place", "alpha"],
-)
-def test_draws_are_those_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
-    assert_as_plain(step, torch.randn(6, 8, requires_grad=True))
+    ):
+        assert_as_plain(step, torch.randn(6, 8, requires_grad=True))
 
 
 def test_idle_views_are_read_through() -> None:
@@ -114,19 +117,14 @@ CONVOLUTIONS = {
 def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: torch.dtype) -> None:
     convolve, shape, of_weight, options = CONVOLUTIONS[kind]
     x, *others = (torch.randn(one).to(dtype) for one in (shape, of_weight, *([6] if 6 in of_weight[:2] else [])))
-    if layout == "channels-last" and len(shape) == 4:
-        x = x.to(memory_format=torch.channels_last)
-    if layout == "transposed":
-        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    leaves = [leaf.requires_grad_() for leaf in (x, *others)]
+    leaves = [leaf.requires_grad_() for leaf in (LAYOUTS[layout](x), *others)]
 
     def step(*leaves: Tensor) -> Tensor:
         return convolve(*leaves, **options).square().sum()
 
     problem = checkmate.trace(step, *leaves, profile="roofline:h100")
     assert sum("convolution_backward" in op.target for op in problem.graph.ops) == 2
-    run = compiled(step, budget=checkmate.min_budget(problem, time_limit=1).peak)
-    expected, found = (torch.autograd.grad(one(*leaves), leaves) for one in (step, run))
+    expected, found = (torch.autograd.grad(run(*leaves), leaves) for run in (step, at_smallest_budget(step, *leaves)))
     assert_same_bits(found, expected)
     assert [grad.stride() for grad in found] == [grad.stride() for grad in expected]
 
@@ -136,12 +134,9 @@ def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def traced(images: int, channels: int) -> checkmate.Problem:
-        x = torch.randn(images, channels, 24, 24, requires_grad=True)
-        return checkmate.trace(
-            lambda x, weight: F.conv2d(x, weight, padding=1).square().sum(),
-            x,
-            torch.randn(channels, channels, 3, 3, requires_grad=True),
-        )
+        shapes = (images, channels, 24, 24), (channels, channels, 3, 3)
+        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        return checkmate.trace(lambda x, weight: F.conv2d(x, weight, padding=1).square().sum(), *leaves)
 
     def order(problem: checkmate.Problem) -> list[str]:
         return [op.name.rsplit("_", 1)[1] for op in problem.graph.ops if "convolution_backward" in op.target]
@@ -155,7 +150,7 @@ def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lo
 
 
 def test_statistics_of_batch_norm_are_not_saved() -> None:
-    net = torch.nn.BatchNorm1d(6)
+    net = nn.BatchNorm1d(6)
     problem = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6))
     backward = next(op for op in problem.graph.ops if "batch_norm_backward" in op.target)
     names = {problem.graph.values[v].name for v in backward.inputs}
@@ -165,28 +160,24 @@ def test_statistics_of_batch_norm_are_not_saved() -> None:
 
 
 def test_buffers_are_written_in_one_call() -> None:
-    net = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
+    net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(3)))
     graph = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6)).graph
     (copy,) = [op for op in graph.ops if "copy_" in op.target]
     assert len(copy.inputs) == 2 * 9  # of each layer: mean, variance and the count of batches, old and new
     assert (copy.pinned or "").count(",") == 8
 
 
-aten = torch.ops.aten
-
-
-def _dropout_graph(device: str) -> torch.fx.Graph:
+def _dropout_graph(device: str) -> fx.Graph:
     """Dropout forward and backward as AOTAutograd writes them, on a device that need not be there."""
-    graph = torch.fx.Graph()
+    graph = fx.Graph()
+    x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    dropout = graph.call_function(aten.native_dropout.default, (x, 0.25, True))
+    y, mask = (graph.call_function(operator.getitem, (dropout, i)) for i in (0, 1))
+    grad = graph.call_function(aten.native_dropout_backward.default, (tangent, mask, 1 / 0.75))
     with FakeTensorMode():
-        x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
-        x.meta["val"], tangent.meta["val"] = (torch.empty(4, 6, device=device) for _ in range(2))
-        dropout = graph.call_function(aten.native_dropout.default, (x, 0.25, True))
-        dropout.meta["val"] = (torch.empty(4, 6, device=device), torch.empty(4, 6, dtype=torch.bool, device=device))
-        y, mask = (graph.call_function(operator.getitem, (dropout, i)) for i in (0, 1))
-        y.meta["val"], mask.meta["val"] = dropout.meta["val"]
-        grad = graph.call_function(aten.native_dropout_backward.default, (tangent, mask, 1 / 0.75))
-        grad.meta["val"] = torch.empty(4, 6, device=device)
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(4, 6, dtype=torch.bool if node is mask else torch.float32, device=device)
+    dropout.meta["val"] = y.meta["val"], mask.meta["val"]
     graph.output((y, grad))
     return graph
 
@@ -205,23 +196,20 @@ def test_on_cuda_dropout_is_one_kernel_and_stays() -> None:
 
 @pytest.mark.parametrize(("kind", "p_at"), [("flash", 3), ("efficient", 5), ("cudnn", 5)])
 def test_attention_on_cuda_is_random_only_with_dropout(kind: str, p_at: int) -> None:
-    """With dropout it runs once, and the seed and offset that it returns go to its backward as values."""
-    op = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
-    graph = torch.fx.Graph()
-    for p, random in ((0.0, False), (0.1, True)):
-        args = [graph.placeholder(f"q{p}")] * p_at + [p]
-        assert is_random(graph.call_function(op, tuple(args))) == random
-    assert not is_random(graph.call_function(op, tuple(args[:p_at])))
+    """Attention with dropout runs once; its seed and offset go to its backward as values."""
+    op, graph = getattr(aten, f"_scaled_dot_product_{kind}_attention").default, fx.Graph()
+    before = (graph.placeholder("q"),) * p_at
+    for args, random in (((*before, 0.0), False), ((*before, 0.1), True), (before, False)):
+        assert is_random(graph.call_function(op, args)) == random
 
 
 def test_on_cuda_batch_norm_keeps_its_statistics() -> None:
     """The kernel there reads their type. On the CPU they change nothing: here they are kept there too."""
-    graph = torch.fx.Graph()
+    graph = fx.Graph()
     with FakeTensorMode():
         grad, mean = graph.placeholder("tangents_1"), graph.placeholder("mean")
         grad.meta["val"], mean.meta["val"] = torch.empty(4, 6, device="cuda:0"), torch.empty(6, device="cuda:0")
-    mask = [True, True, True]
-    args = (grad, grad, mean, mean, mean, mean, mean, True, 1e-5, mask)
+    args = (grad, grad, *[mean] * 5, True, 1e-5, [True] * 3)
     backward = graph.call_function(aten.native_batch_norm_backward.default, args)
     rewrite.forget_running_statistics(graph)
     assert backward.args == args
@@ -229,10 +217,9 @@ def test_on_cuda_batch_norm_keeps_its_statistics() -> None:
 
 def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "forget_running_statistics", lambda graph: None)
-    net = torch.nn.Sequential(*(layer for _ in "123" for layer in (torch.nn.BatchNorm1d(9), torch.nn.Tanh())))
-    again = {"aten._native_batch_norm_legit_functional": "recompute"}
-    options = {"budget": "1 MB", "rules": again}
-    plan, _ = train_as_plain(net, lambda net, x: net(x).square().sum(), torch.randn(64, 9), **options)
+    net = nn.Sequential(*(layer for _ in "123" for layer in (nn.BatchNorm1d(9), nn.Tanh())))
+    again: dict[str, Any] = {"budget": "1 MB", "rules": {"aten._native_batch_norm_legit_functional": "recompute"}}
+    plan, _ = train_as_plain(net, lambda net, x: net(x).square().sum(), torch.randn(64, 9), **again)
     assert any("batch_norm" in name for name in plan.modules.again)
 
 
@@ -241,15 +228,13 @@ def test_draws_that_tracing_would_change_are_refused() -> None:
         checkmate.trace(lambda x: F.rrelu(x.t() * 2, training=True).sum(), torch.randn(6, 8, requires_grad=True))
 
 
-@pytest.mark.parametrize(
-    ("shape", "token", "before"),
-    [((2, 3), (4,), 0), ((3,), (1, 4), 1), ((2, 3, 4), (), 0)],
-    ids=["rows", "columns", "elements"],
-)
-def test_the_gradient_of_what_is_put_where_a_mask_is(
-    shape: tuple[int, ...], token: tuple[int, ...], before: int
-) -> None:
+MASKED = {"rows": ((2, 3), (4,), 0), "columns": ((3,), (1, 4), 1), "elements": ((2, 3, 4), (), 0)}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_the_gradient_of_what_is_put_where_a_mask_is(name: str) -> None:
     """Its size depends on data in plain PyTorch; the bytes are those of a mask that selects all."""
+    shape, token, before = MASKED[name]
     weight, value = leaves = torch.randn(2, 3, 4).requires_grad_(), torch.randn(token).requires_grad_()
 
     def step(x: Tensor, mask: Tensor) -> Tensor:

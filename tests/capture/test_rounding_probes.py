@@ -24,6 +24,10 @@ GEOMETRY = [1, 1], [1, 1], [1, 1], False, [0, 0]
 MASK = [False, True, True]
 
 
+def _draw(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def _made_up(shapes: Iterable[Any], dtype: torch.dtype, draw: torch.Generator, device: str = "cpu") -> tuple[Any, ...]:
     """Tensors of the shapes among these arguments, and the others as they are."""
     return tuple(
@@ -32,20 +36,18 @@ def _made_up(shapes: Iterable[Any], dtype: torch.dtype, draw: torch.Generator, d
     )
 
 
-def _operands(terms: int, dtype: torch.dtype, seed: int, rows: int = 64) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    a, b = _made_up(((rows, terms), (terms, 48)), dtype, draw)
+def _operands(terms: int, dtype: torch.dtype, rows: int = 64) -> tuple[Tensor, Tensor]:
+    a, b = _made_up(((rows, terms), (terms, 48)), dtype, draw := _draw())
     cancel(aten.mm.default, (a, b), draw)
     return a, b
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_numbers_are_the_same_on_a_device() -> None:
     found = []
     for device in ("cpu", "cuda"):
-        draw = torch.Generator().manual_seed(0)
-        a, b, x, w = _made_up(((6, 6), (6, 5), (2, 6, 3, 3), (4, 6, 1, 1)), torch.float32, draw, device)
+        shapes = (6, 6), (6, 5), (2, 6, 3, 3), (4, 6, 1, 1)
+        a, b, x, w = _made_up(shapes, torch.float32, draw := _draw(), device)
         cancel(aten.mm.default, (a, b), draw)
         cancel(aten.convolution.default, (x, w, None, *GEOMETRY, 1), draw)
         complex_numbers = made_up(torch.empty(3, dtype=torch.cfloat, device=device), draw, 0)
@@ -55,7 +57,7 @@ def test_numbers_are_the_same_on_a_device() -> None:
 
 def _agree(a: Tensor, b: Tensor) -> Tensor:
     """The share of elements of each row of a product that have the same bits with the terms in another order."""
-    order = torch.randperm(a.shape[1], generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(a.shape[1], generator=_draw())
     return (a.mm(b) == a[:, order].contiguous().mm(b[order].contiguous())).float().mean(1)
 
 
@@ -65,22 +67,21 @@ def _agree(a: Tensor, b: Tensor) -> Tensor:
     ids=str,
 )
 def test_another_order_of_the_terms_shows_in_most_elements(dtype: torch.dtype, terms: int, most: float) -> None:
-    assert _agree(*_operands(terms, dtype, seed=0)).mean() < most
-    draw = torch.Generator().manual_seed(0)
-    usual = _made_up(((64, terms), (terms, 48)), dtype, draw)
+    assert _agree(*_operands(terms, dtype)).mean() < most
+    usual = _made_up(((64, terms), (terms, 48)), dtype, _draw())
     assert dtype.itemsize > 2 or _agree(*usual).mean() > 0.98
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_another_order_shows_in_each_row_where_numbers_repeat(dtype: torch.dtype) -> None:
-    a, b = _operands(512, dtype, seed=0, rows=2 * DRAWN // 512 + 64)
+    a, b = _operands(512, dtype, rows=2 * DRAWN // 512 + 64)
     assert a.numel() > 2 * DRAWN
     assert _agree(a, b).max() < 0.5
 
 
 @pytest.mark.parametrize("shape", [(1024, 2048), (3, 512, 4, 512), (2**14, 97)], ids=str)
 def test_no_row_tile_or_channel_is_like_another_where_numbers_repeat(shape: tuple[int, ...]) -> None:
-    x = made_up(torch.empty(shape), torch.Generator().manual_seed(0), 0)
+    x = made_up(torch.empty(shape), _draw(), 0)
     assert x.numel() > DRAWN
     for length in (shape[-1], 32, 64, 97):  # what a kernel may take for one
         rows = x.view(-1)[: x.numel() // length * length].view(-1, length)
@@ -89,8 +90,8 @@ def test_no_row_tile_or_channel_is_like_another_where_numbers_repeat(shape: tupl
 
 
 def test_terms_of_a_long_sum_cancel_in_pairs_that_no_halves_are() -> None:
-    x = made_up(torch.empty(3 * DRAWN + 2), torch.Generator().manual_seed(0), 0)
-    cancel(aten.sum.default, (x,), torch.Generator().manual_seed(1))
+    x = made_up(torch.empty(3 * DRAWN + 2), _draw(), 0)
+    cancel(aten.sum.default, (x,), _draw(1))
     assert abs(float(x.double().sum())) < 1e-9
     assert int((x == 0).sum()) < 10
     for parts in (2, 4, 8):
@@ -130,9 +131,8 @@ LARGE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # logits of a language model,
 @pytest.mark.parametrize("case", LARGE)
 def test_few_numbers_are_made_on_the_host_and_none_in_double_precision_elsewhere(case: str, dtype: torch.dtype) -> None:
     op, shapes = LARGE[case]
-    draw, made = torch.Generator().manual_seed(0), _Made()
-    with made:
-        args = _made_up(shapes, dtype, draw, "meta")
+    with _Made() as made:
+        args = _made_up(shapes, dtype, draw := _draw(), "meta")
         cancel(op, args, draw)
     assert max(made.sizes["cpu"]) <= 8 * 2**20  # places are int64
     assert made.types["meta"] == {dtype, torch.int64, torch.bool}  # places, and those of the first half
@@ -170,8 +170,7 @@ SUMS: dict[str, tuple[Any, tuple[Any, ...], int, Any]] = {  # op, arguments, whi
 @pytest.mark.parametrize("case", SUMS)
 def test_terms_cancel_of_each_op_that_sums(case: str) -> None:
     op, shapes, which, where = SUMS[case]
-    draw = torch.Generator().manual_seed(0)
-    args = _made_up(shapes, torch.float64, draw)
+    args = _made_up(shapes, torch.float64, draw := _draw())
 
     def size() -> float:
         made = op(*args)
@@ -187,4 +186,4 @@ def test_what_has_no_pairs_stays_as_it_is() -> None:
     for op, args in ((aten.mm.default, (x, x.t())), (aten.relu.default, (x,)), (aten.exp.default, (x.clone(),))):
         before = [t.clone() for t in args]
         cancel(op, args, torch.Generator())
-        assert all(bool((a == b).all()) for a, b in zip(before, args, strict=True))
+        assert_same_bits([*args], before)

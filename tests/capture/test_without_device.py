@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,34 +79,25 @@ def test_what_is_switched_off_is_not_chosen() -> None:
     assert choose(CALL, H100, 91000) == FLASH  # an older cuDNN
 
 
-class Block(nn.Module):
-    """Attention, dropout and both norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1)
-        self.head = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
-        return self.head(x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
-
-
-def _step(**settings: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
+def _traced(device: str, **settings: Any) -> checkmate.Problem:
+    """A step with attention, dropout and both norms, on a device and under autocast with these settings."""
     with torch.device("meta"):
-        model, x, y = Block(), torch.randn(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+        stem = nn.Sequential(nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64), nn.Flatten(2))
+        attention = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1)
+        head = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 10))
+        batch = torch.randn(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", **settings):
-            return F.cross_entropy(model(x), y)
+            x = stem(x).transpose(1, 2)
+            return F.cross_entropy(head(x + attention(x, x, x, need_weights=False)[0]).mean(1), y)
 
-    return step, (x, y)
+    return checkmate.trace(step, *batch, profile=f"roofline:{device}")
 
 
 def _ops(problem: checkmate.Problem) -> Counter[str]:
-    names = (op.target.removeprefix("aten.").removeprefix("checkmate.") for op in problem.graph.ops)
-    return Counter(name.partition(".")[0] for name in names)
+    """How many ops of each name there are."""
+    return Counter(re.sub(r"^(aten|checkmate)\.", "", op.target).partition(".")[0] for op in problem.graph.ops)
 
 
 @contextmanager
@@ -119,8 +112,7 @@ def _deterministic(wanted: bool = True) -> Iterator[None]:
 @pytest.mark.parametrize(("device", "half"), [("h100", "cudnn"), ("a100", "flash")])
 def test_the_ops_are_those_of_a_gpu(device: str, half: str) -> None:
     for kind, settings in ((half, {"dtype": torch.bfloat16}), ("efficient", {"enabled": False})):
-        step, batch = _step(**settings)
-        ops = _ops(checkmate.trace(step, *batch, profile=f"roofline:{device}"))
+        ops = _ops(_traced(device, **settings))
         attention = f"_scaled_dot_product_{kind}_attention"
         assert ops[attention] == ops[f"{attention}_backward"] == 1
         assert ops["native_dropout"] == ops["native_dropout_backward"] == 1
@@ -131,13 +123,12 @@ def test_the_ops_are_those_of_a_gpu(device: str, half: str) -> None:
 
 
 def test_the_backward_of_attention_with_dropout_draws_nothing() -> None:
-    """It reads the seed and the offset that the forward drew by, and may run again where its sums have an order."""
+    """The backward reads the forward's seed and offset, and may run again where its sums have an order."""
     for device, half in (("a100", True), ("h100", False)):
-        step, batch = _step(enabled=half, dtype=torch.bfloat16)
         for strict, pinned in ((False, "adds in no fixed order on a GPU"), (True, None)):
             with _deterministic(strict):
-                graph = checkmate.trace(step, *batch, profile=f"roofline:{device}").graph
-            (backward,) = (op for op in graph.ops if "attention_backward" in op.target)
+                ops = _traced(device, enabled=half, dtype=torch.bfloat16).graph.ops
+            (backward,) = (op for op in ops if "attention_backward" in op.target)
             assert backward.pinned == pinned, (device, backward.target)
 
 
@@ -176,9 +167,9 @@ def test_ops_are_those_of_where_the_step_is_planned_to_run() -> None:
     def scaled(x: Tensor, by: Any = 1) -> Tensor:
         return net(x * by).sum()
 
-    of_block, batch = _step(enabled=False)
+    of_block = _ops(_traced("laptop", enabled=False))
+    assert (of_block["_native_batch_norm_legit_functional"], of_block["native_dropout"]) == (1, 0)
     for step, given, device, ops in (
-        (of_block, batch, "laptop", {"_native_batch_norm_legit_functional": 1, "native_dropout": 0}),
         (asking, (on_meta,), "a100", {"exp": 1, "sin": 1}),
         (scaled, (on_meta, half), "l4", {"native_dropout": 1}),
         (scaled, (on_meta, half.to("meta")), "l4", {"native_dropout": 1}),
@@ -205,19 +196,17 @@ def test_a_cache_begins_with_no_elements_wherever_they_are() -> None:
 def test_a_question_of_random_numbers_is_refused() -> None:
     with torch.device("meta"):
         layer, x = nn.Linear(10, 10), torch.ones(4, 10)
+
+    def step(x: Tensor) -> Tensor:
+        return layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum()
+
     with pytest.raises(checkmate.Unsupported, match="depends on random numbers that the step draws"):
-        checkmate.trace(
-            lambda x: layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum(), x, profile="roofline:a100"
-        )
+        checkmate.trace(step, x, profile="roofline:a100")
 
 
 def test_two_threads_plan_for_two_devices_and_nothing_of_it_is_left() -> None:
-    def traced(device: str) -> checkmate.Problem:
-        step, batch = _step(dtype=torch.bfloat16)
-        return checkmate.trace(step, *batch, profile=f"roofline:{device}")
-
     with ThreadPoolExecutor(2) as pool:
-        h100, a100 = pool.map(traced, ("h100", "a100"))
+        h100, a100 = pool.map(partial(_traced, dtype=torch.bfloat16), ("h100", "a100"))
     assert _ops(h100)["_scaled_dot_product_cudnn_attention"] == 1
     assert _ops(a100)["_scaled_dot_product_flash_attention"] == 1
     assert all(value.size_bytes % 512 == 0 for value in h100.graph.values)  # blocks
@@ -242,9 +231,8 @@ def test_without_a_compiler_a_line_of_the_log_says_so(
         raise Unbuildable("no C++ compiler was found")
 
     monkeypatch.setattr(cuda.Source, "load", refuse)
-    step, batch = _step(enabled=False)
     with caplog.at_level(logging.WARNING, "checkmate.capture"):
-        ops = _ops(checkmate.trace(step, *batch, profile="roofline:h100"))
+        ops = _ops(_traced("h100", enabled=False))
     assert ops["_native_batch_norm_legit_functional"] == 1
     assert "planned with the ops that run on the CPU" in caplog.text
     assert "no C++ compiler was found" in caplog.text

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,27 @@ from tests.support.stepping import assert_same, train
 def compiled(step: Callable[..., Any], **options: Any) -> Any:
     """Compile within a budget that holds everything, and with the costs of a table: nothing is measured."""
     return checkmate.compile(step, **{"budget": "1 MB", "time_limit": 1, "profile": "roofline:h100", **options})
+
+
+def at_smallest_budget(step: Callable[..., Any], *batch: Any) -> Any:
+    """Compile within the smallest budget that a step has, with the costs of a table."""
+    problem = checkmate.trace(step, *batch, profile="roofline:h100")
+    return compiled(step, budget=checkmate.min_budget(problem, time_limit=1).peak)
+
+
+def assert_refused(step: Callable[..., Any], *batch: Any, words: str, **options: Any) -> str:
+    """Check that a step is refused in these words, which are a regular expression; return the whole message."""
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        compiled(step, **options)(*batch)
+    return str(caught.value)
+
+
+def verify_to_the_byte(step: Callable[..., Any], *batch: Any, budget: int | str, time_limit: float = 1) -> Any:
+    """Verify the bits of a step, and that its peak is the one foretold; return the report."""
+    report = checkmate.verify(step, *batch, budget=budget, time_limit=time_limit)
+    assert report.measured_peak == report.predicted_peak
+    assert isinstance(budget, str) or report.measured_peak <= budget
+    return report
 
 
 def outcome(
@@ -70,6 +92,16 @@ def assert_alike(left_by: Callable[[Any], Any], *runs: Any) -> Any:
     return first
 
 
+def assert_each_as_plain(
+    step: Callable[..., Any], *batches: tuple[Any, ...], plans: int, leaves: Sequence[Tensor] = (), **options: Any
+) -> None:
+    """Compare a call with each batch as above; all of them take so many plans."""
+    run = compiled(step, **options)
+    for seed, batch in enumerate(batches):
+        assert_as_plain(step, *batch, leaves=leaves, run=run, seed=seed)
+    assert len(run.plans) == plans
+
+
 def train_as_plain(
     module: nn.Module, step: Callable[..., Tensor], *batch: Tensor, **options: Any
 ) -> tuple[checkmate.Solution, list[int]]:
@@ -90,6 +122,19 @@ def train_as_plain(
     assert_same(found, train(plain, lambda *batch: step(plain, *batch), batch))
     (plan,) = run.plans
     return plan, [plan.problem.resident + peak for peak in found.peaks]
+
+
+def train_at_smallest_budget(
+    module: nn.Module, step: Callable[..., Tensor], *batch: Tensor, target: str
+) -> tuple[checkmate.Solution, list[int]]:
+    """Train as above within the smallest budget, which ops with this in their target allow by running again."""
+    problem = checkmate.trace(lambda *batch: step(module, *batch), *batch)
+    smallest = checkmate.min_budget(problem, time_limit=1).peak
+    assert smallest < checkmate.min_budget(pinned(problem, target), time_limit=1).bound
+    plan, peaks = train_as_plain(module, step, *batch, budget=smallest)
+    assert any(target in name for name in run_again(plan))
+    assert max(peaks) <= plan.peak <= smallest
+    return plan, peaks
 
 
 def pinned(problem: Problem, target: str) -> Problem:

@@ -22,7 +22,7 @@ import checkmate
 from checkmate.capture.higher_order.table import AGAIN, runs_once
 from checkmate.profiling.one_op import key_of
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
-from tests.support.plainly import assert_as_plain, pinned, run_again, train_as_plain
+from tests.support.plainly import assert_as_plain, run_again, train_at_smallest_budget
 from tests.support.sampling import long, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +85,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Taken:
-    """Those whose ops become ops of the step."""
+    """Steps whose inner ops become ops of the step."""
 
     def invoke_subgraph(layer: nn.Module, x: Tensor) -> Tensor:
         return sum(_region(x, layer.weight, layer.bias))
@@ -108,36 +108,26 @@ def _model() -> tuple[nn.ModuleList, Tensor]:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), torch.randn(ROWS, WIDTH)
 
 
-RUN_AGAIN = ["map_impl", "auto_functionalized_v2", slow("cond"), *map(long, ("scan", "while_loop", "flex_attention"))]
-
-
-@pytest.mark.parametrize("name", RUN_AGAIN)
+@pytest.mark.parametrize(
+    "name", ["map_impl", "auto_functionalized_v2", slow("cond"), *map(long, ("scan", "while_loop", "flex_attention"))]
+)
 def test_an_op_that_runs_graphs_runs_again(name: str) -> None:
     layers, x = _model()
-    problem = checkmate.trace(lambda x: _loss(layers, x, getattr(_Steps, name)), x)
-    smallest = checkmate.min_budget(problem, time_limit=1).peak
-    assert smallest < checkmate.min_budget(pinned(problem, name), time_limit=1).bound
-
-    plan, peaks = train_as_plain(layers, partial(_loss, of_layer=getattr(_Steps, name)), x, budget=smallest)
-
+    plan, peaks = train_at_smallest_budget(layers, partial(_loss, of_layer=getattr(_Steps, name)), x, target=name)
     assert name in run_again(plan)
-    assert max(peaks) <= plan.peak
     # either graph of a cond may run: the larger is planned; loops are not measured
     assert name in ("cond", "while_loop") or peaks == [plan.peak] * len(peaks)
 
 
 @pytest.mark.parametrize(
-    "name", ["invoke_subgraph", *map(slow, ("tag_activation_checkpoint", "autograd_function_apply"))]
+    "name", ["invoke_subgraph", slow("tag_activation_checkpoint"), slow("autograd_function_apply")]
 )
 def test_what_only_holds_ops_together_is_taken_apart(name: str) -> None:
     layers, x = _model()
-    problem = checkmate.trace(lambda x: _loss(layers, x, getattr(_Taken, name)), x)
-    assert not [op.target for op in problem.graph.ops if not op.target.startswith(("aten.", "autograd", "checkmate."))]
-
-    smallest = checkmate.min_budget(problem, time_limit=1).peak
-    plan, peaks = train_as_plain(layers, partial(_loss, of_layer=getattr(_Taken, name)), x, budget=smallest)
-
-    assert {"aten.tanh.default", "aten.mul.Tensor"} & run_again(plan)
+    target = "aten.mul.Tensor" if name == "autograd_function_apply" else "aten.tanh.default"
+    plan, peaks = train_at_smallest_budget(layers, partial(_loss, of_layer=getattr(_Taken, name)), x, target=target)
+    ops = plan.problem.graph.ops
+    assert not [op.target for op in ops if not op.target.startswith(("aten.", "autograd", "checkmate."))]
     assert peaks == [plan.peak] * len(peaks)
 
 
@@ -161,19 +151,14 @@ def test_measured_are_both_graphs_of_a_cond_within_a_graph() -> None:
     def large(row: Tensor) -> Tensor:
         return (row[:, None, None] * row[None, :, None] * row).sum((0, 1))
 
-    layers, x = _model()
-
     def mapped(layer: nn.Module, x: Tensor) -> Tensor:
         return map_rows(lambda r: torch.cond(r.sum() > 0, torch.sin, large, (r,)), layer(x))
 
+    layers, x = _model()
     problem = checkmate.trace(lambda x: _loss(layers, x, mapped), x)
     of_maps = [k for k, op in enumerate(problem.graph.ops) if op.target == "map_impl" and op.phase == "forward"]
     assert min(int(problem.workspace[k]) for k in of_maps) >= 4 * WIDTH**3
     assert not {*of_maps} & {*problem.profile.estimated}
-
-
-def _only_op(*nodes: Any) -> fx.Node:
-    return next(node for node in nodes if isinstance(getattr(node, "target", None), HigherOrderOperator))
 
 
 def _cond(body: Callable[[Tensor], Tensor]) -> fx.Node:
@@ -184,20 +169,23 @@ def _cond(body: Callable[[Tensor], Tensor]) -> fx.Node:
     p, x = graph.placeholder("p"), graph.placeholder("x")
     graph.call_function(torch.ops.higher_order.cond, (p, graph.get_attr("one"), graph.get_attr("other"), (x,)))
     p.meta["val"], x.meta["val"] = torch.tensor(True), torch.ones(3)
-    return _only_op(*fx.GraphModule(root, graph).graph.nodes)
+    return next(n for n in fx.GraphModule(root, graph).graph.nodes if isinstance(n.target, HigherOrderOperator))
 
 
 def test_what_a_graph_does_or_one_within_it_may_keep_it_from_running_again() -> None:
-    drawing, writing, nested = _cond(torch.bernoulli), _cond(lambda x: x.mul_(2)), _cond(lambda x: x)
-    assert runs_once(_cond(lambda x: x * 2)) is None
-    assert runs_once(drawing) == "runs a graph that draws random numbers, by aten.bernoulli.default"
-    assert runs_once(writing) == "runs a graph that writes over a tensor, by aten.mul_.Tensor"
-    assert runs_once(_cond(lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))) is None
+    drawing, nested = _cond(torch.bernoulli), _cond(lambda x: x)
     nested.graph.owning_module.one = drawing.graph.owning_module
-    assert runs_once(nested) == "runs a graph that runs a graph that draws random numbers, by aten.bernoulli.default"
     printed = fx.Graph().call_function(torch.ops.higher_order.print, ("here",))
     assert "print" not in AGAIN
-    assert runs_once(printed) == "runs print, which may leave other bits another time"
+    for node, reason in (
+        (_cond(lambda x: x * 2), None),
+        (drawing, "runs a graph that draws random numbers, by aten.bernoulli.default"),
+        (_cond(lambda x: x.mul_(2)), "runs a graph that writes over a tensor, by aten.mul_.Tensor"),
+        (_cond(lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,))), None),
+        (nested, "runs a graph that runs a graph that draws random numbers, by aten.bernoulli.default"),
+        (printed, "runs print, which may leave other bits another time"),
+    ):
+        assert runs_once(node) == reason
 
 
 def test_an_op_of_somebodys_that_draws_into_a_tensor_runs_once() -> None:
@@ -225,11 +213,10 @@ def test_gradients_of_what_scores_read_are_summed_in_no_fixed_order_on_a_gpu() -
         q, bias = torch.randn(1, 2, 128, 16, requires_grad=True), torch.randn(2, requires_grad=True)
 
     def reasons(learnt: Tensor) -> dict[str, str | None]:
-        ops = checkmate.trace(
-            lambda q: flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + learnt[h]).sum(),
-            q,
-            profile="roofline:h100",
-        ).graph.ops
+        def step(q: Tensor) -> Tensor:
+            return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + learnt[h]).sum()
+
+        ops = checkmate.trace(step, q, profile="roofline:h100").graph.ops
         return {op.target: op.pinned for op in ops if op.target.startswith("flex")}
 
     unordered = "runs a graph that adds in no fixed order on a GPU, by flex_lib.zeros_and_scatter.default"

@@ -1,4 +1,4 @@
-"""What may be written over: reasons one by one, and random programs in which everything allowed is written over."""
+"""Reasons against writing over an argument, one by one; and random programs that write over all they may."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
-from checkmate.backends.capture_cache import capture
-from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.inplace.aliasing import Candidate, Reason, candidates, handed_out, reason_against
 from checkmate.capture.inplace.rules import call_over, positions_to_try
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_mutating
-from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.one_op import make_up
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain
@@ -34,14 +31,7 @@ PROGRAMS = 10  # of each seed
 
 
 def _joint(step: Callable[..., Any], *args: Tensor) -> Joint:
-    found: list[Joint] = []
-
-    def plan(problem: checkmate.Problem) -> checkmate.Solution:
-        found.append(joint_of(problem))
-        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
-
-    capture(step, Backend(plan, profile=DEVICES["laptop"]))(*args)
-    return found[0]
+    return joint_of(checkmate.trace(step, *args, profile="roofline:laptop"))
 
 
 def _reasons(step: Callable[..., Any], target: Any, *args: Tensor) -> list[tuple[Reason | None, ...]]:
@@ -59,29 +49,25 @@ X = torch.randn(6, 8, requires_grad=True)
 V = torch.randn(8)
 
 
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (lambda x: (x.cos() * x.sin()).sum(), (None, None)),
-        (lambda x: (x.cos() * x).sum(), (None, Reason.CALLERS)),
-        (lambda x: (x.cos() * V).sum(), (None,)),
-        (lambda x: (lambda y: (y * x.sin()).sum() + 0 * y.sum())(x.cos()), (None, None)),
-        (lambda x: (lambda y: ((y * x.sin()).sum(), y))(x.cos()), (Reason.HANDED_OUT, None)),
-        (lambda x: (lambda y: ((y * x.sin()).sum(), y[2:]))(x.cos()), (Reason.HANDED_OUT, None)),
-        (lambda x: (x.cos()[:3] * x.sin()[:3].clone()).sum(), (Reason.PART, None)),
-        (lambda x: (lambda y: (y * y).sum())(x.cos()), (Reason.TWICE, Reason.TWICE)),
-        (lambda x: (lambda y: (y.view(8, 6) * y.view(-1).view(8, 6)).sum())(x.cos()), (Reason.OTHER_VIEW,) * 2),
-        (lambda x: (x.cos().t() * x.sin().t()).sum(), (None, None)),
-    ],
-    ids=[
-        *("free", "input", "broadcast", "read later", "shown", "view shown", "part", "twice", "two views", "transposed")
-    ],
-)
-def test_a_product_may_write_over_what_only_the_plan_knows(
-    step: Callable[[Tensor], Any], expected: tuple[Reason | None, ...]
-) -> None:
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[Reason | None, ...]]] = {  # y is the cosine of x
+    "free": (lambda x, y: (y * x.sin()).sum(), (None, None)),
+    "input": (lambda x, y: (y * x).sum(), (None, Reason.CALLERS)),
+    "broadcast": (lambda x, y: (y * V).sum(), (None,)),
+    "read later": (lambda x, y: (y * x.sin()).sum() + 0 * y.sum(), (None, None)),
+    "shown": (lambda x, y: ((y * x.sin()).sum(), y), (Reason.HANDED_OUT, None)),
+    "view shown": (lambda x, y: ((y * x.sin()).sum(), y[2:]), (Reason.HANDED_OUT, None)),
+    "part": (lambda x, y: (y[:3] * x.sin()[:3].clone()).sum(), (Reason.PART, None)),
+    "twice": (lambda x, y: (y * y).sum(), (Reason.TWICE, Reason.TWICE)),
+    "two views": (lambda x, y: (y.view(8, 6) * y.view(-1).view(8, 6)).sum(), (Reason.OTHER_VIEW,) * 2),
+    "transposed": (lambda x, y: (y.t() * x.sin().t()).sum(), (None, None)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_may_write_over_what_only_the_plan_knows(name: str) -> None:
     """In the forward. Whether somebody reads the argument later is not asked: the plan tells."""
-    assert _reasons(step, aten.mul.Tensor, X)[0] == expected
+    step, expected = PRODUCTS[name]
+    assert _reasons(lambda x: step(x, x.cos()), aten.mul.Tensor, X)[0] == expected
 
 
 def test_a_gradient_that_autograd_hands_in_is_not_written_over() -> None:
@@ -115,7 +101,7 @@ def test_a_step_with_a_forward_derivative_runs() -> None:
 
 
 def test_a_gradient_that_autograd_takes_is_made_over_another() -> None:
-    """What is made may go to anybody: it is what is written over that must be nobody's."""
+    """The result may go to anybody; the argument that is written over must be nobody's."""
     joint = _joint(lambda x, y: ((x @ y).tanh() @ y).sum(), X, torch.randn(8, 8))
     over = {joint.graph.ops[c.op].name: joint.graph.values[c.over].name for c in candidates(joint)}
     assert "tanh_backward" in over
@@ -172,10 +158,10 @@ def _over_and_plain(joint: Joint, position: int) -> int:
 @pytest.mark.parametrize("first_seed", [0, *map(long, range(1, 12))])
 def test_random_programs_that_write_over_all_they_may_have_the_bits_of_plain_ones(first_seed: int) -> None:
     counts: list[int] = []
-    generated = {"database": None, "phases": [Phase.generate], "suppress_health_check": [*HealthCheck]}
+    quick = {"deadline": None, "database": None, "phases": [Phase.generate], "suppress_health_check": [*HealthCheck]}
 
     @seed(first_seed)
-    @settings(max_examples=PROGRAMS, deadline=None, print_blob=False, **generated)
+    @settings(max_examples=PROGRAMS, print_blob=False, **quick)
     @given(programs())
     def compare(spec: Spec) -> None:
         try:

@@ -1,4 +1,7 @@
-"""Each op of the table of candidates leaves, over each argument that it names, the bits of the plain op."""
+"""Each op of the table of candidates leaves, over each argument that it names, the bits of the plain op.
+
+Some go block by block, and need a block of memory beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from checkmate.capture.inplace import kernels
 from checkmate.capture.inplace.rules import TABLE, block_bytes, call_over, positions, positions_to_try
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.memory import measure_peak
@@ -49,7 +53,7 @@ CONTIGUOUS_ONLY = {aten.nll_loss2d_backward.default}  # elsewhere signs of NaN m
 
 
 def _draw(dtype: torch.dtype, layout: str, seed: int) -> Tensor:
-    """Of many sizes; the first numbers are special, each argument's in another order."""
+    """Numbers of many sizes, of which the first are special, in another order for each argument."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(SHAPE, generator=draw) * 10 ** (4 * torch.rand(SHAPE, generator=draw) - 2)
     some = SPECIAL[torch.randint(len(SPECIAL), (520,), generator=draw)]
@@ -107,6 +111,24 @@ def _node(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     return node
 
 
+def _over_each(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Run an op over each argument that it may write over: its bits and strides, and no copy beyond its block."""
+    node, expected = _node(op, args, kwargs), op(*args, **kwargs)
+    plain = measure_peak(lambda: op(*args, **kwargs)).peak
+    for i in positions(node):
+        own = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+        into, over_args, over_kwargs = call_over(op, own, kwargs, i)
+        made: list[Any] = []
+        use = measure_peak(lambda: made.append(into(*over_args, **over_kwargs)))  # noqa: B023  # called at once
+        first = made[0] if isinstance(made[0], Tensor) else made[0][0]
+        assert first is own[i]
+        assert first.stride() == args[i].stride()
+        assert_same_bits(made[0], expected)
+        assert use.peak <= plain - first.nbytes + (block_bytes(node) or 0), "it makes a copy"
+        assert_same_bits(*([a for j, a in enumerate(some) if j != i] for some in (own, args)))
+    return {*positions(node)}
+
+
 @pytest.mark.parametrize("op", TABLE, ids=lambda op: getattr(op, "__name__", str(op)))
 def test_an_op_of_the_table_leaves_its_bits_over_each_argument(op: Any) -> None:
     tried = set()
@@ -115,23 +137,68 @@ def test_an_op_of_the_table_leaves_its_bits_over_each_argument(op: Any) -> None:
             args, kwargs = _arguments(op, dtype, "contiguous" if op in CONTIGUOUS_ONLY else layout)
             if op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
                 args = (*args[:-1], dtype)
-            expected = op(*args, **kwargs)
-            plain = measure_peak(lambda: op(*args, **kwargs))  # noqa: B023
-            for i in positions(_node(op, args, kwargs)):
-                own = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
-                into, over_args, over_kwargs = call_over(op, own, kwargs, i)
-                made: list[Any] = []
-                use = measure_peak(lambda: made.append(into(*over_args, **over_kwargs)))  # noqa: B023
-                first = made[0] if isinstance(made[0], Tensor) else made[0][0]
-                assert first.data_ptr() == own[i].data_ptr(), (dtype, layout, i)
-                assert first.stride() == args[i].stride()
-                assert_same_bits(made[0], expected)
-                block = block_bytes(_node(op, args, kwargs)) or 0
-                assert use.peak <= plain.peak - first.nbytes + block, "it makes a copy"
-                others = [(a, b) for j, (a, b) in enumerate(zip(own, args, strict=True)) if j != i]
-                assert_same_bits([a for a, _ in others], [b for _, b in others])
-                tried.add(i)
+            tried |= _over_each(op, args, kwargs)
     assert tried == set(TABLE[op].positions)
+
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+
+
+def _numbers(*shape: int, seed: int, dtype: torch.dtype, layout: str) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return drawn.contiguous(memory_format=FORMATS[layout])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_the_gradients_of_a_batch_norm_block_by_block(training: bool, dtype: torch.dtype, layout: str) -> None:
+    for seed, shape in enumerate([(4, 48, 14, 14), (2, 70, 9, 5)]):
+        grad, x = (_numbers(*shape, seed=seed + i, dtype=dtype, layout=layout) for i in (0, 2))
+        weight, mean, std, nothing = torch.rand(4, shape[1]).unbind()
+        saved = (mean, std) if training else (nothing[:0], nothing[:0])
+        for wanted in ([True, True, True], [True, False, False]):
+            statistics = (None, None, *saved) if training else (mean, std + 0.5, *saved)
+            args = (grad, x, weight if wanted[1] else None, *statistics, training, 1e-5, wanted)
+            assert _over_each(aten.native_batch_norm_backward.default, args, {}) == {0, 1}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("groups", [1, 24], ids=["dense", "by channel"])
+def test_a_convolution_and_the_gradient_of_its_input_block_by_block(groups: int, layout: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        grad, x = (_numbers(8, 24, 20, 20, seed=i, dtype=dtype, layout=layout) for i in (0, 2))
+        weight = _numbers(24, 24 // groups, 3, 3, seed=1, dtype=dtype, layout=layout)
+        geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+        args = (grad, x, weight, None, *geometry, [True, False, False])
+        assert kernels.convolution_backward_block(*args) == kernels.convolution_block(x) == x.nbytes // 4
+        assert _over_each(aten.convolution_backward.default, args, {}) == {0, 1}
+        assert _over_each(aten.convolution.default, (x, weight, None, *geometry), {}) == {0}
+
+
+def test_a_block_is_a_small_part_of_what_is_large() -> None:
+    large, wanted = torch.empty(64, 64, 112, 112, device="meta"), [True, False, False]
+    few = large[:1, :, :7, :7]
+    beside = large[:8].contiguous(memory_format=torch.channels_last)
+    for x, block in (
+        (large, large[:, :1]),  # a channel is more than a mebibyte
+        (large[:8], large[:8, :2]),
+        (few, few[:, :4]),
+        (beside, beside[:, :16]),
+    ):
+        assert kernels.batch_norm_block(x, x, wanted) == 3 * block.nbytes
+    assert kernels.convolution_block(large) == large[:8].nbytes
+    assert kernels.convolution_block(large[:4]) == large[:2].nbytes
+
+
+def test_what_makes_more_or_less_than_an_inputs_gradient_or_few_images_is_not_taken_apart() -> None:
+    x, weight = torch.empty(8, 4, 6, 6, device="meta"), torch.empty(4, 4, 3, 3, device="meta")
+    assert kernels.convolution_backward_block(x, x, weight, None, [True, False, False]) is not None
+    assert kernels.convolution_backward_block(x, x, weight, None, [True, True, False]) is None
+    assert kernels.convolution_block(x[:3]) is None
+    assert kernels.batch_norm_block(x, x, [False, True, True]) is None
 
 
 def test_no_variant_of_the_table_makes_a_copy_of_its_own() -> None:
@@ -142,32 +209,31 @@ def test_no_variant_of_the_table_makes_a_copy_of_its_own() -> None:
     assert torch.Tag.generated in aten.relu.out.tags  # as this one is
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "expected"),
-    [
-        (torch.ones(4, 6), torch.ones(4, 6), (0, 1)),
-        (torch.ones(4, 6), torch.ones(6), (0,)),
-        (torch.ones(4, 6), torch.ones(1, 6).expand(4, 6), (0,)),
-        (torch.ones(4, 6), torch.ones(6, 4).t(), (0,)),
-        (torch.ones(4, 6), torch.ones(4, 6, dtype=torch.bfloat16), (0,)),
-        (torch.ones(4, 6, dtype=torch.bfloat16), torch.ones(4, 6), (1,)),
-        (torch.ones(4, 12)[:, ::2], torch.ones(4, 6), (1,)),
-        (torch.ones(8, 6)[4:], torch.ones(4, 6), (1,)),
-        (torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dtype=torch.int64), ()),
-        (torch.ones(4, 6, dtype=torch.complex64).conj(), torch.ones(4, 6), ()),
-        (torch.ones(4, 6, device="meta"), torch.ones(4, 6, device="meta"), (0, 1)),
-    ],
-    ids=["alike", "vector", "expanded", "transposed", "to half", "from half", "gaps", "part", "int", "complex", "meta"],
-)  # fmt: skip
-def test_an_argument_that_is_not_just_like_the_result_is_not_written_over(
-    x: Tensor, y: Tensor, expected: tuple[int, ...]
-) -> None:
+LIKE = torch.ones(4, 6)
+ADDED: dict[str, tuple[Tensor, Tensor, tuple[int, ...]]] = {  # two arguments, and over which of them
+    "alike": (LIKE, LIKE.clone(), (0, 1)),
+    "vector": (LIKE, torch.ones(6), (0,)),
+    "expanded": (LIKE, torch.ones(1, 6).expand(4, 6), (0,)),
+    "transposed": (LIKE, torch.ones(6, 4).t(), (0,)),
+    "to half": (LIKE, LIKE.bfloat16(), (0,)),
+    "from half": (LIKE.bfloat16(), LIKE, (1,)),
+    "gaps": (torch.ones(4, 12)[:, ::2], LIKE, (1,)),
+    "part": (torch.ones(8, 6)[4:], LIKE, (1,)),
+    "int": (LIKE.long(), LIKE.long(), ()),
+    "complex": (LIKE.cfloat().conj(), LIKE, ()),
+    "meta": (LIKE.to("meta"), LIKE.to("meta"), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_an_argument_that_is_not_just_like_the_result_is_not_written_over(name: str) -> None:
+    x, y, expected = ADDED[name]
     assert positions(_node(aten.add.Tensor, (x, y), {})) == expected
 
 
 def test_what_is_tried_does_not_depend_on_memory_behind_the_argument_and_is_pointwise_elsewhere() -> None:
     """An op is known by shapes, strides and types: the same one may read the whole of a memory elsewhere."""
-    assert positions_to_try(_node(aten.add.Tensor, (torch.ones(8, 6)[4:], torch.ones(4, 6)), {})) == (0, 1)
-    x = torch.ones(4, 6, device="meta")
+    assert positions_to_try(_node(aten.add.Tensor, ADDED["part"][:2], {})) == (0, 1)
+    x = LIKE.to("meta")
     assert positions(_node(aten.exp.default, (x,), {})) == (0,)
     assert positions(_node(aten._softmax.default, (x, 1, False), {})) == ()

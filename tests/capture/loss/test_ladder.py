@@ -15,6 +15,7 @@ from checkmate.capture.loss import ladder
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.errors import InfeasibleBudget
+from tests.support.plainly import verify_to_the_byte
 from tests.support.sampling import few, long, slow
 
 WORDS, DEPTH = 1000, 16
@@ -39,7 +40,7 @@ def model() -> _Model:
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    """Of a model like the others: bytes are the same."""
+    """The step of a model like the others: bytes are the same."""
     torch.manual_seed(0)
     return checkmate.trace(_Model(), TOKENS)
 
@@ -71,8 +72,7 @@ def test_below_the_smallest_budget_of_the_whole_the_loss_is_split(model: _Model,
     assert smallest.peak < 0.5 * whole
     assert "loss in" in str(smallest)
     for budget in (whole - 1, smallest.peak):
-        report = checkmate.verify(model, TOKENS, budget=budget, time_limit=1)  # bits, and the peak to the byte
-        assert report.measured_peak == report.predicted_peak <= budget
+        verify_to_the_byte(model, TOKENS, budget=budget)
         solution = checkmate.solve(problem, budget, time_limit=1)
         assert "bits equal on" in str(solution)
         assert solution.problem.splits[0].startswith("loss in ")
@@ -154,18 +154,17 @@ def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -
     *_, smallest = problem.splits_in_turn()
     assert smallest.splits[0].startswith("loss in ")
     assert ("beside its logits" in smallest.splits[0]) == (kind == "shown")
-    report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
-    assert report.measured_peak == report.predicted_peak < _floor(problem)
+    report = verify_to_the_byte(step, TOKENS, budget=int(1.05 * _floor(smallest)))
+    assert report.measured_peak < _floor(problem)
 
 
-_TEXT = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-_T5: dict[str, Any] = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
-NETWORKS: dict[str, Callable[[Any], Any]] = {
-    "GPT2LMHeadModel": lambda t: t.GPT2Config(**_TEXT, n_layer=1, n_embd=16, n_head=2, n_positions=32),
-    "BertForMaskedLM": lambda t: t.BertConfig(**_TEXT, **_WIDE),
-    "LlamaForCausalLM": lambda t: t.LlamaConfig(**_TEXT, **_WIDE),
-    "T5ForConditionalGeneration": lambda t: t.T5Config(**_TEXT, **_T5, decoder_start_token_id=0),
+_T5 = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16, "decoder_start_token_id": 0}
+NETWORKS: dict[str, dict[str, Any]] = {  # what their configurations take
+    "GPT2LMHeadModel": {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32},
+    "BertForMaskedLM": _WIDE,
+    "LlamaForCausalLM": _WIDE,
+    "T5ForConditionalGeneration": _T5,
 }
 
 
@@ -181,12 +180,12 @@ def test_language_models_of_transformers_need_no_change(name: str, half: bool) -
 
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    network = getattr(transformers, name)(NETWORKS[name](transformers)).train()
+    kind = getattr(transformers, name)
+    tokens = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    network = kind(kind.config_class(**tokens, **NETWORKS[name])).train()
     network.to(torch.bfloat16 if half else torch.float32)
 
     def step(tokens: Tensor) -> Tensor:
         return network(input_ids=tokens, labels=tokens.where(tokens > 99, -100)).loss
 
-    budget = int(0.75 * _floor(checkmate.trace(step, TOKENS)))
-    report = checkmate.verify(step, TOKENS, budget=budget, time_limit=2)
-    assert report.measured_peak == report.predicted_peak <= budget
+    verify_to_the_byte(step, TOKENS, budget=int(0.75 * _floor(checkmate.trace(step, TOKENS))), time_limit=2)

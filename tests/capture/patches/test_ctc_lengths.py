@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from tests.support.plainly import assert_as_plain
+from tests.support.plainly import assert_each_as_plain, verify_to_the_byte
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CASES = {
-    "sum": ((6, 2, 5), torch.tensor([[1, 2, 3], [2, 2, 0]]), (6, 5), (3, 2)),
-    "none": ((6, 2, 5), torch.tensor([1, 2, 3, 2, 1]), (6, 5), (3, 2)),
-    "one": ((12, 5), torch.tensor([1, 2, 3]), (12,), (3,)),
-}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_lengths_that_depend_on_an_input(reduction: str) -> None:
-    """As models of transformers compute them, of labels that are padded, with cuDNN turned off."""
+    """Models of transformers compute lengths from padded labels, with cuDNN turned off."""
     model = nn.Linear(4, 5)
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
@@ -31,26 +27,28 @@ def test_lengths_that_depend_on_an_input(reduction: str) -> None:
             loss = F.ctc_loss(log_probs, chosen, lengths, mask.sum(-1), reduction=reduction, zero_infinity=True)
         return loss.sum()
 
-    run = checkmate.compile(step, budget="1 MB", time_limit=0.3)
-    for labels in ([[1, 2, 3], [2, 2, 0]], [[1, 0, 0], [3, 2, 1]], [[4, 2, 3], [1, 2, 0]]):
-        assert_as_plain(step, torch.randn(12, 4), torch.tensor(labels), run=run, leaves=[*model.parameters()])
-    assert len(run.plans) == 2
+    labels = [[1, 2, 3], [2, 2, 0]], [[1, 0, 0], [3, 2, 1]], [[4, 2, 3], [1, 2, 0]]
+    batches = [(torch.randn(12, 4), torch.tensor(each)) for each in labels]
+    assert_each_as_plain(step, *batches, plans=2, leaves=[*model.parameters()])
+
+
+CASES: dict[str, tuple[Any, ...]] = {  # shape, targets, and the lengths of both
+    "sum": ((6, 2, 5), torch.tensor([[1, 2, 3], [2, 2, 0]]), (6, 5), (3, 2)),
+    "none": ((6, 2, 5), torch.tensor([1, 2, 3, 2, 1]), (6, 5), (3, 2)),
+    "one": ((12, 5), torch.tensor([1, 2, 3]), (12,), (3,)),
+}
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["summed", "mean"])
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_that_are_numbers(name: str, mean: bool) -> None:
-    shape, targets, lengths, target_lengths = CASES[name]
-    model = nn.Linear(4, 5)
+    model, (shape, *targets) = nn.Linear(4, 5), CASES[name]
     options = {} if mean else {"reduction": name if name == "none" else "sum", "zero_infinity": True}
 
     def step(x: Tensor) -> Tensor:
-        log_probs = model(x).view(shape).log_softmax(-1)
-        return F.ctc_loss(log_probs, targets, lengths, target_lengths, **options).sum()
+        return F.ctc_loss(model(x).view(shape).log_softmax(-1), *targets, **options).sum()
 
-    report = checkmate.verify(step, torch.randn(12, 4), budget="1 MB", time_limit=1)
-    assert report.gradients == 2
-    assert report.predicted_peak == report.measured_peak
+    assert verify_to_the_byte(step, torch.randn(12, 4), budget="1 MB").gradients == 2
 
 
 def test_a_call_without_all_arguments_is_pytorchs_error() -> None:

@@ -1,26 +1,26 @@
-"""Ops that tracing would decompose run as eager PyTorch runs them."""
+"""Ops that tracing would take apart, or differentiate by another formula, run as eager PyTorch runs them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, linalg
 
 import checkmate
 from checkmate.capture.patches.kernels import _folds
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, compiled
+from tests.support.plainly import assert_as_plain, at_smallest_budget
 from tests.support.sampling import every
 from tests.support.seen import Seen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Function = Callable[[Tensor], Tensor]
 X = (2, 3, 9, 7)
-STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+STEPS: dict[str, Function] = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "bilinear, corners": lambda x: F.interpolate(x, size=(13, 20), mode="bilinear", align_corners=True),
     "bilinear, antialias": lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True),
@@ -54,13 +54,21 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
     "dropout of nothing": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.0),
     "dropout in evaluation": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.5, training=False),
-    "linear algebra": lambda x: (
-        torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
-    ),
+    "linear algebra": lambda x: linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0],
     "multilabel-margin": lambda x: F.multilabel_margin_loss(
         x[:, 0].flatten(1), F.pad(torch.tensor([[2, 40, 7], [1, 0, 30]]), (0, 60), value=-1)
     ),
 }
+
+
+def _check(function: Function) -> None:
+    """The bits of plain PyTorch at the smallest budget, and its random state."""
+    x = torch.randn(X, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return function(x.sin()).square().sum()
+
+    assert_as_plain(step, x, run=at_smallest_budget(step, x))
 
 
 @pytest.mark.parametrize("name", every(2, STEPS))
@@ -81,21 +89,6 @@ def test_dropout_of_complex_numbers_draws_as_the_kernel() -> None:
     _check(dropout)
 
 
-def _at_smallest_budget(step: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    budget = checkmate.min_budget(checkmate.trace(step, x, profile="roofline:h100"), time_limit=1).peak
-    return compiled(step, budget=budget)
-
-
-def _check(function: Callable[[Tensor], Tensor]) -> None:
-    """The bits of plain PyTorch at the smallest budget, and its random state."""
-    x = torch.randn(X, requires_grad=True)
-
-    def step(x: Tensor) -> Tensor:
-        return function(x.sin()).square().sum()
-
-    assert_as_plain(step, x, run=_at_smallest_budget(step, x))
-
-
 def test_dropout_of_everything_draws_nothing() -> None:
     layers = torch.nn.LSTM(8, 8, 2, dropout=1.0)
 
@@ -107,21 +100,10 @@ def test_dropout_of_everything_draws_nothing() -> None:
         return x.square().sum() + sum(part.nan_to_num(2.0).sum() for part in (*read, attention, layers(x)[0]))
 
     x = torch.randn(3, 5, 8, requires_grad=True)
-    run = _at_smallest_budget(step, x)
-    assert_as_plain(step, x, run=run, leaves=[*layers.parameters()])
+    run = assert_as_plain(step, x, run=at_smallest_budget(step, x), leaves=[*layers.parameters()])
     before = torch.get_rng_state()
     run(x)
     assert_same_bits(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("op", [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.dropout.default])
-def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
-    before = dict(op.py_kernels)
-    assert before
-    checkmate.trace(
-        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), torch.randn(X, requires_grad=True)
-    )
-    assert dict(op.py_kernels) == before
 
 
 def test_products_take_the_kernel_of_eager() -> None:
@@ -140,3 +122,68 @@ def test_products_take_the_kernel_of_eager() -> None:
         with Seen() as calls:
             torch.matmul(x, y)
         assert _folds(x, y, is_out=False) == (torch.ops.aten.bmm.default not in calls.ops)
+
+
+REDUCTIONS: dict[str, Function] = {  # whose formula of the gradient eager PyTorch chooses by the data
+    "max": lambda x: -x.max(),
+    "max of a transposed": lambda x: (-3 * x.t().max()).sin(),
+    "min": lambda x: x.min().sin(),
+    "median": lambda x: -x.median(),
+    "nanmedian": lambda x: -x.nanmedian(),
+    "prod": lambda x: x.prod().sin(),
+    "prod along": lambda x: x.prod(1).sin().sum(),
+    "prod kept": lambda x: x.t().prod(-1, True).sin().sum(),
+    "prod in double precision": lambda x: x.prod(0, dtype=torch.float64).sin().sum(),
+    "of integers": lambda x: x.sum() * (x > 0.5).int().max(),
+    "scaled": lambda x: (x / x.abs().max() * 127).round().sum() + x.square().sum(),
+}
+CHANGES: dict[str, Function] = {
+    "plain": lambda x: x,
+    "a zero": lambda x: x.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(0.0)),
+    "zeros in a row": lambda x: x.index_put((torch.tensor([2, 2]), torch.tensor([3, 5])), torch.tensor(0.0)),
+    "ties": lambda x: x.index_put((torch.tensor([1, 4]), torch.tensor([1, 4])), x.max()).clamp(min=-0.5),
+    "no number": lambda x: x.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(float("nan"))),
+}
+
+
+@pytest.mark.parametrize("name", every(4, REDUCTIONS))
+def test_gradients_take_the_formula_of_eager(name: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return REDUCTIONS[name](x * 1.5)
+
+    drawn = torch.randn(6, 7)
+    run = at_smallest_budget(step, drawn.clone().requires_grad_())
+    for change in CHANGES.values():
+        assert_as_plain(step, change(drawn.clone()).requires_grad_(), run=run)
+    assert len(run.plans) == 1
+
+
+def test_such_a_gradient_is_one_op_that_is_measured() -> None:
+    ops = checkmate.trace(lambda x: x.max() + x.prod(), torch.randn(5, 5, requires_grad=True)).graph.ops
+    assert [op.target for op in ops].count("checkmate.gradient.default") == 2
+
+
+MATRICES = [torch.randn(n, n, generator=torch.Generator().manual_seed(n)) for n in (3, 4, 7)]
+OF_MATRICES: dict[str, Function] = {  # which round otherwise where the vectors are computed too
+    "svdvals": linalg.svdvals,
+    "eigvals": linalg.eigvals,
+    "eigvalsh": lambda x: linalg.eigvalsh(x @ x.mT),
+    "spectral norm": lambda x: linalg.matrix_norm(x, 2),
+    "nuclear norm": lambda x: torch.norm(x, "nuc"),
+    "condition": linalg.cond,
+    "svd": lambda x: linalg.svd(x)[1],
+}
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_values_of_a_matrix_are_computed_with_vectors_where_eager_does(name: str) -> None:
+    """Values of inputs, of a parameter within ``no_grad``, and of a parameter, but for eigenvalues of any matrix."""
+    values, weight = OF_MATRICES[name], MATRICES[1].clone().requires_grad_()
+
+    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            shown = values(weight)
+        trained = weight if name == "eigvals" else values(weight).abs()
+        return trained.sum(), shown, *(values(x.mT) for x in inputs)
+
+    assert_as_plain(step, *MATRICES, leaves=[weight])

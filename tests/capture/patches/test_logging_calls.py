@@ -19,20 +19,18 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, compiled
+from tests.support.plainly import assert_as_plain, assert_refused, compiled
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
 logger = logging.getLogger("tests.model")
 _SPEAKS = re.compile(r"^ +(logger\.(warn|info|log)|logging\.|print|warnings|    logger)")
 X = torch.linspace(-1, 2, 16).view(4, 4)
-
-
 weight = torch.linspace(1, 2, 4).requires_grad_()
 
 
 def speaking(x: Tensor) -> Tensor:
-    """Says what models say, in each way that they do."""
+    """Log, print and warn in each way that models do."""
     logger.warning("rows %d", x.shape[0])
     logger.info(f"mean {x.mean():.3f}, {x.sum().item():.1f}")
     logger.info(f"{x.sum().item():.1f}")
@@ -48,11 +46,7 @@ def speaking(x: Tensor) -> Tensor:
 
 
 LINES = [number for number, line in enumerate(inspect.getsource(speaking).splitlines()) if _SPEAKS.search(line)]
-
-
 OPTIONS = {"budget": "1 MB", "profile": "roofline:h100"}
-
-
 CAPTURING: dict[str, Callable[[Tensor], Any]] = {
     "compile": lambda x: compiled(speaking)(x),
     "trace": lambda x: checkmate.trace(speaking, x, profile="roofline:h100"),
@@ -152,7 +146,7 @@ def test_an_exception_comes_through_as_it_is(way: str) -> None:
 
 
 def test_a_right_call_works_before_and_after() -> None:
-    """Also with another number, which is only logged."""
+    """A number that is only logged may change, without another plan."""
     model = Model()
     run, twin = compiled(model), copy.deepcopy(model)
     for count in range(3):
@@ -178,8 +172,7 @@ def test_an_exception_that_the_step_handles_is_its_own() -> None:
 
 def test_what_python_raises_is_refused_with_its_text_and_explained() -> None:
     words = r"KeyError: .*missing.* is raised here(.|\n)*test_logging_calls\.py"
-    with pytest.raises(checkmate.Unsupported, match=words):
-        compiled(lambda x: (weight * x).sum() * {}["missing"])(X)
+    assert_refused(lambda x: (weight * x).sum() * {}["missing"], X, words=words)
     found = checkmate.explain(Model(), X, "an error", profile="roofline:h100")
     assert not found.can_be_planned
     assert "no such way" in found.reason

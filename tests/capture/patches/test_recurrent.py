@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import verify_to_the_byte
 from tests.support.sampling import few, long, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}
-
-
 CASES = [
     *((nn.GRU, TWO_WAYS), (nn.LSTM, TWO_WAYS)),
     *few(3, [(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})]),
@@ -32,16 +31,13 @@ def test_same_bits_as_eager(kind: type[nn.RNNBase], options: dict[str, Any], pre
     cell, x = torch.randn(layers, 3, 17, dtype=precision), torch.randn(3, 3, 5, dtype=precision)
 
     def step(x: Tensor) -> Tensor:
-        output, _ = model(x, (hidden, cell) if kind is nn.LSTM else hidden)
-        return output.sin().sum()
+        return model(x, (hidden, cell) if kind is nn.LSTM else hidden)[0].sin().sum()
 
-    report = checkmate.verify(step, x, budget="1 MB", time_limit=1)
-    assert report.gradients == len([*model.parameters()])
-    assert report.measured_peak == report.predicted_peak
+    assert verify_to_the_byte(step, x, budget="1 MB").gradients == len([*model.parameters()])
 
 
 def test_a_layer_of_an_lstm_leaves_no_graph() -> None:
-    """It runs with gradients enabled, for the workspace, on parameters that require them."""
+    """The layer runs with gradients enabled, for the workspace, on parameters that require them."""
     model = nn.LSTM(4, 4)
     compiled = checkmate.compile(model, budget="1 MB")
     output, (hidden, cell) = compiled(torch.randn(2, 3, 4))
@@ -62,6 +58,5 @@ def test_the_workspaces_of_an_lstm_are_planned() -> None:
     model, x = nn.LSTM(32, 64, num_layers=4), torch.randn(20, 4, 32)
     problem = checkmate.trace(lambda x: model(x)[0].sin().sum(), x)
     smallest = checkmate.min_budget(problem).peak
-    report = checkmate.verify(lambda x: model(x)[0].sin().sum(), x, budget=smallest)
-    assert report.measured_peak == report.predicted_peak == smallest
+    assert verify_to_the_byte(lambda x: model(x)[0].sin().sum(), x, budget=smallest).measured_peak == smallest
     assert smallest < 0.7 * problem.keep_all_peak

@@ -1,4 +1,4 @@
-"""Tensors lie in memory as they do in eager PyTorch, and so have its bits."""
+"""Results lie in memory as those of the kernels, have their types, and so have the bits of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import checkmate
 from checkmate.capture.patches.results import strides as layouts
-from tests.support.plainly import assert_as_plain, compiled
-from tests.support.sampling import every, few, slow
+from tests.support.plainly import assert_as_plain, at_smallest_budget, compiled, verify_to_the_byte
+from tests.support.sampling import every, few, in_turn, long, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training
 
 MENDED = sorted(layouts._DESCRIBED_WRONG, key=str)
 OF_OPERANDS = ("contiguous", "transposed", "channels last", "window", "expanded")
-OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False}
+OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False, "input_dtype": torch.float32}  # by type or name
 STATISTICS, AFFINE = (torch.rand(2, 3, 9, 1), torch.rand(2, 3, 9, 1)), (torch.rand(7), torch.rand(7))
 FURTHER: dict[Any, tuple[int, Callable[..., tuple[Any, ...]]]] = {  # how many tensors in a layout, and all arguments
     aten._prelu_kernel_backward.default: (2, lambda grad, x: (grad, x, torch.rand(1, 3, 1, 1))),
@@ -72,33 +72,29 @@ FURTHER: dict[Any, tuple[int, Callable[..., tuple[Any, ...]]]] = {  # how many t
 }
 
 
-def _arguments(op: Any, laid_out: tuple[Callable[[Tensor], Tensor], ...]) -> list[Any]:
-    """Arguments that an op takes: its tensors in these layouts, types and numbers that most of these ops take."""
-    if op in FURTHER:
-        return [*FURTHER[op][1](*(layout(torch.rand(X) * 0.8 + 0.1) for layout in laid_out))]
-    layout, given = iter(laid_out), []
-    for a in op._schema.arguments:
-        if str(a.type) == "Tensor":
-            given.append(next(layout)(torch.rand(X) * 0.8 + 0.1))
-        elif a.name == "input_dtype":
-            given.append(torch.float32)
-        elif not a.kwarg_only:
-            given.append(OPTIONS.get(str(a.type)))
-    return given
+def _usual(op: Any) -> tuple[int, Callable[..., tuple[Any, ...]]]:
+    """As in FURTHER, for an op that takes tensors, numbers and flags only."""
+    taken = [(a.name, str(a.type)) for a in op._schema.arguments if not a.kwarg_only]
+
+    def arguments(*tensors: Tensor) -> tuple[Any, ...]:
+        rest = iter(tensors)
+        return tuple(next(rest) if kind == "Tensor" else OPTIONS.get(name, OPTIONS.get(kind)) for name, kind in taken)
+
+    return sum(kind == "Tensor" for _, kind in taken), arguments
 
 
 @pytest.mark.parametrize("op", [*MENDED[::3], *map(slow, MENDED[1::3]), *map(slow, MENDED[2::3])], ids=str)
 def test_fake_results_lie_as_those_of_the_kernel(op: Any) -> None:
-    tensors = FURTHER[op][0] if op in FURTHER else sum(str(a.type) == "Tensor" for a in op._schema.arguments)
+    tensors, arguments = FURTHER.get(op) or _usual(op)
     for laid_out in itertools.product([LAYOUTS[name] for name in OF_OPERANDS], repeat=tensors):
-        args = _arguments(op, laid_out)
+        args = arguments(*(layout(torch.rand(X) * 0.8 + 0.1) for layout in laid_out))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
         assert [t.stride() for t in tree_leaves(fake)] == [t.stride() for t in tree_leaves(op(*args))]
 
 
 def test_a_gate_whose_gradient_is_transposed() -> None:
-    """As in gated linear attention: the backward of its projection views the gradient as a matrix, or copies it."""
+    """The backward of a projection, as in gated linear attention, views the gradient as a matrix, or copies it."""
     model = nn.Linear(6, 4)
     assert_as_plain(
         lambda x: (F.softplus(model(x)).transpose(1, 2).contiguous().cumsum(-1) * 0.3).square().sum(),
@@ -171,8 +167,7 @@ def test_a_write_in_place_leaves_what_eager_leaves(name: str, base: str) -> None
         return lambda x: (*(results := step(x)), [t.stride() for t in results])
 
     x = torch.randn(ROWS, WIDTH).abs().add_(0.2).requires_grad_()
-    budget = checkmate.min_budget(checkmate.trace(step, x, profile="roofline:h100"), time_limit=1).peak
-    assert_as_plain(with_strides(step), x, run=with_strides(compiled(step, budget=budget)))
+    assert_as_plain(with_strides(step), x, run=with_strides(at_smallest_budget(step, x)))
 
 
 OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -186,7 +181,7 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", every(5, OVERLAPPING))
 def test_a_write_to_elements_that_overlap_writes_each_in_turn(name: str) -> None:
-    """Of an input, of a view of another input, and of a tensor of the step."""
+    """Write to an input, to a view of another input, and to a tensor of the step."""
     weight = torch.randn(4, 6, requires_grad=True)
 
     def overlapping(x: Tensor) -> Tensor:
@@ -222,16 +217,17 @@ def test_lists_of_tensors_are_written_in_place() -> None:
     assert_as_plain(step, *batch, leaves=[*model.parameters()])
 
 
-EXPANSIONS: list[Callable[[Tensor], Tensor]] = [
-    *(lambda x: x.expand_as(x), lambda x: x.expand(-1, 6)),
-    lambda x: x.t().expand(1, 1, 6, 4)[0, 0, 1:],
-    lambda x: x.view(24).broadcast_to(1, 24)[0, 3:],
-]
-
-
-@pytest.mark.parametrize("expand", EXPANSIONS)
+@pytest.mark.parametrize(
+    "expand",
+    [
+        lambda x: x.expand_as(x),
+        lambda x: x.expand(-1, 6),
+        lambda x: x.t().expand(1, 1, 6, 4)[0, 0, 1:],
+        lambda x: x.view(24).broadcast_to(1, 24)[0, 3:],
+    ],
+)
 def test_a_write_through_an_expansion_that_repeats_nothing(expand: Callable[[Tensor], Tensor]) -> None:
-    """Of an input, and of a tensor of the step. AOTAutograd loses it."""
+    """Write to an input, and to a tensor of the step. AOTAutograd loses such writes."""
     weight = torch.randn(4, 6, requires_grad=True)
 
     def step(x: Tensor) -> tuple[Tensor, ...]:
@@ -243,7 +239,7 @@ def test_a_write_through_an_expansion_that_repeats_nothing(expand: Callable[[Ten
     assert_as_plain(step, torch.arange(24.0).view(4, 6), leaves=[weight])
 
 
-def _first_row_written(y: Tensor) -> None:
+def _write_first_row(y: Tensor) -> None:
     y[0] = 1.0
 
 
@@ -255,8 +251,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {  # y and what is made nee
     "of a list": (lambda y, *_: torch._foreach_add_([y.as_strided((2, 4), (1, 1))], 1.0), SHARED),
     "read as well": (lambda y, *_: (y := y.as_strided((2, 4), (1, 1))).add_(y), SHARED),
     "an input": (
-        lambda y, made, rows, windows: _first_row_written(rows),
-        r"share memory\n.*test_strides.py:\d+ in _first_row_written: y\[0\] = 1.0[^$]*clone",
+        lambda y, made, rows, windows: _write_first_row(rows),
+        r"share memory\n.*test_strides.py:\d+ in _write_first_row: y\[0\] = 1.0[^$]*clone",
     ),
     "read by another name": (
         lambda y, made, rows, windows: windows.detach().sub_(windows, alpha=0.5),
@@ -311,3 +307,76 @@ def test_views_of_another_shape_lie_as_in_eager_pytorch() -> None:
         assert [view.stride() for view in views] == [eager.stride()] * 2, (shape, strides, wanted)
         compared += 1
     assert compared > 150
+
+
+HALVES = [torch.bfloat16, torch.float16]
+LAYER, GROUPS = (4, 5, 8), (4, 8, 6, 6)
+
+
+def _ones(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def _gradients_of_groups(x: torch.dtype, w: torch.dtype, mask: list[bool]) -> tuple[Tensor | None, ...]:
+    like, statistics = _ones(x, *GROUPS), _ones(w, 4, 2)
+    return aten.native_group_norm_backward(like, like, statistics, statistics, _ones(w, 8), 4, 8, 36, 2, mask)
+
+
+CALLS: dict[str, Callable[[torch.dtype, torch.dtype], tuple[Tensor | None, ...]]] = {  # types of x and of parameters
+    "layer": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], _ones(w, 8), _ones(w, 8), 1e-5),
+    "layer without parameters": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], None, None, 1e-5),
+    "layer with a bias": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], None, _ones(w, 8), 1e-5),
+    "groups": lambda x, w: aten.native_group_norm(_ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), 4, 8, 36, 2, 1e-5),
+    "gradients of groups": lambda x, w: _gradients_of_groups(x, w, [True] * 3),
+    "gradients of groups' parameters": lambda x, w: _gradients_of_groups(x, w, [False, True, True]),
+    "batch": lambda x, w: aten._native_batch_norm_legit_functional(
+        _ones(x, *GROUPS), *(_ones(w, 8) for _ in range(4)), True, 0.1, 1e-5
+    ),
+    "batch without parameters": lambda x, w: aten._native_batch_norm_legit_functional(
+        _ones(x, *GROUPS), None, None, _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
+    "batch without statistics": lambda x, w: aten._native_batch_norm_legit.no_stats(
+        _ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
+    "soft margins": lambda x, w: (aten.soft_margin_loss(_ones(x, 4), _ones(w, 4), 1),),
+    "gradients of soft margins": lambda x, w: (
+        aten.soft_margin_loss_backward(_ones(x, 4), _ones(x, 4), _ones(w, 4), 1),
+    ),
+}
+
+
+@in_turn(name=CALLS, dtype=[*HALVES, torch.float32])
+def test_types_are_those_of_the_kernel(name: str, dtype: torch.dtype) -> None:
+    for parameters in {dtype, torch.float32}:
+        real = CALLS[name](dtype, parameters)
+        with FakeTensorMode():
+            described = CALLS[name](dtype, parameters)
+        about = [[t is not None and (t.dtype, t.shape, t.stride()) for t in made] for made in (described, real)]
+        assert about[0] == about[1], parameters
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm([16, 6, 6]),
+    "groups": lambda: nn.GroupNorm(4, 16),
+    "batch": lambda: nn.BatchNorm2d(16),
+    "batch without statistics": lambda: nn.BatchNorm2d(16, track_running_stats=False),
+    "batch without parameters": lambda: nn.BatchNorm2d(16, affine=False),
+}
+
+
+@in_turn(name=map(long, NORMS), dtype=HALVES)
+def test_peaks_under_autocast_are_predicted_to_the_byte(
+    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the smallest budget, with the bits of plain PyTorch; and each op is measured."""
+    layers = [nn.Conv2d(3, 16, 3), NORMS[name](), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), NORMS[name](), nn.ReLU()]
+    net, x = nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return net(x).float().square().mean()
+
+    problem = checkmate.trace(step, x)
+    assert "guess" not in problem.profile.source
+    verify_to_the_byte(step, x, budget=checkmate.min_budget(problem, time_limit=1).peak)
+    assert "estimated" not in caplog.text
