@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Marks of the tests, and the state of PyTorch that each begins with and leaves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     ``-m "not slow"`` takes the place of the option that leaves out what is long.
     """
-    names = (Path(__file__).parent / file for file in ("long.txt", "slow.txt"))
-    others_prove, slow = (frozenset(file.read_text().splitlines()) for file in names)
+    listed = {name: {*Path(__file__).with_name(f"{name}.txt").read_text().splitlines()} for name in ("long", "slow")}
     for item in items:
-        if item.nodeid in others_prove:
+        if item.nodeid in listed["long"]:
             item.add_marker("long")
-        if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in slow:
+        if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in listed["slow"]:
             item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
 
@@ -37,7 +36,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers in every test, whichever ran before it. Tests without PyTorch do not load it for this."""
+    """Seed each test, whichever ran before it. Tests without PyTorch do not load it for this."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
@@ -52,7 +51,7 @@ def _guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _left_as_found() -> Iterator[None]:
-    """What holds for all of PyTorch is after a test as before it: regions of autocast, gradients, types, threads."""
+    """Check that settings of all of PyTorch are as before the test: regions of autocast, gradients, types, threads."""
     torch = sys.modules.get("torch")
     before = torch and _settings(torch)
     yield

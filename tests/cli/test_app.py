@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and with which code it ends."""
+"""The command line: its output, its errors, and the code with which it ends."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_plan_is_written_step_by_step_and_as_a_page(shell: Shell, folder: Path
 
 
 def test_a_page_of_a_problem_file(shell: Shell, answer: Shell, folder: Path, monkeypatch: Patch) -> None:
-    """It is that of `checkmate.report`; by default beside where one stands, under the problem's name."""
+    """The page is that of `checkmate.report`, by default in the current folder under the problem's name."""
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     monkeypatch.setattr("checkmate.solvers.frontier.frontier", partial(frontier, jobs=1))  # no processes to wait for
@@ -288,7 +288,7 @@ def test_debug_shows_where_an_error_comes_from(shell: Shell) -> None:
 
 
 def test_budgets_of_a_card(shell: Shell, answer: Shell) -> None:
-    """One of all of it is told what it leaves out; a share is of its room."""
+    """A budget of the whole card is told what it leaves out; a share is of the card's room."""
     command = "plan my_step:example --device rtx3060 --size 32 --budget"
     for budget, told in (("12GB", "12GB leaves too little of the 12.88 GB of NVIDIA GeForce RTX 3060"), ("10GB", "")):
         out, err = shell(f"{command} {budget}")
@@ -338,7 +338,7 @@ def test_the_largest_batch(shell: Shell, answer: Shell) -> None:
 def test_the_largest_batch_shows_one_line(
     terminal: bool, option: str, says: str, shell: Shell, monkeypatch: Patch
 ) -> None:
-    """One that moves on a terminal, and in a file one that says what is done and how to see more."""
+    """The line moves on a terminal; in a file it says what is done and how to see more."""
     import_module("tqdm.auto")
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)

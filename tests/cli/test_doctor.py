@@ -1,4 +1,4 @@
-"""What an installation lacks is found, with the way out."""
+"""The doctor finds what an installation lacks, with the way out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(monkeypatch: Patch, capsys: Capture) -> None:
 
 
 def test_another_project_of_the_name_is_told(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    """It has files of the same names; a checkout that is installed under that name has none of its own."""
+    """The other project has files of the same names; a checkout that is installed under its name has none."""
     monkeypatch.syspath_prepend(tmp_path)
     about = tmp_path / "checkmate-0.2.0.dist-info"
     about.mkdir()

@@ -63,7 +63,7 @@ def test_a_cuda_device_passes(tmp_path: Path) -> None:
 
 
 def _loss_runs_in_parts(found: dict[str, Any]) -> None:
-    """In the smallest budget of the transformer, of whose bytes logits are the most."""
+    """Check the smallest budget of the transformer, of whose bytes logits are the most."""
     rows = found["a transformer in budgets"]["facts"]["rows"]
     assert len(rows) == len(checks.SHARES)
     assert "loss in" in rows[0]["parts"][0]

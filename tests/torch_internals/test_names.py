@@ -146,11 +146,8 @@ def test_the_other_function_is_put_around_what_there_is(holder: Any) -> None:
 def test_what_is_not_there_or_called_otherwise_is_left_out_and_said(
     holder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, calls = (
-        holder.old,
-        {"new": "has no a_module_of_pytorch.new", "old": "calls a_module_of_pytorch.old otherwise"},
-    )
-    for name, said in calls.items():
+    plain = holder.old
+    for name, said in (("new", "has no a_module_of_pytorch.new"), ("old", "calls a_module_of_pytorch.old otherwise")):
         table = Table(Name(name, holder.__name__, "an example"))
         with caplog.at_level(logging.WARNING):
             table.wrap(name, lambda plain: lambda x, y: plain(x))

@@ -111,7 +111,7 @@ CHANGED = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as
 def test_what_a_module_does_otherwise_is_caught(
     change: Change, budget: str, words: str, step: Step, monkeypatch: Patch
 ) -> None:
-    """In the first call of a step, and by `verify`, which leaves no trace in generators."""
+    """`verify`, which runs the first call of a step, names it and leaves no trace in generators."""
     _run_instead(monkeypatch, change)
     state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
     with pytest.raises(checkmate.VerificationError, match=words):
@@ -264,7 +264,7 @@ def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[StepSt
     ],
 )
 def test_where_one_gradient_wavers_all_may(weight: list[float], bias: list[float], error: str | None) -> None:
-    """In five plain runs the weight's differ by 2 ** -10 of its largest element, and the bias's do not."""
+    """The weight's differ by 2 ** -10 of its largest element in five plain runs, and the bias's do not."""
     plain = _runs({"weight": [8.0, 8.0, 8.0 + 2**-7, 8.0, 8.0], "bias": [4.0] * 5})
     (found,) = _runs({"weight": weight, "bias": bias})
     with nullcontext() if error is None else pytest.raises(checkmate.VerificationError, match=error):
