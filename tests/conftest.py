@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Run a command line, which has to end with a code, and give what it prints to standard output and error."""
+    from checkmate.cli.app import main
+
+    def run(command: str, code: int = 0) -> tuple[str, str]:
+        assert main(command.split()) == code
+        out, err = capsys.readouterr()
+        return out, err
+
+    return run
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import pytest
 import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
-from checkmate.cli.app import main
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import STATED
 from checkmate.solvers.frontier import frontier
@@ -114,18 +113,6 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     log = logging.getLogger("checkmate")
     log.setLevel(logging.NOTSET)
     log.handlers, log.propagate = [], True
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Run a command that ends with a code; gives what it prints to standard output and error."""
-
-    def run(command: str, code: int = 0) -> tuple[str, str]:
-        assert main(command.split()) == code
-        out, err = capsys.readouterr()
-        return out, err
-
-    return run
 
 
 @pytest.fixture

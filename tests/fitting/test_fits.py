@@ -18,7 +18,6 @@ from torch import Tensor, nn, optim
 
 import checkmate
 from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget, trace
-from checkmate.cli.app import main
 from checkmate.core import simulator
 from checkmate.fitting.answer import NOT_ASKED
 from checkmate.fitting.batch_sizes import scaled
@@ -347,23 +346,16 @@ def example(n=64):
 """
 
 
-def test_the_command_answers_as_text_and_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_answers_as_text_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Any) -> None:
     (tmp_path / "train.py").write_text(STEP)
     monkeypatch.chdir(tmp_path)
-    asked = ["fits", "train.py:example", "--time-limit", "2"]
-    assert main([*asked, "--device", "rtx4090"]) == 0
-    assert capsys.readouterr().out.startswith("It fits NVIDIA GeForce RTX 4090 as it is")
-    assert main([*asked, "--device", "t4", "--json", "--size", "128", "--optimizer", "SGD", "--everything"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    asked = "fits train.py:example --time-limit 2 --device"
+    assert shell(f"{asked} rtx4090")[0].startswith("It fits NVIDIA GeForce RTX 4090 as it is")
+    document = json.loads(shell(f"{asked} t4 --json --size 128 --optimizer SGD --everything")[0])
     assert (document["fits"], document["largest"]["given"], document["optimizer"]) == (True, 128, "SGD")
-    assert main([*asked, "--device", "rtx4090", "--budget", "10 kB"]) == 1
-    assert capsys.readouterr().out.startswith("It does not fit NVIDIA GeForce RTX 4090")
-    assert main([*asked, "--device", "abacus"]) == 2
-    assert "there is no device 'abacus'; there are h100," in capsys.readouterr().err
-    assert main([*asked, "--device", "t4", "--optimizer", "Newton"]) == 2
-    assert "torch.optim has no optimizer 'Newton'" in capsys.readouterr().err
+    assert shell(f"{asked} rtx4090 --budget 10kB", 1)[0].startswith("It does not fit NVIDIA GeForce RTX 4090")
+    assert "there is no device 'abacus'; there are h100," in shell(f"{asked} abacus", 2)[1]
+    assert "torch.optim has no optimizer 'Newton'" in shell(f"{asked} t4 --optimizer Newton", 2)[1]
 
 
 def test_with_no_time_left_only_what_is_needed_is_looked_at(tight: Fits) -> None:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkmate.capture import random_draws
-from checkmate.cli.app import main
 from checkmate.errors import VerificationError
 from checkmate.selftest import checks, run
 from checkmate.selftest.checks import CHECKS
@@ -27,7 +26,7 @@ from checkmate.selftest.run import Check, Finding, Result, Setting, run_all
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Patch = pytest.MonkeyPatch
 CPU = Setting("cpu", quick=True)
 
 
@@ -214,21 +213,18 @@ def test_bytes_beyond_what_is_predicted_fail(monkeypatch: Patch) -> None:
     assert checks.within_budgets("chain", CPU).passed  # not what other networks are held to
 
 
-def test_what_is_asked_wrongly_is_said_before_any_check_runs(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["selftest", "--only", "nothing"]) == 2
-    assert "there is no check 'nothing'; the checks are versions" in capsys.readouterr().err
-    assert main(["selftest", "--device", "tpu"]) == 2
+def test_what_is_asked_wrongly_is_said_before_any_check_runs(tmp_path: Path, shell: Any) -> None:
+    assert "there is no check 'nothing'; the checks are versions" in shell("selftest --only nothing", 2)[1]
+    shell("selftest --device tpu", 2)
     if not torch.cuda.is_available():
-        assert main(["selftest"]) == 1
-        assert "There is no CUDA device here. --device cpu" in capsys.readouterr().err
-    file = tmp_path / "no folder" / "found.json"
-    assert main(["selftest", "--device", "cpu", "--only", "versions", "--json", str(file)]) == 2
-    out, err = capsys.readouterr()
+        assert "There is no CUDA device here. --device cpu" in shell("selftest", 1)[1]
+    file = tmp_path / "none" / "found.json"
+    out, err = shell(f"selftest --device cpu --only versions --json {file}", 2)
     assert "passed" not in out
     assert str(file) in err
 
 
-def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: Patch, shell: Any) -> None:
     file, ended = tmp_path / "found.json", Result("one", "", "", "passed", "it", "", 0.1, {})
 
     def interrupted(*args: Any) -> Iterator[Result]:
@@ -236,5 +232,5 @@ def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_all", interrupted)
-    assert main(["selftest", "--device", "cpu", "--json", str(file)]) == 130
+    shell(f"selftest --device cpu --json {file}", 130)
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["one"]
