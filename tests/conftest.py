@@ -1,11 +1,11 @@
-"""What every test starts from."""
+"""Marks of the tests, and the state of PyTorch that each begins with and leaves."""
 
 from __future__ import annotations
 
 import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     ``-m "not slow"`` takes the place of the option that leaves out what is long.
     """
-    names = (Path(__file__).parent / file for file in ("long.txt", "slow.txt"))
-    others_prove, slow = (frozenset(file.read_text().splitlines()) for file in names)
+    listed = {name: {*Path(__file__).with_name(f"{name}.txt").read_text().splitlines()} for name in ("long", "slow")}
     for item in items:
-        if item.nodeid in others_prove:
+        if item.nodeid in listed["long"]:
             item.add_marker("long")
-        if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in slow:
+        if item.get_closest_marker("long") or item.nodeid.partition("[")[0] in listed["slow"]:
             item.add_marker("slow")
         if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -41,7 +40,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers in every test, whichever ran before it. Tests without PyTorch do not load it for this."""
+    """Seed each test, whichever ran before it. Tests without PyTorch do not load it for this."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
@@ -56,7 +55,7 @@ def _guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _left_as_found() -> Iterator[None]:
-    """What holds for all of PyTorch is after a test as before it: regions of autocast, gradients, types, threads."""
+    """Check that settings of all of PyTorch are as before the test: regions of autocast, gradients, types, threads."""
     torch = sys.modules.get("torch")
     before = torch and _settings(torch)
     yield
@@ -86,6 +85,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Run a command line, which has to end with a code, and give what it prints to standard output and error."""
+    from checkmate.cli.app import main
+
+    def run(command: str, code: int = 0) -> tuple[str, str]:
+        assert main(command.split()) == code
+        out, err = capsys.readouterr()
+        return out, err
+
+    return run
 
 
 @pytest.fixture

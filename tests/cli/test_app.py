@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and with which code it ends."""
+"""The command line: its output, its errors, and the code with which it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,14 +20,14 @@ import pytest
 import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
-from checkmate.cli.app import main
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import STATED
 from checkmate.solvers.frontier import frontier
 from tests.support.processes import own_cache, run_fresh_python
 from tests.support.sampling import long
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Patch = pytest.MonkeyPatch
+Shell = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 STEP = """
 import time
@@ -62,9 +62,41 @@ def wrong(n=4):
 
 not_a_function = 3
 """
+TRAINING = """
+import argparse
+import sys
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 5)
+
+model, loss_fn = Model(), torch.nn.functional.cross_entropy
+
+def main():
+    loss = Model()(torch.ones(2, 3)).sum()
+    loss.backward()
+    print(loss.item())
+
+def quietly():
+    model(torch.ones(2, 3)).sum().backward()
+
+def of_options(options):
+    return model, options.batch
+
+def on_a_gpu():
+    return Model(), torch.ones(2, 3).cuda()
+
+def leaves():
+    sys.exit(0)
+
+def swapped():
+    return torch.ones(2, 3), model
+"""
 ENDS = "import argparse; argparse.ArgumentParser().error('')"
-FILES = {"my_step": STEP, "lacking": "import nowhere_to_be_found", "leaves": "import sys; sys.exit(0)", "ends": ENDS}
-SOLVE = ["solve", "chain.json", "--budget", "6"]
+FILES = {"my_step": STEP, "train": TRAINING, "ends": ENDS}
+FILES |= {"lacking": "import nowhere_to_be_found", "leaves": "import sys; sys.exit(0)"}
+SOLVE = "solve chain.json --budget 6"
 
 
 @pytest.fixture(autouse=True)
@@ -83,32 +115,33 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     log.handlers, log.propagate = [], True
 
 
-def _json(capsys: Capture, *command: str) -> Any:
-    assert main([*command, "--json"]) == 0
-    out, _ = capsys.readouterr()
-    return json.loads(out)
+@pytest.fixture
+def answer(shell: Shell) -> Shell:
+    return lambda command, code=0: json.loads(shell(f"{command} --json", code)[0])
 
 
-def test_a_problem_is_solved(capsys: Capture) -> None:
-    found = _json(capsys, "solve", "chain.json", "--budget", "6B")
+def test_a_problem_is_solved(answer: Shell) -> None:
+    found = answer(f"{SOLVE}B")
     assert (found["cost"], found["status"], found["peak"], found["budget"]) == (21.0, "optimal", 6, 6)
     assert sum(found["runs_again"].values()) == 4
-    command = [*SOLVE, "--time-limit", "5", "--gap", "0", "--method"]
-    assert _json(capsys, *command, "milp")["method"] == "milp"
-    assert _json(capsys, *command, "next-use")["cost"] >= 21
+    milp, heuristic = (answer(f"{SOLVE} --time-limit 5 --gap 0 --method {name}") for name in ("milp", "next-use"))
+    assert milp["method"] == "milp"
+    assert heuristic["cost"] >= 21
 
 
-def test_a_refusal_says_what_works_and_is_json_too(capsys: Capture) -> None:
-    assert main(["solve", "chain.json", "--budget", "2", "--json"]) == 1
-    out, err = capsys.readouterr()
+def test_a_refusal_says_what_works_and_is_json_too(shell: Shell) -> None:
+    out, err = shell("solve chain.json --budget 2 --json", 1)
     assert "Smallest budget that works: 3 B" in err
     found = json.loads(out)
     assert (found["status"], found["min_budget"], found["gap"], found["cost"]) == ("infeasible", 3, None, None)
+    out, err = shell("max-batch my_step:example --device h100 --budget 1kB --json", 1)
+    assert "Not even size 1 fits 1.00 kB" in err
+    assert json.loads(out)["error"] in err
+    assert json.loads(out)["min_budget"] > 1000
 
 
-def test_a_plan_is_written_step_by_step_and_as_a_page(capsys: Capture, folder: Path) -> None:
-    assert main([*SOLVE, "--save-plan", "plan.json", "--report", "plan.html"]) == 0
-    out, err = capsys.readouterr()
+def test_a_plan_is_written_step_by_step_and_as_a_page(shell: Shell, folder: Path) -> None:
+    out, err = shell(f"{SOLVE} --save-plan plan.json --report plan.html")
     assert out.startswith("optimal (auto)")
     assert err == ""
     plan = json.loads((folder / "plan.json").read_text())
@@ -119,47 +152,41 @@ def test_a_plan_is_written_step_by_step_and_as_a_page(capsys: Capture, folder: P
     assert "<title>" in (folder / "plan.html").read_text()
 
 
-def test_a_page_of_a_problem_file(capsys: Capture, folder: Path, monkeypatch: Patch) -> None:
-    """It is that of `checkmate.report`; by default beside where one stands, under the problem's name."""
+def test_a_page_of_a_problem_file(shell: Shell, answer: Shell, folder: Path, monkeypatch: Patch) -> None:
+    """The page is that of `checkmate.report`, by default in the current folder under the problem's name."""
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     monkeypatch.setattr("checkmate.solvers.frontier.frontier", partial(frontier, jobs=1))  # no processes to wait for
-    command = ["report", *SOLVE[1:]]
-    assert main(command) == 0
-    assert (*capsys.readouterr(), opened) == (f"{folder / 'chain.html'}\n", "", [])
+    command = "report chain.json --budget 6"
+    assert (*shell(command), opened) == (f"{folder / 'chain.html'}\n", "", [])
     text = (folder / "chain.html").read_text()
     solution = checkmate.solve(Problem.from_json("chain.json"), 6, time_limit=60, gap=1e-4)
     own = checkmate.report(solution, folder / "own.html").read_text()
     tiles = re.compile(r'<dl class="tiles".*?</dl>', re.DOTALL)
     assert tiles.findall(text) == tiles.findall(own)
-    found = _json(capsys, *command, "-o", "it.html", "--open", "--prices", "--frontier")
+    found = answer(f"{command} -o it.html --open --prices --frontier")
     assert (found["page"], found["cost"], found["budget"]) == (str(folder / "it.html"), 21.0, 6)
     assert opened == [(folder / "it.html").as_uri()]
     assert all(part in (folder / "it.html").read_text() for part in ('id="frontier"', "table-prices"))
     monkeypatch.setattr("webbrowser.open", lambda url: False)
-    assert main([*command, "--open"]) == 0
-    assert "no browser was found here; open " in capsys.readouterr().err
-    assert main(["report", "chain.json", "--budget", "2"]) == 1
-    assert "Smallest budget that works: 3 B" in capsys.readouterr().err
-    assert main(["report", "my_step.py:example", "--budget", "1MB"]) == 2
-    assert "checkmate plan my_step.py:example --budget 1MB --report plan.html" in capsys.readouterr().err
+    assert "no browser was found here; open " in shell(f"{command} --open")[1]
+    assert "Smallest budget that works: 3 B" in shell("report chain.json --budget 2", 1)[1]
+    of_a_step = "my_step.py:example --budget 1MB"
+    assert f"checkmate plan {of_a_step} --report plan.html" in shell(f"report {of_a_step}", 2)[1]
 
 
-def test_a_frontier(capsys: Capture) -> None:
-    rows = _json(capsys, "frontier", "chain.json", "--budget", "2", "6", "8", "--jobs", "1")
+def test_a_frontier(shell: Shell, answer: Shell) -> None:
+    command = "frontier chain.json --jobs 1 --budget"
+    rows = answer(f"{command} 2 6 8")
     assert [(row["budget"], row["cost"]) for row in rows] == [(2, None), (6, 21.0), (8, 19.0)]
-    command = ["frontier", "chain.json", "--budget", "8", "--jobs", "1", "--methods", "auto,chen-sqrt"]
-    assert main(command) == 0
-    assert capsys.readouterr().out.count("8 B") >= 2
-    assert main(["frontier", "chain.json", "--budget", "1", "--jobs", "1"]) == 1
+    assert shell(f"{command} 8 --methods auto,chen-sqrt")[0].count("8 B") >= 2
+    shell(f"{command} 1", 1)
 
 
-def test_version_and_methods(capsys: Capture) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"checkmate {checkmate.__version__}"
-    assert list(_json(capsys, "methods")) == list(checkmate.methods())
-    assert main(["methods"]) == 0
-    assert capsys.readouterr().out.strip() == repr(checkmate.methods())
+def test_version_and_methods(shell: Shell, answer: Shell) -> None:
+    assert shell("--version")[0].strip() == f"checkmate {checkmate.__version__}"
+    assert list(answer("methods")) == list(checkmate.methods())
+    assert shell("methods")[0].strip() == repr(checkmate.methods())
 
 
 @pytest.mark.parametrize(
@@ -205,46 +232,14 @@ def test_version_and_methods(capsys: Capture) -> None:
         ("dance", 2, "dance"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(command: str, code: int, says: str, capsys: Capture) -> None:
-    assert main(command.split()) == code
-    out, err = capsys.readouterr()
+def test_what_is_wrong_is_said_in_a_line(command: str, code: int, says: str, shell: Shell) -> None:
+    out, err = shell(command, code)
     assert out == ""
     assert says in err
     assert "Traceback" not in err
 
 
-TRAINING = """
-import argparse
-import sys
-import torch
-
-class Model(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(3, 5)
-
-model, loss_fn = Model(), torch.nn.functional.cross_entropy
-
-def main():
-    loss = Model()(torch.ones(2, 3)).sum()
-    loss.backward()
-    print(loss.item())
-
-def quietly():
-    model(torch.ones(2, 3)).sum().backward()
-
-def of_options(options):
-    return model, options.batch
-
-def on_a_gpu():
-    return Model(), torch.ones(2, 3).cuda()
-
-def leaves():
-    sys.exit(0)
-
-def swapped():
-    return torch.ones(2, 3), model
-"""
-DEVICE = ["--device", "rtx4090"]
+DEVICE = "--device rtx4090"
 
 
 @pytest.mark.parametrize(
@@ -252,123 +247,103 @@ DEVICE = ["--device", "rtx4090"]
     [
         ("main", DEVICE, 1, r"RuntimeError: .*\n.*train.py:\d+ in main: print.*\nWith --device tensors are made"),
         ("on_a_gpu", DEVICE, 1, r"train.py:\d+ in on_a_gpu.*\nWith --device .* leave out .cuda\(\)"),
-        ("leaves", [], 1, r"SystemExit: 0.*\n.*train.py:\d+ in leaves"),
-        ("quietly", [], 2, "quietly returns NoneType"),
-        ("swapped", [], 2, r"swapped returns \(Tensor, Model\)"),
-        ("of_options", [], 2, r"fails: missing a required argument: 'options' \(--size N gives it N\)"),
+        ("leaves", "", 1, r"SystemExit: 0.*\n.*train.py:\d+ in leaves"),
+        ("quietly", "", 2, "quietly returns NoneType"),
+        ("swapped", "", 2, r"swapped returns \(Tensor, Model\)"),
+        ("of_options", "", 2, r"fails: missing a required argument: 'options' \(--size N gives it N\)"),
         ("Model", DEVICE, 2, "Model is a module"),
-        ("model", [], 2, "model is a module"),
-        ("train", [], 2, "has no function 'train'"),
+        ("model", "", 2, "model is a module"),
+        ("train", "", 2, "has no function 'train'"),
     ],
 )
-def test_what_trains_is_told_the_lines_to_write(
-    target: str, options: list[str], code: int, says: str, folder: Path, capsys: Capture
-) -> None:
-    (folder / "train.py").write_text(TRAINING)
-    assert main(["fits", f"train.py:{target}", *options]) == code
-    err = capsys.readouterr().err
+def test_what_trains_is_told_the_lines_to_write(target: str, options: str, code: int, says: str, shell: Shell) -> None:
+    _, err = shell(f"fits train.py:{target} {options}", code)
     assert re.search(says, err, re.DOTALL)
     assert "TARGET is a function that returns (step, batch), and trains nothing itself. In train.py write" in err
 
 
-def test_the_lines_to_write_are_what_fits_takes(folder: Path, capsys: Capture) -> None:
-    (folder / "train.py").write_text(TRAINING)
-    assert main(["fits", "train.py:train"]) == 2
-    lines = [line[4:] for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
+def test_the_lines_to_write_are_what_fits_takes(folder: Path, shell: Shell) -> None:
+    lines = [line[4:] for line in shell("fits train.py:train", 2)[1].splitlines() if line.startswith("    ")]
     assert len(lines) == 3
     (folder / "train.py").write_text("\n".join([TRAINING, *lines]))
-    assert main(["fits", "train.py:example"]) == 0
+    shell("fits train.py:example")
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
+def test_debug_shows_where_an_error_comes_from(shell: Shell) -> None:
     with pytest.raises(IndexError, match="no data"):
-        main(["plan", "my_step:fails", "--budget", "8GB", "--debug"])
+        shell("plan my_step:fails --budget 8GB --debug")
 
 
-def test_budgets_of_a_card(capsys: Capture) -> None:
-    """One of all of it is told what it leaves out; a share is of its room."""
-    command = ["plan", "my_step:example", "--device", "rtx3060", "--size", "32", "--budget"]
+def test_budgets_of_a_card(shell: Shell, answer: Shell) -> None:
+    """A budget of the whole card is told what it leaves out; a share is of the card's room."""
+    command = "plan my_step:example --device rtx3060 --size 32 --budget"
     for budget, told in (("12GB", "12GB leaves too little of the 12.88 GB of NVIDIA GeForce RTX 3060"), ("10GB", "")):
-        assert main([*command, budget]) == 0
-        printed = capsys.readouterr()
-        assert told in printed.err
-        assert bool(told) == ("plan for 10.88 GB at most" in printed.err)
-        assert f"roofline estimate for NVIDIA GeForce RTX 3060, {STATED}" in printed.out
-    whole, half = (_json(capsys, *command, budget)["budget"] for budget in ("fit", "50%"))
+        out, err = shell(f"{command} {budget}")
+        assert told in err
+        assert bool(told) == ("plan for 10.88 GB at most" in err)
+        assert f"roofline estimate for NVIDIA GeForce RTX 3060, {STATED}" in out
+    whole, half = (answer(f"{command} {budget}")["budget"] for budget in ("fit", "50%"))
     assert (whole, half) == (DEVICES["rtx3060"].room, DEVICES["rtx3060"].room // 2)
 
 
-def test_a_step_is_traced_planned_and_saved(capsys: Capture, folder: Path) -> None:
-    command = ["plan", "my_step:example", "--device", "h100", "--budget", "100kB", "--size", "32"]
-    found = _json(capsys, *command, "--save-problem", "problem.json.gz")
+def test_a_step_is_traced_planned_and_saved(answer: Shell, folder: Path) -> None:
+    on_a_gpu = "--device h100 --budget 100kB"
+    found = answer(f"plan my_step:example {on_a_gpu} --size 32 --save-problem problem.json.gz")
     assert found["source"].startswith("roofline")
     assert found["peak"] <= 100_000
     problem = Problem.from_json(folder / "problem.json.gz")
     assert problem.keep_all_peak == found["keep_all_peak"]
-    assert _json(capsys, "solve", "problem.json.gz", "--budget", "100kB")["cost"] == found["cost"]
+    assert answer("solve problem.json.gz --budget 100kB")["cost"] == found["cost"]
     # a file is as good as a module, and costs are measured
-    assert _json(capsys, "plan", "my_step.py:named", "--budget", "1MB")["source"].startswith("measured on cpu")
+    assert answer("plan my_step.py:named --budget 1MB")["source"].startswith("measured on cpu")
     # a whole training step is planned with its updates
-    _json(capsys, "plan", "my_step:whole", *command[2:6], "--save-problem", "whole.json")
+    answer(f"plan my_step:whole {on_a_gpu} --save-problem whole.json")
     assert Problem.from_json(folder / "whole.json").graph.ops[-1].target == "checkmate.update_parameter"
 
 
 @pytest.mark.slow
-def test_the_largest_batch(capsys: Capture) -> None:
-    command = ["max-batch", "my_step:example", "--device", "h100", "--budget", "100kB", "--largest", "40"]
-    found = _json(capsys, *command, "--max-overhead", "none", "--time-limit", "20")
+def test_the_largest_batch(shell: Shell, answer: Shell) -> None:
+    command = "max-batch my_step:example --device h100 --budget 100kB --largest 40"
+    found = answer(f"{command} --max-overhead none --time-limit 20")
     assert (found["size"], found["next_size"], found["max_overhead"]) == (40, "asked for no more", None)
     assert found["points"][-1]["peak"] <= 100_000
-    assert main([*command, "--verbose"]) == 0
-    out, err = capsys.readouterr()
+    out, err = shell(f"{command} --verbose")
     assert out.startswith("largest size within 100.00 kB")
     assert "size 1 traced" in err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("terminal", "words", "says"),
+    ("terminal", "option", "says"),
     [
-        (False, [], r"checkmate: looking for the largest size, for 120 s at most .*\n"),
-        long(False, ["--quiet"], ""),
-        (True, [], r"[^\n]*size \d+ fits[^\n]*"),
-        long(True, ["--quiet"], ""),
+        (False, "", r"checkmate: looking for the largest size, for 120 s at most .*\n"),
+        long(False, "--quiet", ""),
+        (True, "", r"[^\n]*size \d+ fits[^\n]*"),
+        long(True, "--quiet", ""),
     ],
 )
 def test_the_largest_batch_shows_one_line(
-    terminal: bool, words: list[str], says: str, capsys: Capture, monkeypatch: Patch
+    terminal: bool, option: str, says: str, shell: Shell, monkeypatch: Patch
 ) -> None:
-    """One that moves on a terminal, and in a file one that says what is done and how to see more."""
+    """The line moves on a terminal; in a file it says what is done and how to see more."""
     import_module("tqdm.auto")
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    command = ["max-batch", "my_step:unhurried", "--device", "h100", "--budget", "9kB", "--largest", "9"]
-    assert main([*command, *words]) == 0
-    assert re.fullmatch(says, capsys.readouterr().err)
+    assert re.fullmatch(says, shell(f"max-batch my_step:unhurried --device h100 --budget 9kB --largest 9 {option}")[1])
 
 
-def test_a_budget_too_small_for_any_batch(capsys: Capture) -> None:
-    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "1kB", "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert "Not even size 1 fits 1.00 kB" in err
-    assert json.loads(out)["error"] in err
-    assert json.loads(out)["min_budget"] > 1000
-
-
-def test_an_interrupted_plan_is_printed_and_known_by_the_code(monkeypatch: Patch, capsys: Capture) -> None:
+def test_an_interrupted_plan_is_printed_and_known_by_the_code(monkeypatch: Patch, shell: Shell) -> None:
     solution = replace(checkmate.solve(unit_chain(8), 6), interrupted=True)
     for effect, printed in (((KeyboardInterrupt,), ("", "checkmate: interrupted\n")), ((solution,), ("optimal", ""))):
         monkeypatch.setattr("checkmate.solvers.solve.solve", Mock(side_effect=effect))
-        assert main(SOLVE) == 130
-        out, err = capsys.readouterr()
+        out, err = shell(SOLVE, 130)
         assert (out[: len("optimal")], err) == printed
 
 
 def test_the_module_runs_and_what_needs_no_pytorch_loads_none(folder: Path) -> None:
-    shown = run_fresh_python("-m", "checkmate", "--help")
-    for command in ("plan", "solve", "frontier", "max-batch", "methods", "doctor"):
-        assert command in shown.stdout
+    shown = run_fresh_python("-m", "checkmate", "--help").stdout
+    assert all(command in shown for command in ("plan", "solve", "frontier", "max-batch", "methods", "doctor"))
     code = f"""
 import sys
 from checkmate.cli.app import main
@@ -387,26 +362,22 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert run.stderr == ""
 
 
-def test_rules_hold_and_a_wrong_one_is_the_users(capsys: Capture) -> None:
-    asked = ["solve", "chain.json", "--json", "--budget"]
-    assert main([*asked, "1 kB", "--rule", "op=once"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_rules_hold_and_a_wrong_one_is_the_users(shell: Shell, answer: Shell) -> None:
+    asked = "solve chain.json --budget"
+    record = answer(f"{asked} 1kB --rule op=once")
     assert (record["rules"], record["runs_again"]) == ({"op": "once"}, {})
-    assert main([*asked, "5 B", "--rule", "op=once", "--time-limit", "1"]) == 1
-    record = json.loads(capsys.readouterr().out)
+    record = answer(f"{asked} 5B --rule op=once --time-limit 1", 1)
     assert record["min_budget_without"]["op"] < record["min_budget"]
-    for rule in ("opp=once", "op=onec", "once"):
-        assert main([*asked, "1 kB", "--rule", rule]) == 2
-    assert "'opp': 'once' names nothing in this step. Near it: 'op'" in capsys.readouterr().err
+    said = {rule: shell(f"{asked} 1kB --json --rule {rule}", 2)[1] for rule in ("opp=once", "op=onec", "once")}
+    assert "'opp': 'once' names nothing in this step. Near it: 'op'" in said["opp=once"]
 
 
-def test_a_second_memory_is_taken(capsys: Capture, folder: Path) -> None:
-    command = ["solve", "chain.json", "--budget", "6B", "--host-budget", "100B", "--host-rate", "4B/s,2B/s"]
-    found = _json(capsys, *command, "--host-one-link", "--save-plan", "plan.json")
+def test_a_second_memory_is_taken(answer: Shell, folder: Path) -> None:
+    memory = "--host-budget 100B --host-rate 4B/s,2B/s"
+    found = answer(f"{SOLVE}B {memory} --host-one-link --save-plan plan.json")
     assert found["host"] == {"budget": 100, "send": 4.0, "fetch": 2.0, "one_link": True, "latency": 0.0}
     assert found["cost"] < 21
     assert found["second_memory"]["values"] > 0
     steps = json.loads((folder / "plan.json").read_text())["steps"]
     assert {kind for step in steps for kind in step} == {"run", "free", "send", "wait", "fetch", "drop"}
-    rows = _json(capsys, "frontier", "chain.json", "--budget", "6", "--jobs", "1", *command[4:])
-    assert rows[0]["cost"] < 21
+    assert answer(f"frontier chain.json --budget 6 --jobs 1 {memory}")[0]["cost"] < 21

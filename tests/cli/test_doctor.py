@@ -1,4 +1,4 @@
-"""What an installation lacks is found, with the way out."""
+"""The doctor finds what an installation lacks, with the way out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,9 +14,8 @@ import torch
 
 from checkmate import SolverError
 from checkmate.cli import doctor
-from checkmate.cli.app import main
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,8 @@ def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "cache"
 
 
-def test_it_says_what_there_is(cache: Path, capsys: Capture) -> None:
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_it_says_what_there_is(cache: Path, shell: Any) -> None:
+    found = json.loads(shell("doctor --json")[0])
     assert found["ok"]
     assert found["torch"] == torch.__version__
     assert found["threads"] == torch.get_num_threads()
@@ -34,32 +33,28 @@ def test_it_says_what_there_is(cache: Path, capsys: Capture) -> None:
     assert not list(cache.iterdir())
     (cache / "plans").mkdir()
     (cache / "plans" / "a.json").write_text("12345")
-    assert main(["doctor"]) == 0
-    assert "5 B in 1 files" in capsys.readouterr().out
+    assert "5 B in 1 files" in shell("doctor")[0]
 
 
-def test_what_is_missing_is_named(monkeypatch: Patch, capsys: Capture) -> None:
+def test_what_is_missing_is_named(monkeypatch: Patch, shell: Any) -> None:
     version = importlib.metadata.version
     without = lambda name: version("none such" if name in ("pulp", "pandas") else name)  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", without)
-    assert main(["doctor"]) == 1
-    out, err = capsys.readouterr()
+    out, err = shell("doctor", 1)
     assert err == "checkmate: pulp is not installed: pip install pulp\n"  # pandas is an extra
     assert "pandas" in out
 
 
-def test_another_project_of_the_name_is_told(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    """It has files of the same names; a checkout that is installed under that name has none of its own."""
+def test_another_project_of_the_name_is_told(tmp_path: Path, monkeypatch: Patch, shell: Any) -> None:
+    """The other project has files of the same names; a checkout that is installed under its name has none."""
     monkeypatch.syspath_prepend(tmp_path)
     about = tmp_path / "checkmate-0.2.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: checkmate\nVersion: 0.2.0\n")
     (about / "RECORD").write_text("__editable__.checkmate-0.2.0.pth,,\n")
-    assert main(["doctor"]) == 0
+    shell("doctor")
     (about / "RECORD").write_text("checkmate/__init__.py,sha256=x,1\n")
-    capsys.readouterr()
-    assert main(["doctor"]) == 1
-    assert "checkmate 0.2.0 is installed in the folder of checkmate-torch" in capsys.readouterr().err
+    assert "checkmate 0.2.0 is installed in the folder of checkmate-torch" in shell("doctor", 1)[1]
 
 
 def test_a_solver_that_fails_and_a_cache_that_cannot_be_written_are_named(monkeypatch: Patch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is built is whole, from a checkout as from a source distribution, and runs without either beside it."""
+"""Wheels are whole, from a checkout as from a source distribution, and run without either beside them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_first_example_runs_from_another_folder_with_the_wheel_alone(built: 
 
 
 def test_the_newest_changes_are_those_of_this_version() -> None:
-    """Or of the next one, which is not released."""
+    """Changes of the next version, which is not released, may stand above."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     released = [heading for heading in headings if not heading.endswith(", not released")]
     assert released == headings[-len(released) :]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from checkmate.cli.app import main
 from checkmate.demo import training
 from checkmate.demo.tasks import LIT, SEGMENTS, digit_batches, digits_task, documentation, text_batches, text_task
 from checkmate.demo.training import Row
@@ -36,12 +36,10 @@ def test_broken_promises_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("bitwise", [True, False])
-def test_the_command_ends_with_what_was_found(
-    bitwise: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
-) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_ends_with_what_was_found(bitwise: bool, monkeypatch: pytest.MonkeyPatch, shell: Any) -> None:
     monkeypatch.setattr(training, "train_within_budgets", lambda *args: [replace(KEPT, bitwise=bitwise)])
-    assert main(["demo", "--json", "--steps", "1"]) == (0 if bitwise else 1)
-    out, err = capsys.readouterr()
+    out, err = shell("demo --json --steps 1", 0 if bitwise else 1)
     found = json.loads(out)
     assert [row["bitwise"] for row in found["rows"]] == [bitwise] * 2
     assert len(found["broken"]) == (0 if bitwise else 2)

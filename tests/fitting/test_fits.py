@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,33 +18,31 @@ from torch import Tensor, nn, optim
 
 import checkmate
 from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget, trace
-from checkmate.cli.app import main
 from checkmate.core import simulator
 from checkmate.fitting.answer import NOT_ASKED
 from checkmate.fitting.batch_sizes import scaled
 from checkmate.fitting.memory_options import NAMES, planned
 from checkmate.fitting.memory_parts import without_parts
 from checkmate.profiling.data_sheets import DEVICES
-from tests.support import sampling
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import in_turn, long
+from tests.support.sampling import in_turn, long, slow
 
 pytestmark = pytest.mark.slow
 
-WIDTH, LAYERS, ROWS = 32, 2, 256
+WIDTH, ROWS = 32, 256
 ROOMY = 10**9
+ON_META = torch.device("meta")
 
 
-class Loss(nn.Module):
+class Loss(nn.Sequential):
     """Layers, and the loss of what they give."""
 
     def __init__(self) -> None:
-        super().__init__()
-        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-        self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+        layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU()]
+        super().__init__(*layers, nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.layers(x).squeeze(1), y)
+        return F.mse_loss(super().forward(x).squeeze(1), y)
 
 
 class Text(nn.Module):
@@ -59,10 +58,10 @@ class Text(nn.Module):
 
 
 def _on_meta(device: str = "rtx4090", *, train: Callable[[Any], Any] | None = None, **options: Any) -> Fits:
-    with torch.device("meta"):
+    with ON_META:
         model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
     options |= {} if train is None else {"optimizer": train(model.parameters())}
-    return fits(model, *batch, device=device, **{"time_limit": 60, "everything": True, **options})
+    return fits(model, *batch, device=device, **{"time_limit": 30, "everything": True, **options})
 
 
 def _asked(**more: Any) -> dict[str, Any]:
@@ -71,13 +70,13 @@ def _asked(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page() -> Fits:
-    """Where there is room for everything."""
+    """A page with room for everything."""
     return _on_meta()
 
 
 @pytest.fixture(scope="module")
 def tight(page: Fits) -> Fits:
-    """Where it fits by recomputation."""
+    """A page of what fits by recomputation."""
     return _on_meta(budget=_between(page.ways[0].smallest, page.kept.peak))
 
 
@@ -100,9 +99,7 @@ def test_parts_add_up_to_the_peak_of_the_plan_that_runs_nothing_twice(page: Fits
 
 
 def test_an_optimizer_that_is_given_counts() -> None:
-    plain, moving = (
-        _on_meta(train=partial(optim.SGD, lr=0.1, momentum=momentum), everything=False) for momentum in (0.0, 0.9)
-    )
+    plain, moving = (_on_meta(train=partial(optim.SGD, momentum=m), everything=False) for m in (0.0, 0.9))
     assert plain.optimizer == moving.optimizer == "SGD"
     assert plain.kept.optimizer_state == 0
     assert moving.kept.optimizer_state == sum(p.nbytes for p in Loss().parameters())
@@ -120,7 +117,7 @@ def test_smallest_budgets_are_those_of_min_budget(page: Fits) -> None:
 
 @pytest.mark.long
 def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
-    with torch.device("meta"):
+    with ON_META:
         model = Loss()
     make_batch = lambda n: (torch.ones(n, WIDTH, device="meta"), torch.ones(n, device="meta"))  # noqa: E731
     step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget=tight.room)
@@ -131,9 +128,9 @@ def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
 
 
 def test_an_answer_that_is_known_is_given_at_once(page: Fits, tight: Fits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where plain PyTorch fits, nothing is searched; where a way does, none after it, and no other size is traced."""
-    module, traced = sys.modules[fits.__module__], []
-    monkeypatch.setattr(module, "trace", lambda *args, **options: traced.append(args) or trace(*args, **options))
+    """Nothing is searched if plain PyTorch fits, no later way if an earlier one does, and no other size is traced."""
+    traced = Mock(side_effect=trace)
+    monkeypatch.setattr(sys.modules[fits.__module__], "trace", traced)
     found = _on_meta(everything=False)
     assert (found.verdict, found.code, found.plain) == (page.verdict, page.code, page.plain)
     assert [way.why_not for way in found.ways] == [NOT_ASKED] * len(NAMES)
@@ -142,20 +139,19 @@ def test_an_answer_that_is_known_is_given_at_once(page: Fits, tight: Fits, monke
     planned_first = _on_meta(budget=tight.room, everything=False)
     assert planned_first.verdict == tight.verdict
     assert [way.why_not for way in planned_first.ways[1:]] == [NOT_ASKED] * (len(NAMES) - 1)
-    assert len(traced) == 2
-    nothing = _on_meta(budget=page.kept.parameters, everything=False)
+    assert traced.call_count == 2
+    nothing = _on_meta(budget=page.kept.parameters, everything=False, time_limit=6)
     assert NOT_ASKED not in [*(way.why_not for way in nothing.ways), nothing.why_no_largest]
 
 
 @in_turn(data=[False, long(True)])
 def test_slices_of_one_tensor_have_a_largest_batch(data: bool) -> None:
     """The usual batch of a language model, whose rows are not contiguous: the step reads it as it is at each size."""
-    with torch.device("cpu" if data else "meta"):
+    with torch.device("cpu") if data else ON_META:
         model, tokens = Text(), torch.zeros(16, 33, dtype=torch.long)
     batch = tokens[:, :-1], tokens[:, 1:]
-    sliced, whole = (
-        fits(model, *parts, **_asked()).largest.planned for parts in (batch, [part.contiguous() for part in batch])
-    )
+    batches = batch, [part.contiguous() for part in batch]
+    sliced, whole = (fits(model, *parts, **_asked()).largest.planned for parts in batches)
     assert abs(sliced - whole) <= 0.01 * whole
 
 
@@ -182,19 +178,17 @@ def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
 
 
 def test_recomputation_makes_it_fit(tight: Fits) -> None:
-    """By a line of code that plans for no more than the room."""
+    """The line of code plans for no more than the room."""
     best = tight.best
     assert (tight.fits, tight.fits_plainly, best.name) == (True, False, "recomputation")
     assert best.peak <= tight.room < tight.kept.peak
     assert best.overhead > 0
     assert best.seconds == pytest.approx(tight.plain_seconds * (1 + best.overhead))
     assert " by recomputation: " in tight.verdict
-    step: list[Any] = []
-    fake = SimpleNamespace(training_step=lambda fn, optimizer, **given: step.append((fn, given)))
-    exec(tight.code, {"checkmate": fake, "loss_fn": 1, "optimizer": 2})
-    ((fn, given),) = step
-    assert fn == 1
-    assert best.peak <= checkmate.parse_bytes(given["budget"]) <= tight.room
+    made = Mock()
+    exec(tight.code, {"checkmate": made, "loss_fn": 1, "optimizer": 2})
+    assert made.training_step.call_args.args == (1, 2)
+    assert best.peak <= checkmate.parse_bytes(made.training_step.call_args.kwargs["budget"]) <= tight.room
 
 
 class Residual(nn.Module):
@@ -213,7 +207,7 @@ class Residual(nn.Module):
 
 @pytest.mark.long
 def test_only_a_second_memory_makes_it_fit() -> None:
-    with torch.device("meta"):
+    with ON_META:
         model, batch = Residual(), (torch.ones(512, 32), torch.zeros(512, dtype=torch.long))
     recomputed, _, there = fits(model, *batch, **_asked(budget=None, time_limit=60)).ways
     room = _between(there.smallest, recomputed.smallest)
@@ -224,7 +218,7 @@ def test_only_a_second_memory_makes_it_fit() -> None:
 
 
 def test_its_loss_in_parts_makes_it_fit() -> None:
-    with torch.device("meta"):
+    with ON_META:
         model, tokens = Text(), torch.zeros(16, 32, dtype=torch.long)
     found = fits(model, tokens, device="laptop", budget="1.5 MB", time_limit=60)
     recomputed, parts, *_ = found.ways
@@ -241,14 +235,14 @@ def test_nothing_makes_it_fit(page: Fits) -> None:
     assert found.code.startswith("none: ")
 
 
-@in_turn(device=["rtx4090", sampling.slow("laptop")])
+@in_turn(device=["rtx4090", slow("laptop")])
 def test_tensors_with_data_give_the_page_of_those_without(device: str) -> None:
     torch.manual_seed(0)
     model, x, y = Loss(), torch.randn(ROWS, WIDTH), torch.randn(ROWS)
     optimizer = optim.AdamW(model.parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     own, state = dict(model.named_parameters()), torch.get_rng_state()
-    found = fits(lambda a, b: model(a, b), x, y, **_asked(device=device, optimizer=optimizer, time_limit=60))
+    found = fits(lambda a, b: model(a, b), x, y, **_asked(device=device, optimizer=optimizer, time_limit=30))
     expected = _on_meta(device, budget=ROOMY)
     assert (found.plain, found.kept, found.verdict) == (expected.plain, expected.kept, expected.verdict)
     assert [way.smallest for way in found.ways] == [way.smallest for way in expected.ways]
@@ -256,8 +250,7 @@ def test_tensors_with_data_give_the_page_of_those_without(device: str) -> None:
     assert [getattr(found.largest, name) for name in sizes] == [getattr(expected.largest, name) for name in sizes]
     assert all(model.get_parameter(name) is parameter for name, parameter in own.items())
     assert all(parameter.grad is None for parameter in own.values())
-    assert_same_bits([*model.state_dict().values()], [*before.values()])
-    assert_same_bits([torch.get_rng_state()], [state])
+    assert_same_bits([model.state_dict(), torch.get_rng_state()], [before, state])
     assert optimizer.state == {}
     assert optimizer.param_groups[0]["params"] == [*model.parameters()]
 
@@ -274,7 +267,7 @@ def test_nothing_is_changed_where_the_step_cannot_be_captured() -> None:
 def test_without_a_device_ops_are_measured_here() -> None:
     model, x, y = Loss(), torch.randn(16, WIDTH), torch.randn(16)
     before = [p.clone() for p in model.parameters()]
-    found = fits(model, x, y, budget="1 MB", everything=True, time_limit=60)
+    found = fits(model, x, y, budget="1 MB", everything=True, time_limit=30)
     assert found.device == "this machine's CPU"
     assert found.problem.profile.source.startswith("measured on cpu")
     assert found.ways[2].why_not == "give host=checkmate.Host(...)"
@@ -284,7 +277,7 @@ def test_without_a_device_ops_are_measured_here() -> None:
 
 def test_outputs_that_are_no_numbers() -> None:
     """Logits stand with their sum, a model's output with its loss, several results with the first."""
-    with torch.device("meta"):
+    with ON_META:
         model, x = nn.Linear(8, 3), torch.ones(16, 8)
     results: list[Callable[[Tensor], Any]] = [
         lambda x: model(x).sum(),
@@ -300,7 +293,7 @@ def test_outputs_that_are_no_numbers() -> None:
 
 def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
     """At size 1 the step has other ops: what is broadcast there, is added as it is elsewhere."""
-    with torch.device("meta"):
+    with ON_META:
         model, one, two = nn.Linear(WIDTH, WIDTH), torch.ones(1, WIDTH), torch.ones(2, WIDTH)
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -312,7 +305,7 @@ def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
     assert small.planned == other.planned > 2
     assert small.traced == (1, 2, 4)
     # a batch without one first dimension has no largest size
-    with torch.device("meta"):
+    with ON_META:
         model, x, mask = nn.Linear(8, 8), torch.ones(16, 8), torch.ones(8, 8)
     found = fits(lambda x, mask: (model(x) @ mask).sum(), x, mask, **_asked(time_limit=2))
     assert found.largest is None
@@ -320,7 +313,7 @@ def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with torch.device("meta"):
+    with ON_META:
         model, x = nn.Linear(8, 3), torch.ones(16, 8)
     step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget="1 MB")
     for fn, device, error, says in (
@@ -353,23 +346,16 @@ def example(n=64):
 """
 
 
-def test_the_command_answers_as_text_and_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_answers_as_text_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Any) -> None:
     (tmp_path / "train.py").write_text(STEP)
     monkeypatch.chdir(tmp_path)
-    asked = ["fits", "train.py:example", "--time-limit", "2"]
-    assert main([*asked, "--device", "rtx4090"]) == 0
-    assert capsys.readouterr().out.startswith("It fits NVIDIA GeForce RTX 4090 as it is")
-    assert main([*asked, "--device", "t4", "--json", "--size", "128", "--optimizer", "SGD", "--everything"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    asked = "fits train.py:example --time-limit 2 --device"
+    assert shell(f"{asked} rtx4090")[0].startswith("It fits NVIDIA GeForce RTX 4090 as it is")
+    document = json.loads(shell(f"{asked} t4 --json --size 128 --optimizer SGD --everything")[0])
     assert (document["fits"], document["largest"]["given"], document["optimizer"]) == (True, 128, "SGD")
-    assert main([*asked, "--device", "rtx4090", "--budget", "10 kB"]) == 1
-    assert capsys.readouterr().out.startswith("It does not fit NVIDIA GeForce RTX 4090")
-    assert main([*asked, "--device", "abacus"]) == 2
-    assert "there is no device 'abacus'; there are h100," in capsys.readouterr().err
-    assert main([*asked, "--device", "t4", "--optimizer", "Newton"]) == 2
-    assert "torch.optim has no optimizer 'Newton'" in capsys.readouterr().err
+    assert shell(f"{asked} rtx4090 --budget 10kB", 1)[0].startswith("It does not fit NVIDIA GeForce RTX 4090")
+    assert "there is no device 'abacus'; there are h100," in shell(f"{asked} abacus", 2)[1]
+    assert "torch.optim has no optimizer 'Newton'" in shell(f"{asked} t4 --optimizer Newton", 2)[1]
 
 
 def test_with_no_time_left_only_what_is_needed_is_looked_at(tight: Fits) -> None:

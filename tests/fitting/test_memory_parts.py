@@ -1,8 +1,7 @@
-"""Where the bytes of a step are: by hand, and against what the simulator counts; and what an optimizer takes."""
+"""Parts of a step's bytes, by hand and as the simulator counts them, and the bytes of an update."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ def test_values_that_are_written_over_count_once() -> None:
     chain = Problem.from_dag([[], [0], [1]], seconds=[1] * 3, sizes=[10, 10, 4], over={1: [0]}, workspace=[0, 3, 0])
     nobody = Resident(0, 0)
     assert parts_of(chain, nobody).peak == chain.keep_all_peak
-    assert parts_of(replace(unit_chain(6)), nobody).peak == unit_chain(6).keep_all_peak
+    assert parts_of(unit_chain(6), nobody).peak == unit_chain(6).keep_all_peak
     assert parts_of(as_plain(chain, 0), nobody).peak == 23
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def _arguments(folder: Path, **more: Any) -> dict[str, Any]:
     return {"output_dir": str(folder), "disable_tqdm": True, **common, **sizes, **more}
 
 
-def _trainer(folder: Path, model: Any, callbacks: Any = (), **more: Any) -> Trainer:
-    arguments = TrainingArguments(**_arguments(folder, **more))
-    return Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[*callbacks])
+def _trainer(folder: Path, model: Any, *callbacks: Any, **more: Any) -> Trainer:
+    data = {"train_dataset": ROWS, "eval_dataset": ROWS[:4], "callbacks": [*filter(None, callbacks)]}
+    return Trainer(model=model, args=TrainingArguments(**_arguments(folder, **more)), **data)
 
 
 def _held(*modules: Any) -> int:
@@ -63,16 +64,15 @@ def _held(*modules: Any) -> int:
 
 
 def _trained(trainer: Any, **resume: Any) -> tuple[int, Any]:
-    """The most bytes at a time, and what it leaves."""
-    reference = getattr(trainer, "ref_model", None)
-    before = _held(trainer.model, *([] if reference is None else [reference]))
+    """The most bytes at a time, and what training leaves."""
+    before = _held(*filter(None, (trainer.model, getattr(trainer, "ref_model", None))))
     peak = measure_peak(lambda: trainer.train(**resume)).peak
     figures = [(name, log[name]) for log in trainer.state.log_history for name in SHOWN if name in log]
     return before + peak, (figures, trainer.model.state_dict(), trainer.optimizer.state_dict(), torch.get_rng_state())
 
 
 def _same_within(make: Callable[[Any], Any], share: float, budget_of: int | None = None) -> tuple[Any, Any]:
-    """A trainer trains as the plain one does, within a share of its bytes, and something runs again."""
+    """Check that a trainer trains as the plain one does, within a share of its bytes, and runs something again."""
     most, plain = _trained(make(None))
     budget = int(share * (budget_of or most))
     within = WithinBudget(budget, time_limit=1, wait="best")
@@ -86,12 +86,11 @@ def _same_within(make: Callable[[Any], Any], share: float, budget_of: int | None
 
 @pytest.mark.slow
 def test_a_trainer_with_accumulation_amp_evaluation_and_checkpoints(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"gradient_accumulation_steps": 2, "bf16": True, "eval_strategy": "steps", "eval_steps": 2}
-    more |= {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2, "bf16": True, "lr_scheduler_type": "cosine"}
+    more |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
     def make(within: WithinBudget | None) -> Trainer:
-        folder = tmp_path / ("plain" if within is None else "within")
-        return _trainer(folder, _gpt2(), [] if within is None else [within], **more)
+        return _trainer(tmp_path / ("plain" if within is None else "within"), _gpt2(), within, **more)
 
     within, plain = _same_within(make, 0.85)
     assert within.planned.kept.gradients > 0
@@ -104,9 +103,9 @@ def test_a_trainer_with_accumulation_amp_evaluation_and_checkpoints(tmp_path: Pa
 
 @pytest.mark.parametrize("model", [slow("lora"), long("gpt2")])
 def test_a_trainer(model: str, tmp_path: Path) -> None:
-    """Of adapters, the weights below them frozen: the state that is reserved is that of the adapters only."""
+    """The state that is reserved is that of what trains: with adapters that of the adapters only."""
     make = _gpt2 if model == "gpt2" else lambda: _lora(_gpt2())
-    within, _ = _same_within(lambda w: _trainer(tmp_path, make(), [] if w is None else [w]), 0.85)
+    within, _ = _same_within(lambda within: _trainer(tmp_path, make(), within), 0.85)
     trained = sum(p.nbytes + 4 / 2 for p in make().parameters() if p.requires_grad)  # a count for each parameter
     assert within.planned.kept.states == 2 * trained
 
@@ -124,23 +123,23 @@ def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
     twice = [WithinBudget("2 MB"), WithinBudget("2 MB")]
     for model, callbacks in ((_gpt2(1), twice), (checkmate.compile(_gpt2(1), budget="2 MB"), twice[:1])):
         with pytest.raises(Unsupported, match="stays within a budget already"):
-            _trainer(tmp_path, model, callbacks)
+            _trainer(tmp_path, model, *callbacks)
     with pytest.raises(InfeasibleBudget, match="An update of this GPT2LMHeadModel needs") as refused:
-        _trainer(tmp_path, _gpt2(1), [WithinBudget("200 kB", time_limit=1)]).train()
+        _trainer(tmp_path, _gpt2(1), WithinBudget("200 kB", time_limit=1)).train()
     named = WithinBudget(refused.value.min_budget, time_limit=1)
-    _trainer(tmp_path, _gpt2(1), [named], max_steps=2).train()
+    _trainer(tmp_path, _gpt2(1), named, max_steps=2).train()
     with pytest.raises(Unsupported, match="it finds the size"):
-        _trainer(tmp_path, _gpt2(1), [WithinBudget("2 MB")], auto_find_batch_size=True).train()
+        _trainer(tmp_path, _gpt2(1), WithinBudget("2 MB"), auto_find_batch_size=True).train()
 
 
 @pytest.mark.long
 def test_the_smallest_budget_that_is_named_for_a_batch_works(tmp_path: Path) -> None:
-    """Where training keeps more than the budget beside a step."""
+    """Training keeps more than the first budget beside a step."""
     trainer = _trainer(tmp_path, _gpt2(), max_steps=1, per_device_train_batch_size=2)
+    find = partial(find_batch_size, trainer, smallest=2, largest=2, time_limit=5, measure=False)
     with pytest.raises(InfeasibleBudget, match="Beside a step training keeps") as refused:
-        find_batch_size(trainer, 300_000, smallest=2, largest=2, time_limit=5, measure=False)
-    least = refused.value.min_budget
-    assert find_batch_size(trainer, least, smallest=2, largest=2, time_limit=5, measure=False).size == 2
+        find(300_000)
+    assert find(refused.value.min_budget).size == 2
 
 
 @pytest.mark.long
@@ -184,7 +183,7 @@ def _trl(kind: str, tmp_path: Path, *, lora: bool, **more: Any) -> Callable[[Wit
     def make(within: WithinBudget | None) -> Any:
         torch.manual_seed(3)
         if kind == "sft":
-            asked = {"args": SFTConfig(**common), "callbacks": [] if within is None else [within]}
+            asked = {"args": SFTConfig(**common), "callbacks": [*filter(None, [within])]}
             return SFTTrainer(_llama(), train_dataset=sentences, **asked, **shared)
         reference = None if lora else _llama()
         trainer = DPOTrainer(_llama(), reference, args=DPOConfig(**common), train_dataset=pairs, **shared)
@@ -196,8 +195,7 @@ def _trl(kind: str, tmp_path: Path, *, lora: bool, **more: Any) -> Callable[[Wit
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"),
-    [slow("dpo", False), long("sft", True), long("sft", False), long("dpo", True)],
+    ("kind", "lora"), [slow("dpo", False), long("sft", True), long("sft", False), long("dpo", True)]
 )
 def test_trainers_of_trl(kind: str, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activation checkpointing, which TRL turns on, is turned off; the plan runs again what it needs."""
@@ -212,7 +210,7 @@ def test_trainers_of_trl(kind: str, lora: bool, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_reference_model_that_a_callback_does_not_see_is_refused(tmp_path: Path) -> None:
-    """And the largest batch of a trainer with a loss of its own."""
+    """Refuse the largest batch of a trainer with a loss of its own, too."""
     trainer = _trl("dpo", tmp_path, lora=True)(None)
     trainer.add_callback(WithinBudget("2 MB"))
     with pytest.raises(Unsupported, match=r"add_to\(trainer\)"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,9 +18,6 @@ from checkmate.memory import measure_peak
 from checkmate.solvers.kept_ops import KeptOps, least_peak
 from tests.support.bits import assert_same_bits
 from tests.support.oracle import random_problem
-from tests.support.sampling import long
-
-DRAWS = "rand"
 
 
 class _Step(nn.Module):
@@ -52,15 +48,12 @@ def _run(step: Any, module: nn.Module) -> tuple[list[Tensor], int]:
     return [p.grad for p in module.parameters() if p.grad is not None], peak
 
 
-@contextmanager
-def _share(share: float, solver: Any) -> Iterator[None]:
-    patched: AbstractContextManager[None] = torch._functorch.config.patch(
+def _share(share: float, solver: Any) -> AbstractContextManager[None]:
+    return torch._functorch.config.patch(
         activation_memory_budget=share,
         activation_memory_budget_solver=solver,
         enable_autograd_cache=False,  # or it would be asked in the first run of the tests only
     )
-    with patched:
-        yield
 
 
 def _compiled(module: nn.Module, found: list[Any]) -> Any:
@@ -78,16 +71,16 @@ def _compiled(module: nn.Module, found: list[Any]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.4])
 def test_what_runs_again_is_what_the_plan_says(share: float) -> None:
-    """And no more; gradients are those of plain PyTorch, bit by bit, with the dropout of the forward."""
+    """Nothing else runs again; gradients have the bits of plain PyTorch, with the dropout of the forward."""
     module, found, solver = _Step(4), list[Any](), KnapsackSolver()
     expected, _ = _run(module, module)
     with _share(share, solver):
         gradients, _ = _run(_compiled(module, found), module)
     assert_same_bits(gradients, expected)
     both = {n.name for n in found[0].graph.nodes} & {n.name for n in found[1].graph.nodes if n.op == "call_function"}
-    dear = {n for n in both if n.startswith("addmm")}
-    assert {n for n in solver.runs_again if n.startswith("addmm")} == dear
-    assert not any(DRAWS in n or "bernoulli" in n or "dropout" in n for n in both)
+    planned, ran = ({name for name in names if name.startswith("addmm")} for names in (solver.runs_again, both))
+    assert planned == ran
+    assert not any(draws in name for name in both for draws in ("rand", "bernoulli", "dropout"))
 
 
 @pytest.mark.long
@@ -116,7 +109,7 @@ def test_bytes_hold_whatever_the_share_is() -> None:
 
 @pytest.mark.slow
 def test_a_budget_of_bytes_is_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """From the smallest, which a refusal names, with the gradients of plain PyTorch."""
+    """Budgets hold from the smallest on, which a refusal names, with the gradients of plain PyTorch."""
     module, found = _Step(4), list[Any]()
     expected, _ = _run(module, module)
     with peak_budget("1 GB") as solver:
@@ -146,28 +139,20 @@ def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("threads", [1, long(2)])
-def test_inductor_stays_within_what_is_simulated(threads: int) -> None:
-    """By its own kernels, in the order of the graph, with the bits that it has without a budget.
+@pytest.mark.parametrize("threads", [1, 2])
+def test_inductor_stays_within_what_is_simulated(threads: int, one_thread: None) -> None:
+    """Inductor's own kernels, in the order of the graph, have the bits that they have without a budget.
 
     On one thread its kernels are others, and by its own order they took more.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch._inductor.config.patch(reorder_for_peak_memory=False):
-            _assert_stays_within()
-    finally:
-        torch.set_num_threads(before)
-
-
-def _assert_stays_within() -> None:
+    torch.set_num_threads(threads)  # the fixture sets them back
     module, solver = _Step(2), KnapsackSolver()
-    torch._dynamo.reset()
-    expected, plain = _run(torch.compile(module, dynamic=False), module)
-    torch._dynamo.reset()
-    with _share(0.1, solver):
-        gradients, peak = _run(torch.compile(module, dynamic=False), module)
+    with torch._inductor.config.patch(reorder_for_peak_memory=False):
+        torch._dynamo.reset()
+        expected, plain = _run(torch.compile(module, dynamic=False), module)
+        torch._dynamo.reset()
+        with _share(0.1, solver):
+            gradients, peak = _run(torch.compile(module, dynamic=False), module)
     assert_same_bits(gradients, expected)
     resident = sum(p.nbytes for p in module.parameters()) + 256 * 64 * 4
     assert peak <= solver.choice.peak - resident

@@ -81,69 +81,70 @@ class Seen(lightning.Callback):
         self.figures.append((trainer.global_step, {**trainer.callback_metrics}, {**trainer.logged_metrics}))
 
 
-def _trainer(callbacks: Any = (), **more: Any) -> lightning.Trainer:
+RUNS = ("plain", "within")  # each with its checkpoint
+LOADERS = DataLoader(DATA, batch_size=64), DataLoader(DATA, batch_size=64)
+
+
+def _trainer(*callbacks: Any, **more: Any) -> lightning.Trainer:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "accelerator": "cpu", "devices": 1}
     return lightning.Trainer(**{"max_epochs": 2, **quiet, **more}, callbacks=[*callbacks])
 
 
-LOADERS = DataLoader(DATA, batch_size=64), DataLoader(DATA, batch_size=64)
-
-
 def _trained(
-    kind: Any, callbacks: Any = (), resume: Path | None = None, loaders: Any = LOADERS, **more: Any
+    kind: Any, *callbacks: Any, resume: Path | None = None, loaders: Any = LOADERS, **more: Any
 ) -> tuple[int, Any]:
-    """The most bytes at a time, and what it leaves."""
+    """The most bytes at a time, and what training leaves."""
     lightning.seed_everything(0, verbose=False)
     module, seen = kind(), Seen()
-    trainer = _trainer([*callbacks, seen], **more)
+    trainer = _trainer(*callbacks, seen, **more)
     before = sum(p.nbytes for p in module.parameters())
     peak = measure_peak(lambda: trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False)).peak
     if resume is None:
-        trainer.save_checkpoint(Path(trainer.default_root_dir, f"{'within' if callbacks else 'plain'}.ckpt"))
+        trainer.save_checkpoint(Path(trainer.default_root_dir, f"{RUNS[bool(callbacks)]}.ckpt"))
     left = {**module.state_dict()}, module.optimizers().state_dict(), module.lr_schedulers().state_dict()
     return before + peak, (seen.figures, *left, torch.get_rng_state())
 
 
-CASES: dict[str, tuple[Any, dict[str, Any], float]] = {
-    "automatic": (Automatic, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 0.92),
-    "automatic in bfloat16": (Automatic, {"precision": "bf16-mixed"}, 0.9),
-    "manual": (Manual, {}, 0.96),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_training_within_a_budget(case: str, tmp_path: Path) -> None:
-    kind, more, share = CASES[case]
+@pytest.mark.parametrize(
+    ("kind", "more", "share"),
+    [
+        (Automatic, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 0.92),
+        (Automatic, {"precision": "bf16-mixed"}, 0.9),
+        (Manual, {}, 0.96),
+    ],
+    ids=["automatic", "automatic in bfloat16", "manual"],
+)
+def test_training_within_a_budget(kind: Any, more: dict[str, Any], share: float, tmp_path: Path) -> None:
     most, plain = _trained(kind, default_root_dir=tmp_path, **more)
     within = WithinBudget(int(share * most), time_limit=1, wait="best")
-    measured, found = _trained(kind, [within], default_root_dir=tmp_path, **more)
+    measured, found = _trained(kind, within, default_root_dir=tmp_path, **more)
     assert len(plain[0]) == 8
     assert_same_bits(found, plain)
     assert measured <= int(share * most)
     assert any(plan.schedule.recomputed.sum() > 0 for plan in within.planned.plans)
-    files = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("plain", "within")]
-    assert {*files[0]["state_dict"]} == {*files[1]["state_dict"]}
+    names, others = ({*torch.load(tmp_path / f"{n}.ckpt", weights_only=False)["state_dict"]} for n in RUNS)
+    assert names == others
 
 
 @pytest.mark.slow
 def test_without_a_budget_it_is_what_there_is(tmp_path: Path) -> None:
     _, plain = _trained(Automatic, default_root_dir=tmp_path)
     within = WithinBudget(time_limit=1)
-    _, found = _trained(Automatic, [within], default_root_dir=tmp_path)
+    _, found = _trained(Automatic, within, default_root_dir=tmp_path)
     assert_same_bits(found, plain)
     assert all(plan.budget > 10**8 and not plan.schedule.recomputed.any() for plan in within.planned.plans)
 
 
 @pytest.mark.slow
 def test_resuming_within_a_budget_and_what_runs_is_chosen(tmp_path: Path) -> None:
-    """Of a plain checkpoint after one epoch: the states that it has are counted before the first step."""
+    """The states of a plain checkpoint after one epoch are counted before the first step."""
     _trained(Automatic, max_epochs=1, default_root_dir=tmp_path)
     resume = tmp_path / "plain.ckpt"
     _, plain = _trained(Automatic, resume=resume, max_epochs=2, default_root_dir=tmp_path)
     within = WithinBudget("500 kB", of="forward", time_limit=1, wait="best")
-    _, found = _trained(Automatic, [within], resume, max_epochs=2, default_root_dir=tmp_path)
+    _, found = _trained(Automatic, within, resume=resume, max_epochs=2, default_root_dir=tmp_path)
     assert plain[0][-1][0] == 8
     assert_same_bits(found, plain)
 
@@ -166,15 +167,15 @@ def test_what_cannot_be_planned_is_refused() -> None:
         (BatchSizeFinder("1 MB"), Automatic(), Unsupported, "give the module or the data module a batch_size"),
     ):
         with pytest.raises(error, match=says):
-            _trainer([callback]).fit(module, LOADERS[0])
+            _trainer(callback).fit(module, LOADERS[0])
 
 
 @pytest.mark.long
 def test_the_batch_size_that_is_found_trains_within_the_budget(tmp_path: Path) -> None:
     finder, module = BatchSizeFinder(500_000, time_limit=8), WithLoader()
-    _trainer([finder], max_steps=1).fit(module)
+    _trainer(finder, max_steps=1).fit(module)
     assert 8 < finder.found.size == module.batch_size < len(DATA)
     kind = functools.partial(WithLoader, finder.found.size)
     within = WithinBudget(500_000, time_limit=2, wait="best")
-    measured, _ = _trained(kind, [within], loaders=(), default_root_dir=tmp_path, max_epochs=1)
+    measured, _ = _trained(kind, within, loaders=(), default_root_dir=tmp_path, max_epochs=1)
     assert measured <= 500_000

@@ -20,7 +20,7 @@ from checkmate.integrations.loops import plans_of, within_budget
 from checkmate.integrations.planned_call import Loop
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import in_turn, long, slow
+from tests.support.sampling import in_turn
 
 IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 BATCH = 4
@@ -41,7 +41,7 @@ def _unet() -> Any:
 
 
 def _train(model: Any, accelerator: Accelerator, **within: Any) -> Any:
-    """What diffusers' example of an unconditional model does, on random images."""
+    """Train as diffusers' example of an unconditional model does, on random images."""
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     if within:
         model = within_budget(model, optimizer, accumulate=accelerator.gradient_accumulation_steps, **within)
@@ -66,7 +66,7 @@ def _train(model: Any, accelerator: Accelerator, **within: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("precision", "accumulate"), [slow("no", 2), long("bf16", 1)])
+@pytest.mark.parametrize(("precision", "accumulate"), [("no", 2), ("bf16", 1)])
 def test_the_training_example_of_diffusers_with_accelerate(precision: str, accumulate: int) -> None:
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True)
     model = _unet()

@@ -1,4 +1,4 @@
-"""What the README, the pages and CONTRIBUTING say is so, and what scripts of ``examples/`` print of bytes."""
+"""README, pages and CONTRIBUTING say what is so, and scripts of ``examples/`` take the bytes that they plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
@@ -17,68 +18,70 @@ import checkmate
 from benchmarks.common.rows import latest, read
 from benchmarks.solve import picture
 from checkmate.backends.planner import CompileOptions, Options
-from checkmate.cli.app import main
 from checkmate.units import parse_bytes
+from tests.project.test_layers import SOURCES
 from tests.support.processes import own_cache, run_fresh_python, run_python
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text()
-FIGURES = (DOCS / "figures.md").read_text()
-FOLDERS = ("checkmate", "solvers", "profiling")
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+README, CONTRIBUTING = ((ROOT / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING"))
+PAGES = {page.stem: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+FIGURES = PAGES["figures"]
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
     return read(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
 
 
-def _blocks(page: Path, kinds: str) -> list[str]:
-    return re.findall(rf"```(?:{kinds})\n(.*?)```", page.read_text(), flags=re.DOTALL)
+def _blocks(page: str, kinds: str) -> list[str]:
+    return re.findall(rf"```(?:{kinds})\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+def _lines(pattern: str, text: str) -> list[Any]:
+    """All places of a pattern, in which ^ and $ are the ends of a line."""
+    return re.findall(pattern, text, flags=re.MULTILINE)
 
 
 @pytest.mark.long
 def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
-    code, shown = next(pair for pair in pairwise(_blocks(DOCS / "fit.md", "python|text")) if "found =" in pair[0])
+    code, shown = next(pair for pair in pairwise(_blocks("fit", "python|text")) if "found =" in pair[0])
     run = run_python("-c", f"import torch\nimport checkmate\n{code}")
     took = r"found in .*"
     assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
     assert float(re.findall(r"so (.*) times as large", run.stdout)[0]) > 1.5
 
 
-def test_the_commands_of_the_pages_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (DOCS / "another_machine.md").read_text()
-    lines = re.findall(r"^checkmate ([^#\n]*)", page, flags=re.M) + re.findall(r"`checkmate (.*? .*?)`", README)
+def test_the_commands_of_the_pages_are_ones_that_it_knows(shell: Any) -> None:
+    lines = _lines(r"^checkmate ([^#\n]*)", PAGES["another_machine"]) + _lines(r"`checkmate (.*? .*?)`", README)
     assert len(lines) >= 10
     for line in lines:
         command, *words = line.split()
-        assert main([command, "--help"]) == 0
-        shown = capsys.readouterr().out
+        shown, _ = shell(f"{command} --help")
         assert all(word in shown for word in words if word.startswith("--"))
 
 
 def test_the_files_of_the_main_path_say_that_they_are() -> None:
-    named = re.findall(r"(\d+) `([\w/]+\.py)`", (DOCS / "idea.md").read_text())
+    named = re.findall(r"(\d+) `([\w/]+\.py)`", PAGES["idea"])
     said = {}
-    for folder in FOLDERS:
-        for file in (ROOT / folder).rglob("*.py"):
-            if found := re.search(r"^On the main path, (\d+ of \d+): see docs/idea.md", file.read_text(), re.M):
-                said[found[1]] = file
+    for file in SOURCES.values():
+        for place in _lines(r"^On the main path, (\d+ of \d+): see docs/idea.md", file.read_text()):
+            said[place] = file
     assert {f"{place} of {len(named)}": ROOT / path for place, path in named} == said
 
 
 def test_what_contributing_names_is_there_and_every_room_has_its_line() -> None:
-    folders = {source.parent for folder in FOLDERS for source in ROOT.glob(f"{folder}/**/*.py")}
-    rooms = {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders} - {"checkmate/"}
-    lines = re.findall(r"^\| `((?:checkmate|solvers|profiling)/(?:.*/)?)` \|", CONTRIBUTING, flags=re.M)
-    assert sorted(lines) == sorted(rooms)
+    rooms = {f"{file.parent.relative_to(ROOT).as_posix()}/" for file in SOURCES.values()} - {"checkmate/"}
+    assert sorted(_lines(r"^\| `((?:checkmate|solvers|profiling)/(?:.*/)?)` \|", CONTRIBUTING)) == sorted(rooms)
     for path in re.findall(r"`((?:checkmate|solvers|profiling|tests)/[\w/.]*)`", CONTRIBUTING):
         assert (ROOT / path).exists(), path
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`make (\w+)", README + CONTRIBUTING)):
-        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+    targets = {*_lines(r"^(\w+):", (ROOT / "Makefile").read_text())}
+    assert {*re.findall(r"`make (\w+)", README + CONTRIBUTING)} <= targets
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
@@ -100,7 +103,7 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     for row in ways:
         numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
         written.add(f"| {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} | {numbers} |")
-    shown = re.findall(r"^\| .* \|$", (DOCS / "loss.md").read_text(), flags=re.M)
+    shown = _lines(r"^\| .* \|$", PAGES["loss"])
     figures = [line for line in shown if re.search(r"\d", line) and not re.match(r"\| (\d+|terms) \|", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
@@ -119,10 +122,9 @@ def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_row
 def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
     orders = [row for row in _rows("orders") if row["case"] == "orders"]
     shares = {(row["capability"], row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
-    page = (DOCS / "loss.md").read_text()
     kinds = [(on, kind) for on in ("AVX512", "AVX2") for kind in ("float32", "float64", "bfloat16", "float16")]
     for terms in {row["terms"] for row in orders}:
-        assert f"| {terms} | {' | '.join(shares[on, terms, kind] for on, kind in kinds)} |" in page
+        assert f"| {terms} | {' | '.join(shares[on, terms, kind] for on, kind in kinds)} |" in PAGES["loss"]
 
 
 def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() -> None:
@@ -132,9 +134,9 @@ def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() 
         f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
         for row in rows
     }
-    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES, flags=re.M)
+    shown = _lines(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES)
     assert len(shown) >= 8
-    assert set(shown) <= written
+    assert {*shown} <= written
     row = [row for row in rows if (row["graph"], row["share"]) == (picture.NETWORK, picture.SHARE)][-1]
     assert f"for {row['cost_ratio'] - 1:.1%} more time" in README
     assert f"({picture.PATH.relative_to(ROOT)})" in README
@@ -142,15 +144,14 @@ def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() 
 
 
 def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
-    idea, table = (DOCS / "idea.md").read_text(), (ROOT / "benchmarks/results/stages.md").read_text()
-    said = idea.partition("**What each stage is worth**")[2].partition("**The gap**")[0]
-    figures = re.findall(r"\d+\.\d+", said)
-    assert len(figures) >= 8
-    assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
+    said = PAGES["idea"].partition("**What each stage is worth**")[2].partition("**The gap**")[0]
+    table = (ROOT / "benchmarks/results/stages.md").read_text()
+    shown, written = (re.findall(r"\d+\.\d+", text) for text in (said, table))
+    assert len(shown) >= 8
+    assert {*shown} <= {*written}
 
 
 def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
-    page = (DOCS / "inductor.md").read_text()
     rows = (row for row in _rows("knapsack") if row["share"] in (0.1, 1) and row["backend"] == "inductor")
     rows = latest(rows, "network", "solver")
     names = {"gpt2": "GPT-2", "resnet50": "ResNet-50", "vit": "ViT", "reused": "weights used three times"}
@@ -165,13 +166,13 @@ def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
             (within["budget"] / 1e6, within["simulated"] / 1e6, within["measured_peak"] / 1e6),
         ]
         for figures in shown:
-            assert f"| {name} | {' | '.join(f'{figure:.1f} MB' for figure in figures)} |\n" in page
+            assert f"| {name} | {' | '.join(f'{figure:.1f} MB' for figure in figures)} |\n" in PAGES["inductor"]
 
 
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
     rows = (row for row in _rows("start") if not row.get("times"))
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
-    shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("Near the smallest budget")[0], flags=re.M)
+    shown = _lines(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("Near the smallest budget")[0])
     assert len(shown) == 4
     for name, figures in shown:
         ours, later = (first[name, "checkmate", start] for start in ("cold", "warm"))
@@ -221,82 +222,66 @@ def test_the_picture_speaks_to_who_sees_it_first() -> None:
     assert not any("checkpoint-all" in text for text in said)
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
+IN_THE_SUITE = ("idea", "train")  # the examples of the other pages take longer
+OTHERS = [page for page, text in PAGES.items() if "```python\nimport" in text and page not in IN_THE_SUITE]
 
 
-def _has_examples(page: Path) -> bool:
-    return page.name != "ecosystem.md" and "```python\nimport" in page.read_text()
-
-
-QUICK = ("train",)  # whose examples run in turn; those of the others take longer, and are long
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        slow("idea"),
-        *(slow(name) for name in QUICK),
-        *(long(p.stem) for p in sorted(DOCS.glob("*.md")) if _has_examples(p) and p.stem not in ("idea", *QUICK)),
-    ],
-)
+@pytest.mark.parametrize("page", [*map(slow, IN_THE_SUITE), *(long(page) for page in OTHERS if page != "ecosystem")])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
-    examples = _blocks(DOCS / f"{page}.md", "python")
+    examples = _blocks(page, "python")
     assert examples
     script = tmp_path / "page.py"
     script.write_text("\n".join(examples))
     run_python(str(script), CHECKMATE_CACHE_DIR=own_cache(tmp_path / "cache"), PYTHONPATH=str(ROOT))
 
 
+NO_OPTIONS = {"fn", "loss_fn", "optimizer", "problem", "make_step", "make_batch", "options"}
+
+
 def _options(call: Callable[..., Any]) -> dict[str, str]:
     """The options of a call with their defaults, as the table writes them."""
-    inputs = {"fn", "loss_fn", "optimizer", "problem", "make_step", "make_batch"}
-    own = {
-        name: "required" if given.default is Parameter.empty else f"`{given.default!r}`".replace("'", '"')
-        for name, given in signature(call).parameters.items()
-        if name not in inputs and given.kind is not Parameter.VAR_KEYWORD
+    given = {
+        name: parameter.default
+        for name, parameter in signature(call).parameters.items()
+        if name not in NO_OPTIONS and parameter.kind is not Parameter.VAR_KEYWORD
     }
     if call in (checkmate.compile, checkmate.training_step):
-        defaults = {field.name: f"`{field.default!r}`".replace("'", '"') for field in fields(Options)}
-        own |= {name: defaults[name] for name in CompileOptions.__optional_keys__}
-    return own
+        defaults = {field.name: field.default for field in fields(Options)}
+        given |= {name: defaults[name] for name in CompileOptions.__optional_keys__}
+    cell = lambda default: "required" if default is Parameter.empty else f"`{default!r}`".replace("'", '"')  # noqa: E731
+    return {name: cell(default) for name, default in given.items()}
 
 
 def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (DOCS / "options.md").read_text(), flags=re.M)
+    rows = _lines(r"^\| `(\w+)` \|(.*)\|$", PAGES["options"])
     calls = (checkmate.compile, checkmate.training_step, checkmate.solve, checkmate.max_batch_size)
     for column, call in enumerate(calls, start=1):
         cells = {name: line.split("|")[column].strip() for name, line in rows}
-        expected = {name: default for name, default in _options(call).items() if name != "options"}
-        assert {name: cell for name, cell in cells.items() if cell} == expected, call.__name__
+        assert {name: cell for name, cell in cells.items() if cell} == _options(call), call.__name__
     assert all(len(line.split("|")) == 5 and line.split("|")[0].strip() for _, line in rows)
 
 
-def _said() -> Iterator[str]:
+def _texts() -> Iterator[str]:
     """All texts of the code, with an ellipsis for what is filled in."""
-    for folder in FOLDERS:
-        for source in ROOT.glob(f"{folder}/**/*.py"):
-            for node in ast.walk(ast.parse(source.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+    for source in SOURCES.values():
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 def test_the_messages_of_the_page_of_refusals_are_those_of_the_code() -> None:
-    page = (DOCS / "refusals.md").read_text()
-    listed = re.findall(r"^\| `(.+?)` \|", page, flags=re.M)
-    said = [*_said()]
-    assert [message for message in listed if not any(message in text for text in said)] == []
+    listed, texts = _lines(r"^\| `(.+?)` \|", PAGES["refusals"]), [*_texts()]
+    assert [message for message in listed if not any(message in text for text in texts)] == []
     assert len(listed) > 70
 
 
 def test_every_error_is_on_the_page_of_refusals_and_every_public_name_on_that_of_the_api() -> None:
-    errors = {*re.findall(r"^class (\w+)", (ROOT / "checkmate" / "errors.py").read_text(), flags=re.M)}
-    refusals, api = ((DOCS / f"{name}.md").read_text() for name in ("refusals", "api"))
-    assert {*re.findall(r"^## (\w+Error|\w+): ", refusals, flags=re.M)} == errors - {"CheckmateError"}
+    errors = {*_lines(r"^class (\w+)", (ROOT / "checkmate" / "errors.py").read_text())}
+    assert {*_lines(r"^## (\w+Error|\w+): ", PAGES["refusals"])} == errors - {"CheckmateError"}
     assert errors <= set(checkmate.__all__)
-    assert {*re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", api, flags=re.M)} >= {*checkmate.__all__} - errors
+    assert {*_lines(r"^\.\. auto\w+:: checkmate\.(\w+)", PAGES["api"])} >= {*checkmate.__all__} - errors
 
 
 @pytest.mark.slow
@@ -317,13 +302,10 @@ def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path
 def test_what_is_listed_as_long_or_slow_is_there(name: str) -> None:
     listed = (ROOT / "tests" / name).read_text().splitlines()[1:]
     assert listed == sorted({*listed})
-    functions: dict[str, set[str]] = {}
+    functions = cache(lambda file: {*_lines(r"^ *def (\w+)", (ROOT / file).read_text())})
     for test in listed:
         file, *_, function = test.partition("[")[0].split("::")
-        if file not in functions:
-            nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-            functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        assert function.rpartition(".")[2] in functions[file], f"{test} is there no more: python -m tests.suite.long"
+        assert function.rpartition(".")[2] in functions(file), f"{test} is there no more: python -m tests.suite.long"
 
 
 NAMES = ("gpt2", "resnet", "lora", "diffusion", "lightning_callback", "whole_step", "second_memory")
@@ -335,7 +317,7 @@ def test_every_script_is_run_here_or_by_torchrun() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [slow("whole_step"), *(long(name) for name in NAMES if name != "whole_step")])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_takes_what_was_planned_or_less(name: str) -> None:
     printed = run_python(str(ROOT / "examples" / f"{name}.py")).stdout
     plain, planned, measured = map(parse_bytes, PRINTED.findall(printed))

@@ -1,4 +1,4 @@
-"""The data types and the solvers live without PyTorch, and PyTorch is not loaded before it is needed."""
+"""Data types and solvers live without PyTorch, and PyTorch is not loaded before it is needed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import checkmate
+from tests.project.test_layers import SOURCES
 from tests.support.processes import run_fresh_python
-
-ROOT = Path(__file__).parents[2]
 
 BLOCK = """
 import sys
@@ -28,10 +27,9 @@ def _python(code: str) -> str:
 
 
 def test_every_solver_imports_without_torch() -> None:
-    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "solvers").rglob("*.py")]
-    solvers = sorted("checkmate." + ".".join(path.parts) for path in paths)
-    code = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in solvers)
-    assert _python(f"{BLOCK}{code}print(len({solvers}))") == str(len(solvers))
+    names = sorted(name for name in SOURCES if name.startswith("checkmate.solvers"))
+    code = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
+    assert _python(f"{BLOCK}{code}print(len({names}))") == str(len(names))
 
 
 def test_a_problem_is_solved_without_torch_and_what_needs_it_says_so() -> None:
@@ -48,16 +46,15 @@ for name in ("compile", "trace"):
     assert _python(BLOCK + code).split() == ["4.0", "3", "torch", "torch"]
 
 
-def test_importing_checkmate_does_not_import_torch() -> None:
-    assert _python("import checkmate, sys; print('torch' in sys.modules)") == "False"
-
-
-def test_a_folder_named_profiling_hides_no_standard_package(tmp_path: Path) -> None:
+def test_a_plain_import_loads_no_torch_and_hides_no_standard_package(tmp_path: Path) -> None:
     """Python 3.15 has a package ``profiling``, which cProfile imports: it is found though the checkout comes first."""
     (tmp_path / "profiling").mkdir()
     (tmp_path / "profiling" / "__init__.py").write_text("")
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import profiling, cProfile; print(profiling.__file__)"
-    assert _python(code).endswith("__init__.py")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import profiling, cProfile, checkmate"
+    assert (
+        _python(f"{code}; print('torch' in sys.modules, profiling.__file__)")
+        == f"False {tmp_path}/profiling/__init__.py"
+    )
 
 
 def test_every_public_name_is_there() -> None:
@@ -68,9 +65,5 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.mark.slow
 def test_after_a_plain_import_the_meter_of_memory_is_there_and_an_unknown_name_is_an_attribute_error() -> None:
-    code = """
-import checkmate
-print(checkmate.memory.measure_peak(lambda: bytes(9)).peak)
-print(hasattr(checkmate, "compil"))
-"""
-    assert _python(code).split() == ["0", "False"]
+    code = "import checkmate; print(checkmate.memory.measure_peak(lambda: bytes(9)).peak, hasattr(checkmate, 'compil'))"
+    assert _python(code) == "0 False"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,8 @@ import networkx as nx
 import pytest
 
 import checkmate
-from tests.project.lines import MOST, by_folder
-from tests.project.lines import ROOMS as TOPS
+from tests.project.lines import MOST, ROOT, TOPS, by_folder, files
 
-ROOT = Path(__file__).parents[2]
 ROOMS = (  # each imports itself and rooms of lines above it; those of one line know nothing of each other
     ("errors", "version", "statusline"),
     ("units", "torch_internals"),
@@ -48,10 +47,7 @@ def _module(source: Path) -> str:
     return ".".join(parts if parts[0] == "checkmate" else ("checkmate", *parts))
 
 
-FOLDERS = [path for path in (ROOT / "checkmate").iterdir() if path.is_dir() and not path.is_symlink()]
-FILES = [*(ROOT / "checkmate").glob("*.py"), *(file for folder in FOLDERS for file in folder.rglob("*.py"))]
-FILES += [*(ROOT / "solvers").rglob("*.py"), *(ROOT / "profiling").rglob("*.py")]
-SOURCES = {_module(file).removesuffix(".__init__"): file for file in sorted(FILES)}
+SOURCES = {_module(file).removesuffix(".__init__"): file for file in files()}
 
 
 def _imports(source: Path) -> Iterator[str]:
@@ -63,7 +59,7 @@ def _imports(source: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _file_of(name: str) -> str | None:
+def _module_of(name: str) -> str | None:
     """The module that a dotted name is, or is in."""
     while name not in SOURCES and "." in name:
         name = name.rpartition(".")[0]
@@ -75,12 +71,6 @@ def _room(module: str) -> str:
     return f"solvers.{rest[0]}" if first == "solvers" and f"solvers.{rest[0]}" in LINE else first
 
 
-def _arrows() -> Iterator[tuple[str, str]]:
-    for module, source in SOURCES.items():
-        for target in {_file_of(name) for name in _imports(source)} - {None, module}:
-            yield module, target
-
-
 def _wrong_imports(module: str) -> Iterator[str]:
     room = _room(module)
     if room not in LINE and room != "__init__":
@@ -90,7 +80,7 @@ def _wrong_imports(module: str) -> Iterator[str]:
         top = name.split(".")[0]
         if top in ("solvers", "profiling"):
             yield f"{module}: write checkmate.{name}"
-        target = _file_of(name) if top == "checkmate" and room != "__init__" else None
+        target = _module_of(name) if top == "checkmate" and room != "__init__" else None
         apart = _room(target) if target is not None and _room(target) != room else None
         if (apart is not None and LINE[apart] >= LINE[room]) or (
             room in WITHOUT_TORCH and (top == "torch" or (apart is not None and apart not in WITHOUT_TORCH))
@@ -103,17 +93,17 @@ def test_a_room_imports_only_those_before_its_own() -> None:
 
 
 def test_no_circle_of_files() -> None:
-    circles = [sorted(c) for c in nx.strongly_connected_components(nx.DiGraph(_arrows())) if len(c) > 1]
-    assert circles == []
+    arrows = [(module, _module_of(name)) for module, source in SOURCES.items() for name in _imports(source)]
+    graph = nx.DiGraph((module, target) for module, target in arrows if target not in (None, module))
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
 
 
 def test_a_room_is_no_larger_than_a_person_can_keep_in_mind() -> None:
-    """And the product has no more lines than agreed."""
-    counts = by_folder()
-    assert {folder.split("/")[0] for folder in counts} == {*TOPS}
-    assert counts.total() <= MOST
-    folders = {source.parent for source in SOURCES.values()}
-    assert {str(f.relative_to(ROOT)): n for f in folders if (n := len([*f.glob("*.py")])) > 15} == {}
+    """The product has no more lines than agreed, and a room has 15 files at most."""
+    lines, in_room = by_folder(), Counter(source.parent for source in SOURCES.values())
+    assert {folder.split("/")[0] for folder in lines} == {*TOPS}
+    assert lines.total() <= MOST
+    assert {str(folder): count for folder, count in in_room.items() if count > 15} == {}
 
 
 @pytest.mark.parametrize("folder", ["solvers", "profiling"])

@@ -1,7 +1,7 @@
 """Benchmarks beside the main ones: their rows and tables, what committed rows promise, and what pages say of them.
 
-Those of ops that run a graph or a kernel, of a second memory, of budgets close to the smallest, of ways to run ops,
-of whole training steps, and of estimates.
+Ops that run a graph or a kernel, a second memory, budgets close to the smallest, ways to run ops, whole training steps,
+and estimates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OURS = "checkmate.training_step, "
 
 
 def _rows(module: Any, *keys: str) -> dict[Any, Row]:
-    """The last row of each."""
+    """The last row for each value of these keys."""
     return {tuple(row[key] for key in keys): row for row in latest(read(module.BENCHMARK.path), *keys)}
 
 
@@ -63,7 +63,7 @@ def test_the_benchmark_of_ops_that_run_a_graph_plans_both_forms(tmp_path: Path) 
 
 
 def test_ops_that_run_a_graph_save_memory_and_the_page_says_how_much() -> None:
-    rows = {(row["network"], row["form"]): row for row in read(higher_order.BENCHMARK.path)}
+    rows = _rows(higher_order, "network", "form")
     assert rows.keys() == {(name, form) for name in higher_order.NETWORKS for form in higher_order.FORMS}
     for name in higher_order.NETWORKS:
         before, now = (rows[name, form] for form in higher_order.FORMS)
@@ -90,7 +90,7 @@ def test_ops_that_run_a_graph_save_memory_and_the_page_says_how_much() -> None:
 
 
 def test_with_a_second_memory_ours_is_never_slower_than_recomputation_alone_or_than_others() -> None:
-    """And half of the recomputation is gone on transformers, or no plan does that."""
+    """Half of the recomputation is gone on transformers, or no plan does that."""
     found = planned.in_order(read(planned.BENCHMARK.path))
     rows = {(row["network"], row["share"], row["method"]): row for row in found}
     assert rows.keys() >= {*product(TRANSFORMERS, planned.BUDGETS, (planned.ALONE,))}
@@ -112,10 +112,8 @@ def test_the_pages_say_what_the_rows_of_a_second_memory_say() -> None:
     assert renewed(planned.PAGE, planned.tables(committed)) == planned.PAGE.read_text()
     rows = {(row["network"], row["method"]): row for row in planned.in_order(committed) if row["share"] == 0.3}
     assert rows["gpt2-12", planned.ALONE]["status"] == "infeasible"
-    large, with_it, small = (
-        f"{rows[key]['cost_ratio'] - 1:.1%}"
-        for key in (("gpt2-48", planned.ALONE), ("gpt2-48", "auto"), ("gpt2-12", "auto"))
-    )
+    cases = (("gpt2-48", planned.ALONE), ("gpt2-48", "auto"), ("gpt2-12", "auto"))
+    large, with_it, small = (f"{rows[case]['cost_ratio'] - 1:.1%}" for case in cases)
     assert f"of 48 layers takes {large} longer by recomputation alone and {with_it} with it" in SAID
     assert f"one of 12 layers, which no recomputation fits there, {small}" in SAID
     of_gpt2 = _rows(measured, "network", "way")
@@ -146,15 +144,16 @@ def test_a_row_is_of_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_and_the_lines_show_the_last_rows_of_the_longest_limit() -> None:
     about = {"commit": "abc", "cpu": "a processor", "network": "net", "ops": 7, "status": "feasible", "seconds": 3.0}
+    cases = [
+        (1.1, 60, 1.2, 0.1),
+        (1.1, 10, 1.3, 0.2),
+        (1.1, 60, 1.25, 0.05),
+        (1.02, 60, None, None),
+        (1.5, 60, 1.0, 0.0),
+    ]
     rows = [
         {**about, "times": times, "time_limit": limit, "cost_ratio": cost, "gap": gap, "first_plan_seconds": 0.5}
-        for times, limit, cost, gap in (
-            (1.1, 60.0, 1.2, 0.1),
-            (1.1, 10.0, 1.3, 0.2),
-            (1.1, 60.0, 1.25, 0.05),
-            (1.02, 60.0, None, None),
-            (1.5, 60.0, 1.0, 0.0),
-        )
+        for times, limit, cost, gap in cases
     ]
     rows[2]["second_ratio"] = 1.6  # older rows have none
     text = [line for line in tight.markdown(rows).splitlines() if line.startswith("| net |")]
@@ -214,11 +213,10 @@ def test_a_row_of_ways_has_the_smallest_budget() -> None:
 
 
 def test_ways_lower_the_smallest_budgets_as_the_page_says() -> None:
-    rows = read(ways.BENCHMARK.path)
-    for row in rows:
+    for row in read(ways.BENCHMARK.path):
         assert row["smallest_bound"] <= row["smallest"] <= row["keep_all_peak"]
         assert row["smallest_in_parts"] <= row["smallest"]
-    known = {(row["network"], row["form"]): row for row in rows}
+    known = _rows(ways, "network", "form")
     assert known.keys() >= {(name, form) for name in FILES for form in ways.FORMS}
     least = {key: row["smallest"] for key, row in known.items()}
     for name in FILES:
@@ -247,7 +245,7 @@ def test_the_figures_of_whole_steps_come_from_the_committed_rows() -> None:
 
 
 def test_what_is_stated_of_estimates_is_of_the_steps_that_were_kept_back() -> None:
-    """They are nearer than those of the roofline alone."""
+    """Estimates are nearer than those of the roofline alone."""
     rows = estimates.kept_back(read(estimates.BENCHMARK.path))
     assert {row["case"] for row in rows} == KEPT_BACK
     found, before = (estimates.summary(of) for of in (rows, [{**row, "estimated": row["plain"]} for row in rows]))

@@ -1,4 +1,4 @@
-"""What runs benchmarks, and what counts the tests that they run; no PyTorch, which each process would import."""
+"""The runner of benchmarks, and the count of tests that they run; no PyTorch, which each process would import."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def _squares(name: str, power: int, terms: list[int]) -> list[dict[str, Any]]:
 def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "sums.jsonl"
-    written: list[Path] = []
+    out, written = tmp_path / "sums.jsonl", list[Path]()
     benchmark = Benchmark(
         "Sums of powers.",
         "sums.jsonl",
@@ -124,24 +123,22 @@ def _counted_up(how: str) -> Iterator[Any]:
 def test_what_a_process_tells_arrives_and_what_ends_it_is_told() -> None:
     assert [*apart(partial(_counted_up, "end"), environment={"HERE": "yes"})] == ["yes", "end"]
     assert "HERE" not in os.environ
-    code = -int(signal.SIGVTALRM)
-    ends = {"error": ("ValueError: no", False), "out of seconds": (f"the process ended with code {code}", True)}
-    for how, (why, late) in ends.items():
-        told = apart(partial(_counted_up, how))
-        assert next(told) is None
-        with pytest.raises(EndedEarly) as caught:
-            next(told)
-        assert (str(caught.value), caught.value.late) == (why, late)
+    _ends_early("error", "ValueError: no", late=False)
+    _ends_early("out of seconds", f"the process ended with code -{int(signal.SIGVTALRM)}", late=True)
 
 
 @pytest.mark.long
 @pytest.mark.wall_clock
 def test_a_process_is_heard_for_so_long() -> None:
-    told = apart(partial(_counted_up, "late"), patience=20)
+    _ends_early("late", "nothing heard for 20 seconds", late=True, patience=20)
+
+
+def _ends_early(how: str, why: str, *, late: bool, **options: Any) -> None:
+    told = apart(partial(_counted_up, how), **options)
     assert next(told) is None
-    with pytest.raises(EndedEarly, match="nothing heard for 20 seconds") as caught:
+    with pytest.raises(EndedEarly) as caught:
         next(told)
-    assert caught.value.late
+    assert (str(caught.value), caught.value.late) == (why, late)
 
 
 def test_a_process_that_nobody_hears_any_more_is_ended() -> None:

@@ -26,7 +26,7 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_list_of_versions() -> None:
-    """Of those that are tried, that have rows, that the documents show, and the one that all else is tested on."""
+    """Versions are named alike where they are tried, in rows, in documents and in files that install one."""
     paths = [path for kind in (versions.SELECTION, versions.QUICK) for paths in kind.values() for path in paths]
     assert all((ROOT / path).exists() for path in paths)
     minor = [version.rpartition(".")[0] for version in VERSIONS]
@@ -40,7 +40,7 @@ def test_one_list_of_versions() -> None:
 
 
 def test_each_version_passes_and_the_lowest_versions_that_are_named_have_a_row() -> None:
-    """Who raises or lowers one runs ``nox -s lowest``."""
+    """Run ``nox -s lowest`` when you raise or lower one."""
     last = {row["torch"]: row for row in ROWS} | {row["python"]: row for row in OF_OTHERS}
     assert [(name, row["names"]) for name, row in last.items() if row["failed"] or row["missing"]] == []
     row = [row for row in OF_OTHERS if not row["quick"]][-1]
@@ -51,7 +51,7 @@ def test_each_version_passes_and_the_lowest_versions_that_are_named_have_a_row()
 
 
 def test_one_list_of_pythons() -> None:
-    """Of those that have rows, that the documents show, and that an index is told of."""
+    """Pythons are named alike in rows, in documents and in the classifiers of the package."""
     assert ROOT / OTHERS == versions.OTHERS
     tried = {row["python"].rpartition(".")[0] for row in OF_OTHERS} | {row["python"].rpartition(".")[0] for row in ROWS}
     assert tried >= {python for python, _ in PYTHONS}

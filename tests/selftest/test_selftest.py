@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkmate.capture import random_draws
-from checkmate.cli.app import main
 from checkmate.errors import VerificationError
 from checkmate.selftest import checks, run
 from checkmate.selftest.checks import CHECKS
@@ -27,12 +26,13 @@ from checkmate.selftest.run import Check, Finding, Result, Setting, run_all
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 
+Patch = pytest.MonkeyPatch
 CPU = Setting("cpu", quick=True)
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def _whole(device: str, file: Path) -> dict[str, Any]:
-    """What the command finds on a device."""
+def _whole(device: str, folder: Path) -> dict[str, Any]:
+    """Run the command on a device: findings by check."""
+    file = folder / "found.json"
     command = ("-m", "checkmate", "selftest", "--device", device, "--quick", "--json", str(file))
     printed = run_fresh_python(*command, **environment())
     found: dict[str, Any] = json.loads(file.read_text())
@@ -44,7 +44,7 @@ def _whole(device: str, file: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_the_cpu_passes(tmp_path: Path) -> None:
-    found = _whole("cpu", tmp_path / "found.json")
+    found = _whole("cpu", tmp_path)
     assert {check["name"] for check in found.values() if check["verdict"] == "skipped"} == {"capacity"}
     assert all(row["measured"] == row["predicted"] for row in found["predicted bytes"]["facts"]["rows"])
     _loss_runs_in_parts(found)
@@ -52,9 +52,9 @@ def test_the_cpu_passes(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.long
-@NEEDS_CUDA
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_passes(tmp_path: Path) -> None:
-    found = _whole("cuda", tmp_path / "found.json")
+    found = _whole("cuda", tmp_path)
     assert {check["verdict"] for check in found.values()} == {"passed"}
     assert found["capacity"]["facts"]["ours fits"]
     if is_installed():  # which parts keep the bits depends on the device; the simulated one is known
@@ -62,7 +62,7 @@ def test_a_cuda_device_passes(tmp_path: Path) -> None:
 
 
 def _loss_runs_in_parts(found: dict[str, Any]) -> None:
-    """Within the smallest budget of the transformer's, whose logits are the most of a step."""
+    """Check the smallest budget of the transformer, of whose bytes logits are the most."""
     rows = found["a transformer in budgets"]["facts"]["rows"]
     assert len(rows) == len(checks.SHARES)
     assert "loss in" in rows[0]["parts"][0]
@@ -84,9 +84,8 @@ def test_attention_that_is_known_to_waver_is_said_to() -> None:
         finding = checks.attention(Setting("cuda", quick=True))
     finally:
         set_waver(False)
-    assert finding.passed
-    assert not finding.facts["repeats"]["efficient float32"]
-    assert finding.facts["repeats"]["math float32"]
+    repeats = finding.facts["repeats"]
+    assert (finding.passed, repeats["efficient float32"], repeats["math float32"]) == (True, False, True)
 
 
 def _passes(setting: Setting) -> Finding:
@@ -111,13 +110,17 @@ def _dies(setting: Setting) -> Finding:
 def test_what_fails_fails_alone_and_says_why() -> None:
     kinds = (_raises, _passes, _dies, _hangs, _passes)
     several = [Check(kind.__name__, "", "", kind, seconds=2.0 if kind is _hangs else 300.0) for kind in kinds]
-    raised, passed, died, hung, also_passed = run_all(several, CPU)
-    assert (raised.verdict, raised.found) == ("failed", "ValueError: what is wrong")
+    found = [*run_all(several, CPU)]
+    assert [(result.verdict, result.found) for result in found] == [
+        ("failed", "ValueError: what is wrong"),
+        ("passed", "cpu"),
+        ("failed", "its process died (exit code 3)"),
+        ("failed", "it had not ended after 2 s"),
+        ("passed", "cpu"),
+    ]
+    raised, _, died, hung, _ = found
     assert "and more of it" in raised.facts["traceback"]
-    assert (passed.verdict, passed.found) == (also_passed.verdict, also_passed.found) == ("passed", "cpu")
-    assert (died.verdict, died.found) == ("failed", "its process died (exit code 3)")
     assert died.facts == {"printed": "last words"}
-    assert (hung.verdict, hung.found) == ("failed", "it had not ended after 2 s")
     assert "--time-limit 4" in hung.advice
     assert str(hung).startswith("FAILED   _hangs")
 
@@ -129,7 +132,7 @@ def _says_when(setting: Setting) -> Finding:
 
 
 @pytest.mark.slow
-def test_checks_run_side_by_side_and_those_that_need_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_run_side_by_side_and_those_that_need_the_device_alone(monkeypatch: Patch) -> None:
     monkeypatch.setattr(run, "places", lambda: 2)
     alone = [False, True, False, False]
     found = [*run_all([Check(str(i), "", "", _says_when, alone=needs) for i, needs in enumerate(alone)], CPU)]
@@ -154,7 +157,7 @@ def _asserts(x: Tensor) -> Tensor:
     raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
-def test_an_op_that_does_badly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_does_badly_is_named(monkeypatch: Patch) -> None:
     ones, runs = torch.ones(3, requires_grad=True), itertools.count()
     monkeypatch.setattr(checks, "network", lambda name, setting: (None, lambda x: _badly(x).sum(), (ones,)))
     monkeypatch.setitem(_kernel, "of badly", lambda x: x + next(runs))
@@ -175,29 +178,27 @@ def _differs(*args: Any, **kwargs: Any) -> Any:
     raise VerificationError("output 0 differs")
 
 
+DIFFERS_IN_ALL = rf"(?s)(VerificationError: output 0 differs.*){{{len(checks.SHARES)}}}"
+
+
 @pytest.mark.parametrize(
     ("where", "name", "broken", "check", "says"),
     [
         (checks.F, "scaled_dot_product_attention", _wavers, checks.attention, "math float32"),
         (random_draws, "draw_again", random_draws.draw_saved, checks.dropout, r"^0 of 12 masks"),
         (checks, "same_bytes", lambda a, b: False, checks.copies, "OTHER bits"),
-        (
-            *(checks, "verify", _differs, functools.partial(checks.within_budgets, "chain")),
-            rf"(?s)(VerificationError: output 0 differs.*){{{len(checks.SHARES)}}}",
-        ),
+        (checks, "verify", _differs, functools.partial(checks.within_budgets, "chain"), DIFFERS_IN_ALL),
     ],
     ids=["attention", "draws", "copies", "numbers"],
 )
-def test_what_is_broken_fails(
-    where: Any, name: str, broken: Any, check: Any, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_broken_fails(where: Any, name: str, broken: Any, check: Any, says: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(where, name, broken)
     finding = check(CPU)
     assert finding.passed is False
     assert re.search(says, " ".join((finding.found, *finding.facts.get("strays", ()))))
 
 
-def test_bytes_beyond_what_is_predicted_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_beyond_what_is_predicted_fail(monkeypatch: Patch) -> None:
     really = checks.verify
 
     def more(*args: Any, **kwargs: Any) -> Any:
@@ -212,26 +213,18 @@ def test_bytes_beyond_what_is_predicted_fail(monkeypatch: pytest.MonkeyPatch) ->
     assert checks.within_budgets("chain", CPU).passed  # not what other networks are held to
 
 
-def test_what_is_asked_wrongly_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["selftest", "--only", "nothing"]) == 2
-    assert "there is no check 'nothing'; the checks are versions" in capsys.readouterr().err
-    assert main(["selftest", "--device", "tpu"]) == 2
+def test_what_is_asked_wrongly_is_said_before_any_check_runs(tmp_path: Path, shell: Any) -> None:
+    assert "there is no check 'nothing'; the checks are versions" in shell("selftest --only nothing", 2)[1]
+    shell("selftest --device tpu", 2)
     if not torch.cuda.is_available():
-        assert main(["selftest"]) == 1
-        assert "There is no CUDA device here. --device cpu" in capsys.readouterr().err
+        assert "There is no CUDA device here. --device cpu" in shell("selftest", 1)[1]
+    file = tmp_path / "none" / "found.json"
+    out, err = shell(f"selftest --device cpu --only versions --json {file}", 2)
+    assert "passed" not in out
+    assert str(file) in err
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_checks_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "no folder" / "found.json"
-    assert main(["selftest", "--device", "cpu", "--only", "versions", "--json", str(file)]) == 2
-    printed = capsys.readouterr()
-    assert "passed" not in printed.out
-    assert str(file) in printed.err
-
-
-def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: Patch, shell: Any) -> None:
     file, ended = tmp_path / "found.json", Result("one", "", "", "passed", "it", "", 0.1, {})
 
     def interrupted(*args: Any) -> Iterator[Result]:
@@ -239,5 +232,5 @@ def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_all", interrupted)
-    assert main(["selftest", "--device", "cpu", "--json", str(file)]) == 130
+    shell(f"selftest --device cpu --json {file}", 130)
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["one"]

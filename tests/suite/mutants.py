@@ -24,6 +24,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class _Mutate(ast.NodeTransformer):
     """Change the ``wanted``-th place of a file that can be changed, and note which it was; with None, note all."""
 
     def __init__(self, wanted: int | None = None) -> None:
-        self.wanted, self.places, self.within = wanted, list[tuple[int, str, str]](), 0
+        self.wanted, self.places, self.depth = wanted, list[tuple[int, str, str]](), 0
 
     def _place(self, node: Any, changed: ast.AST) -> Any:
         self.places.append((node.lineno, ast.unparse(node), ast.unparse(changed)))
@@ -55,41 +56,38 @@ class _Mutate(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-            self.within += 1
-            body = node.body if isinstance(node.body, list) else [node.body]
-            new = [self.visit(one) for one in body]  # neither decorators nor defaults, which have run
-            node.body = new if isinstance(node.body, list) else new[0]
-            self.within -= 1
+            self.depth += 1
+            # Neither decorators nor defaults, which have run.
+            of_lambda = isinstance(node, ast.Lambda)
+            node.body = self.visit(node.body) if of_lambda else [self.visit(one) for one in node.body]
+            self.depth -= 1
             return node
         # Texts of errors and of logs are no mistakes.
-        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or (self.within and isinstance(node, ast.ClassDef)):
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or (self.depth and isinstance(node, ast.ClassDef)):
             return node
         if isinstance(node, ast.Expr):
-            if not self.within or not isinstance(node.value, ast.Call) or "log." in ast.unparse(node.value.func):
+            if not self.depth or not isinstance(node.value, ast.Call) or "log." in ast.unparse(node.value.func):
                 return node
             node = self._place(node, ast.Pass())
         node = self.generic_visit(node)
-        return self._changed(node) if self.within else node
+        return self._changed(node) if self.depth else node
 
     def _changed(self, node: Any) -> ast.AST:
         swap = SWAPS.get(type(node.ops[0] if isinstance(node, ast.Compare) else getattr(node, "op", node)))
+        new: Any = copy(node)
         if isinstance(node, ast.Compare) and swap:
-            return self._place(node, ast.Compare(node.left, [swap(), *node.ops[1:]], node.comparators))
-        if isinstance(node, ast.BoolOp) and swap:
-            return self._place(node, ast.BoolOp(swap(), node.values))
-        if isinstance(node, ast.BinOp) and swap:
-            return self._place(node, ast.BinOp(node.left, swap(), node.right))
-        if isinstance(node, ast.AugAssign) and swap:
-            return self._place(node, ast.AugAssign(node.target, swap(), node.value))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self._place(node, node.operand)
-        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            return self._place(node, ast.Constant(not node.value))
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return self._place(node, ast.Constant(node.value + 1))
-        if isinstance(node, (ast.Break, ast.Continue)) and swap:
-            return self._place(node, swap())
-        return node
+            new.ops = [swap(), *node.ops[1:]]
+        elif isinstance(node, (ast.BoolOp, ast.BinOp, ast.AugAssign)) and swap:
+            new.op = swap()
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            new = node.operand
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            new.value = not node.value if isinstance(node.value, bool) else node.value + 1
+        elif isinstance(node, (ast.Break, ast.Continue)) and swap:
+            new = swap()
+        else:
+            return node
+        return self._place(node, new)
 
 
 def _plant(functions: list[types.FunctionType], file: Path, wanted: int) -> None:
@@ -171,6 +169,7 @@ def main() -> None:
     # Load all that the tests import before the first fork.
     pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", str(ROOT / "tests")])
     importlib.import_module("torch._dynamo")
+    gc.unfreeze()  # conftest.py freezes what is imported, and nothing frozen is listed
     functions = [one for one in gc.get_objects() if isinstance(one, types.FunctionType)]
     gc.freeze()
     sound = set[str]()  # tests that pass in a fork without a mutant

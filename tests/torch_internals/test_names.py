@@ -1,4 +1,4 @@
-"""All that is not public of PyTorch is known by name, found where it is, and refused where it is not."""
+"""Private names of PyTorch are known, found where they are, and refused where they are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,8 +49,8 @@ except checkmate.Unsupported as error:
 """
 
 
-def _private(source: Path) -> Iterator[str]:
-    """What a file names of PyTorch by a name with an underscore: imports, and attributes of modules."""
+def _names_of_torch(source: Path) -> Iterator[str]:
+    """Dotted names of PyTorch in a file: imports, and attributes of modules."""
     tree, modules = ast.parse(source.read_text()), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -68,7 +68,7 @@ def _private(source: Path) -> Iterator[str]:
 
 
 def test_no_other_room_knows_a_private_name() -> None:
-    others = {module: _private(source) for module, source in SOURCES.items() if not module.startswith(_OURS)}
+    others = {module: _names_of_torch(source) for module, source in SOURCES.items() if not module.startswith(_OURS)}
     assert len(others) > 100
     for module, found in others.items():
         names = [name for name in found if not name.startswith("torch.ops.")]  # ATen's own names
@@ -77,7 +77,7 @@ def test_no_other_room_knows_a_private_name() -> None:
 
 
 def _used() -> set[str]:
-    """The names that are imported from this room, looked up, or wrapped."""
+    """Names that are imported from this room, looked up, or wrapped."""
     found: set[str] = set()
     for source in SOURCES.values():
         for node in ast.walk(ast.parse(source.read_text())):
@@ -106,34 +106,34 @@ def _finds(row: Name) -> Any:
         return None
 
 
-def test_the_latest_place_that_there_is() -> None:
-    table = Table(Name("decode", "json:no_such", "an example", formerly=("no_such_module:x", "json:loads")))
-    names.TABLES.remove(table)
-    assert table.get("decode")("[1]") == [1]
-
-
-def test_what_is_not_there_is_no_class_of_anything_and_refuses_to_be_used() -> None:
-    table = Table(Name("Missing", "json", "an example", "examples are refused"))
-    names.TABLES.remove(table)
-    missing = table.get("Missing")
-    assert not isinstance(1, missing)
-    for use in (missing, lambda: missing.attribute, type("Child", (missing,), {})):
-        with pytest.raises(
-            Unsupported, match=r"has no json\.Missing \(an example\)\. Without it, examples are refused"
-        ):
-            use()
-    with pytest.raises(AttributeError, match="no private name"):
-        table.get("unheard_of")
-
-
 @pytest.fixture
-def holder(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module with one function, ``old``, and tables of names without a row."""
     monkeypatch.setattr(names, "LEFT_OUT", [])
     monkeypatch.setattr(names, "TABLES", [])
     found: Any = ModuleType("a_module_of_pytorch")
     found.old = lambda x: x + 1
     monkeypatch.setitem(sys.modules, found.__name__, found)
     return found
+
+
+@pytest.mark.usefixtures("holder")
+def test_the_latest_place_that_there_is() -> None:
+    table = Table(Name("decode", "json:no_such", "an example", formerly=("no_such_module:x", "json:loads")))
+    assert table.get("decode")("[1]") == [1]
+
+
+@pytest.mark.usefixtures("holder")
+def test_what_is_not_there_is_no_class_of_anything_and_refuses_to_be_used() -> None:
+    table = Table(Name("Missing", "json", "an example", "examples are refused"))
+    missing = table.get("Missing")
+    assert not isinstance(1, missing)
+    says = r"has no json\.Missing \(an example\)\. Without it, examples are refused"
+    for use in (missing, lambda: missing.attribute, type("Child", (missing,), {})):
+        with pytest.raises(Unsupported, match=says):
+            use()
+    with pytest.raises(AttributeError, match="no private name"):
+        table.get("unheard_of")
 
 
 def test_the_other_function_is_put_around_what_there_is(holder: Any) -> None:
@@ -143,23 +143,19 @@ def test_the_other_function_is_put_around_what_there_is(holder: Any) -> None:
     assert names.LEFT_OUT == []
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("new", "has no a_module_of_pytorch.new"), ("old", "calls a_module_of_pytorch.old otherwise")]
-)
 def test_what_is_not_there_or_called_otherwise_is_left_out_and_said(
-    holder: Any, caplog: pytest.LogCaptureFixture, name: str, said: str
+    holder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table, plain = Table(Name(name, holder.__name__, "an example")), holder.old
-    with caplog.at_level(logging.WARNING):
-        table.wrap(name, lambda plain: lambda x, y: plain(x))
-    assert holder.old is plain
-    assert names.LEFT_OUT == [name]
-    assert said in caplog.text
-
-
-def test_an_install_that_meets_something_missing_is_left_out(holder: Any) -> None:
-    table = Table(Name("new", holder.__name__, "an example"))
-    names.put_in_place("an example", lambda: table.get("new").attribute)
+    plain = holder.old
+    for name, said in (("new", "has no a_module_of_pytorch.new"), ("old", "calls a_module_of_pytorch.old otherwise")):
+        table = Table(Name(name, holder.__name__, "an example"))
+        with caplog.at_level(logging.WARNING):
+            table.wrap(name, lambda plain: lambda x, y: plain(x))
+        assert holder.old is plain
+        assert names.LEFT_OUT.pop() == name
+        assert said in caplog.text
+    # an install as a whole
+    names.put_in_place("an example", lambda: Table(Name("new", holder.__name__, "an example")).get("new").attribute)
     assert names.LEFT_OUT == ["an example"]
 
 
@@ -171,14 +167,10 @@ def test_without_any_one_of_them_a_step_works_or_is_refused_by_its_name(row: Nam
 
 
 @pytest.mark.slow
-def test_a_refusal_names_what_is_left_out() -> None:
+def test_a_refusal_names_what_is_left_out_and_what_each_step_needs() -> None:
     code = HIDDEN.format(name="ContextVarVariable.call_method")
     code = code.replace("torch.manual_seed(0)", "import contextvars; var = contextvars.ContextVar('var')")
     code = code.replace("compile(model,", "compile(lambda x: (var.reset(var.set(1)), model(x).sum())[1],")
     said = run_fresh_python("-c", code).stdout
     assert "On this PyTorch it leaves out: ContextVarVariable.call_method (checkmate doctor)." in said
-
-
-@pytest.mark.slow
-def test_without_what_each_step_needs_it_is_refused_by_its_name() -> None:
     assert run_fresh_python("-c", HIDDEN.format(name="_is_primal")).stdout == "refused\n"

@@ -26,13 +26,12 @@ from checkmate.verification.compare import compare_with_spread, distance, names_
 from checkmate.verification.state import StepState
 from tests.support.bits import assert_same_bits
 
+Patch = pytest.MonkeyPatch
 Step = Callable[..., Tensor]
 Run = Callable[[list[Any]], Any]
 Change = Callable[[Run, list[Any], bool], Any]  # runs a module's code otherwise; whether it is a backward
 REDRAWN = lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p)  # noqa: E731
 SCALED_OTHERWISE = lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1)  # noqa: E731
-
-
 X, Y = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
 
 
@@ -65,7 +64,7 @@ def test_passes_and_leaves_no_trace(net: nn.Module, step: Step) -> None:
     assert_same_bits(net.buffers(), twin.buffers())
 
 
-def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+def _run_instead(monkeypatch: Patch, change: Change) -> None:
     """Have each module run otherwise."""
     boxed = runtime.boxed
 
@@ -78,31 +77,17 @@ def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
 
 
 def _with_gradients(wrong: Callable[[Tensor], Tensor | None]) -> Change:
-    def spoil(run: Run, inputs: list[Any], is_backward: bool) -> Any:
-        grads = run(inputs)
-        return tuple(grad if grad is None else wrong(grad) for grad in grads) if is_backward else grads
-
-    return spoil
+    spoiled = lambda grads: tuple(grad if grad is None else wrong(grad) for grad in grads)  # noqa: E731
+    return lambda run, inputs, is_backward: spoiled(run(inputs)) if is_backward else run(inputs)
 
 
 def _next_bit(grad: Tensor) -> Tensor:
     return torch.nextafter(grad, torch.full_like(grad, 9.0))
 
 
-def _holding(count: int) -> Change:
-    """So many numbers more than the plan says."""
-
-    def hoard(run: Run, inputs: list[Any], is_backward: bool) -> Any:
-        held = torch.zeros(count)
-        result = run(inputs)
-        del held
-        return result
-
-    return hoard
-
-
-def _drawing(draw: Callable[[], float]) -> Change:
-    return lambda run, inputs, is_backward: (draw(), run(inputs))[1]
+def _beside(make: Callable[[], Any]) -> Change:
+    """Make something first, and keep it until the code has run."""
+    return lambda run, inputs, is_backward: (make(), run(inputs))[1]
 
 
 OUTSIDE = r"gradient of 4\.weight of shape \(4, 32\) .* outside the graph"
@@ -115,16 +100,18 @@ CHANGED = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as
     [
         pytest.param(_with_gradients(_next_bit), "1 MB", OUTSIDE, id="one bit off"),
         pytest.param(_with_gradients(lambda grad: None), "1 MB", "gradient", id="missing"),
-        pytest.param(_holding(200_000), "500 kB", "peak", id="above the budget"),
-        pytest.param(_holding(20_000), "10 MB", "above the predicted one", id="above the prediction"),
-        pytest.param(_drawing(np.random.rand), "1 MB", "draws from NumPy's global gen.*Draw with torch", id="NumPy"),
-        pytest.param(_drawing(random.random), "1 MB", "draws from Python's random.*Draw with torch", id="Python"),
+        pytest.param(_beside(lambda: torch.zeros(200_000)), "500 kB", "peak", id="above the budget"),
+        pytest.param(
+            _beside(lambda: torch.zeros(20_000)), "10 MB", "above the predicted one", id="above the prediction"
+        ),
+        pytest.param(_beside(np.random.rand), "1 MB", "draws from NumPy's global gen.*Draw with torch", id="NumPy"),
+        pytest.param(_beside(random.random), "1 MB", "draws from Python's random.*Draw with torch", id="Python"),
     ],
 )
 def test_what_a_module_does_otherwise_is_caught(
-    change: Change, budget: str, words: str, step: Step, monkeypatch: pytest.MonkeyPatch
+    change: Change, budget: str, words: str, step: Step, monkeypatch: Patch
 ) -> None:
-    """In the first call of a step, and by `verify`, which leaves no trace in generators."""
+    """`verify`, which runs the first call of a step, names it and leaves no trace in generators."""
     _run_instead(monkeypatch, change)
     state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
     with pytest.raises(checkmate.VerificationError, match=words):
@@ -141,7 +128,7 @@ def test_what_a_module_does_otherwise_is_caught(
     ],
 )
 def test_what_is_computed_otherwise_is_named(
-    scale_mask: Any, tight: bool, words: str, step: Step, monkeypatch: pytest.MonkeyPatch
+    scale_mask: Any, tight: bool, words: str, step: Step, monkeypatch: Patch
 ) -> None:
     """Noise that is drawn again when it is computed again, in a plan that does so; another scale than PyTorch's."""
     monkeypatch.setattr(rewrite, "scale_mask", scale_mask)
@@ -169,7 +156,7 @@ def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, step: Step)
     assert_same_bits(net.buffers(), before)
 
 
-def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable[[Tensor], Tensor]:
+def _wavering_sum(monkeypatch: Patch, off: float = 0.0) -> Callable[[Tensor], Tensor]:
     """A sum that comes out otherwise at each call, as one added atomically does; ``off`` more where it is compiled."""
     compiled = {"running": False}
     turns = itertools.cycle([0.0, 1e-4, -1e-4, 2e-4])
@@ -195,9 +182,8 @@ def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable
     return wavering_sum
 
 
-@pytest.fixture
-def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison that a step on CUDA gets."""
+def _verify_as_on_cuda(monkeypatch: Patch) -> None:
+    """Compare as for a step on CUDA."""
     monkeypatch.setattr(verification, "may_waver", lambda device: True)
 
 
@@ -213,18 +199,17 @@ def test_only_cuda_may_waver_and_not_when_told_to_be_deterministic() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("_as_on_cuda")
 def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_told(
-    net: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    net: nn.Module, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    _verify_as_on_cuda(monkeypatch)
     wavering_sum = _wavering_sum(monkeypatch)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
     with caplog.at_level(logging.WARNING, logger="checkmate.verification"):
         compiled(X)
     (record,) = caplog.records
-    assert "Plain PyTorch does not repeat its own numbers" in record.getMessage()
-    assert "output 0 by 0.0003" in record.getMessage()
-    assert "within that spread" in record.getMessage()
+    for said in ("Plain PyTorch does not repeat its own numbers", "output 0 by 0.0003", "within that spread"):
+        assert said in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -235,10 +220,9 @@ def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_to
     ],
     ids=["on the CPU any", "more than the spread"],
 )
-def test_a_spread_is_caught(
-    off: float, on_cuda: bool, words: str, net: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verification, "may_waver", lambda device: on_cuda or device.type == "cuda")
+def test_a_spread_is_caught(off: float, on_cuda: bool, words: str, net: nn.Module, monkeypatch: Patch) -> None:
+    if on_cuda:
+        _verify_as_on_cuda(monkeypatch)
     wavering_sum = _wavering_sum(monkeypatch, off=off)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
     with pytest.raises(checkmate.VerificationError, match=words):
@@ -246,10 +230,8 @@ def test_a_spread_is_caught(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_as_on_cuda")
-def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
-    net: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(net: nn.Module, monkeypatch: Patch) -> None:
+    _verify_as_on_cuda(monkeypatch)
     wavering_sum = _wavering_sum(monkeypatch)
     monkeypatch.setattr(rewrite, "scale_mask", SCALED_OTHERWISE)
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
@@ -262,14 +244,12 @@ def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[StepSt
     return [
         StepState(
             outputs={"output 0": torch.tensor(output)},
-            gradients={
-                f"the gradient of {name}": torch.tensor([1.0, most]) for name, most in zip(gradients, run, strict=True)
-            },
+            gradients={f"the gradient of {name}": torch.tensor([1.0, most]) for name, most in run.items()},
             state={},
             random={},
             use=MemoryUse(0, 0, None),
         )
-        for run in zip(*gradients.values(), strict=True)
+        for run in (dict(zip(gradients, run, strict=True)) for run in zip(*gradients.values(), strict=True))
     ]
 
 
@@ -284,7 +264,7 @@ def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[StepSt
     ],
 )
 def test_where_one_gradient_wavers_all_may(weight: list[float], bias: list[float], error: str | None) -> None:
-    """In five plain runs the weight's differ by 2 ** -10 of its largest element, and the bias's do not."""
+    """The weight's differ by 2 ** -10 of its largest element in five plain runs, and the bias's do not."""
     plain = _runs({"weight": [8.0, 8.0, 8.0 + 2**-7, 8.0, 8.0], "bias": [4.0] * 5})
     (found,) = _runs({"weight": weight, "bias": bias})
     with nullcontext() if error is None else pytest.raises(checkmate.VerificationError, match=error):
@@ -342,8 +322,6 @@ def test_verify_takes_modules_and_keywords(net: nn.Module) -> None:
     report = checkmate.verify(net, input=X, budget="1 MB")
     assert report.measured_peak is None  # the loss is outside
     assert "not compared" in str(report)
-
-
-def test_verify_of_what_needs_no_gradient() -> None:
+    # what needs no gradient
     report = checkmate.verify(lambda x: x * 2, torch.ones(3), budget="1 MB")
     assert (report.gradients, report.budget) == (0, None)
