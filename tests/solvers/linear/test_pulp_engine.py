@@ -1,4 +1,4 @@
-"""The same model solved by CBC through PuLP."""
+"""CBC, through PuLP, solves the model that HiGHS solves."""
 
 from __future__ import annotations
 
