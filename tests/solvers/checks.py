@@ -11,11 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from checkmate import Plan, Problem, Schedule, Solution, Status
 from checkmate.core import simulator
-from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task

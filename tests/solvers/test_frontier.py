@@ -20,15 +20,13 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
-from checkmate.errors import BudgetError, SolverError
+from checkmate import BudgetError, Frontier, Problem, Solution, SolverError, Status, frontier, solve
 from checkmate.solvers import frontier as module
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.frontier import BUDGETS, Frontier, frontier
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.frontier import BUDGETS
+from checkmate.solvers.solve import min_budget
 from tests.support.oracle import optima, random_problem
 from tests.support.sampling import in_turn
 
@@ -282,9 +280,7 @@ def test_it_prints_as_a_table_in_text_and_html() -> None:
     assert isinstance(found, checkmate.Frontier)
 
 
-def test_records_are_numbers_and_text_and_without_pandas_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_records_are_numbers_and_text_and_pandas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = frontier(CHAIN, [5], methods=["milp"], jobs=1)
     (record,) = found.records()
     figures = {"cost": 22.0, "overhead": pytest.approx(5 / 17), "bound": 22.0, "gap": 0.0, "peak": 5}

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.core.problem import Problem
+from checkmate import Problem, solve
 from checkmate.solvers.common.schedules import cost_of, kept_by_the_forward, peak_of
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import subsets, wrong
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn

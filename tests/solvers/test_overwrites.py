@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate.core.solution import Status
-from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import solve
+from checkmate import Status, min_budget, solve
 from tests.solvers.checks import wrong
 from tests.solvers.steps import whole_step
 

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import InvalidProblem
+from checkmate import InvalidProblem, Problem, Profile, Solution, Status, solve
 from checkmate.core import files
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Solution, Status
 from checkmate.solvers import plan_cache
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store
-from checkmate.solvers.solve import attempt, min_budget, solve
+from checkmate.solvers.solve import attempt, min_budget
 from tests.solvers.checks import begun, check, runs, takes_less_than
 from tests.support.budgets import recomputing
 from tests.support.offers import plan
@@ -301,9 +299,7 @@ def test_what_is_out_of_range_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("document", [[], None, {}, {"question": {}}, {**as_document(RECORD), "cost": -1.0}])
-def test_a_damaged_record_is_refused_with_a_warning_and_replaced(
-    document: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_record_is_refused_aloud_and_replaced(document: object, caplog: pytest.LogCaptureFixture) -> None:
     """A record that answers another question is refused, too."""
     _keep(QUESTION, document)
     assert lookup(QUESTION) is None

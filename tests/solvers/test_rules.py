@@ -6,25 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from checkmate.core.problem import Problem
+from checkmate import Problem, RuleError, SolverError, Status, frontier, min_budget, solve
 from checkmate.core.rules import with_rules
-from checkmate.core.solution import Status
-from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.schedules import on_demand
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.local_search import exchange
-from checkmate.solvers.search.min_budget import least_runs, min_budget
+from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.value_sets import ValueSets
-from checkmate.solvers.solve import FOLLOWS_ALL, solve
+from checkmate.solvers.solve import FOLLOWS_ALL
 from tests.solvers.checks import all_runs, begun, runs, wrong
 
 

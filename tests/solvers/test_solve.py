@@ -17,9 +17,8 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Refusal, Solution, Status
-from checkmate.errors import BudgetError, SolverError
+from checkmate import BudgetError, Problem, Solution, SolverError, Status, solve
+from checkmate.core.solution import Refusal
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
@@ -28,7 +27,7 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 from checkmate.solvers.search.min_budget import least_runs
-from checkmate.solvers.solve import attempt, cheapest_split, min_budget, solve
+from checkmate.solvers.solve import attempt, cheapest_split, min_budget
 from checkmate.units import exact_bytes
 from tests.solvers.checks import check, takes_less_than
 from tests.solvers.steps import layers
@@ -100,9 +99,7 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     check(solve(problem, least, time_limit=5))
 
 
-def test_a_refusal_says_where_the_smallest_budget_is_slow_and_names_a_roomier_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_names_a_roomier_budget_where_the_smallest_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dags.unit_chain(16)
     least, R = least_runs(problem)
     times = R.sum() / problem.keep_all_cost
@@ -171,9 +168,7 @@ def test_the_time_limit_holds() -> None:
         long("lp-rounding", dags.unit_chain(8), 0.5),
     ],
 )
-def test_the_same_seed_gives_the_same_plan_where_time_does_not_bind(
-    method: str, problem: Problem, share: float
-) -> None:
+def test_a_seed_gives_the_same_plan_where_time_does_not_bind(method: str, problem: Problem, share: float) -> None:
     seeded = {"seed": 3} if "seed" in METHODS[method].options else {}
     randomized = {"randomized": True} if "randomized" in METHODS[method].options else {}
     budget = int(share * problem.keep_all_peak)

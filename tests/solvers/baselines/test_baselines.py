@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.dtr import HEURISTICS
 from checkmate.solvers.catalogue import METHODS
 from tests.solvers.checks import solve

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.problem import Problem, Profile
+from checkmate import Graph, Op, Problem, Profile, Value
 from checkmate.solvers.baselines.checkpointing import (
     articulation_points,
     chain,

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Status
+from checkmate import Graph, Op, Problem, Profile, Status, Value
 from checkmate.solvers.baselines.dtr import HEURISTICS, Runtime
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock, OutOfTime
@@ -87,9 +85,7 @@ def test_options_that_look_at_fewer_values_still_find_plans() -> None:
     assert few < math.inf
 
 
-def test_a_chain_longer_than_pythons_stack_comes_back_and_a_run_that_goes_round_in_circles_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chain_longer_than_pythons_stack_comes_back_and_endless_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 1500
     deps = [[], *([k] for k in range(n - 1)), [], [n - 1, n]]
     problem = Problem.from_dag(deps, seconds=[1] * (n + 2), sizes=[1] * n + [2, 1], outputs=[n + 1])

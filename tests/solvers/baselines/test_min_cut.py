@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
 from checkmate.solvers.common.schedules import kept_by_the_forward
 from tests.solvers.checks import solve, subsets

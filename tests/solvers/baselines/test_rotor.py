@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import peak_of

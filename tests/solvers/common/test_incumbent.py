@@ -19,16 +19,13 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import statusline
+from checkmate import SolverError, Status, solve, statusline
 from checkmate.core import simulator
-from checkmate.core.solution import Status
-from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, certify
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import all_runs, begun, runs
 from tests.solvers.steps import FIVE
 from tests.support.oracle import pinned
@@ -168,9 +165,7 @@ def test_elsewhere_progress_is_logged(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_interrupt_answers_with_the_best_plan_and_is_raised_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_answers_with_the_best_plan_or_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highs, "run", Mock(side_effect=KeyboardInterrupt))
     solution = solve(dags.unit_chain(30), 8)
     assert (solution.status, solution.interrupted, solution.peak <= 8) == (Status.FEASIBLE, True, True)
@@ -255,9 +250,7 @@ def test_a_right_schedule_gets_the_simulators_figures_and_each_op_once_is_optima
 @pytest.mark.parametrize(
     ("bound", "expected"), [(0.0, 5.0), (5.5, 5.5), (6.0001, 6.0), (6.1, 5.0), (math.inf, 5.0), (math.nan, 5.0)]
 )
-def test_a_bound_is_from_each_op_once_to_the_cost_and_proves_nothing_where_it_is_above(
-    bound: float, expected: float
-) -> None:
+def test_a_bound_lies_between_each_op_once_and_the_cost_or_proves_nothing(bound: float, expected: float) -> None:
     solution = certify(CHAIN, 10, AGAIN, method="test", bound=bound)
     assert (solution.cost, solution.bound, solution.gap) == (6.0, expected, pytest.approx(1 - expected / 6))
     assert solution.status is (Status.OPTIMAL if expected == 6.0 else Status.FEASIBLE)

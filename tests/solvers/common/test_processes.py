@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.errors import SolverError
+from checkmate import Problem, SolverError
 from checkmate.solvers.common.processes import NICENESS, BackgroundCall, Process, Processes
 from tests.support.processes import ROOT
 from tests.support.sampling import slow

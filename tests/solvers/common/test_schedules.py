@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
+from checkmate import Problem, Schedule
 from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand
 from tests.solvers.checks import runs
 from tests.support.oracle import random_problem

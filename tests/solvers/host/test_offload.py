@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.host import Host
+from checkmate import Host, Problem, Status, frontier, solve
 from checkmate.core.plan import Fetch, Run
-from checkmate.core.problem import Problem
 from checkmate.core.simulator import check_plan
-from checkmate.core.solution import Status
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
 from checkmate.solvers.common.fetch_ops import MustBeBack, plain_events, with_fetches
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.frontier import frontier
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.min_budget import _known as known_ends
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import begun
 from tests.solvers.steps import layers
 from tests.support.offers import plan
@@ -129,9 +126,7 @@ def test_a_budget_that_is_named_has_a_plan_on_a_slow_machine_too(seconds: float)
         assert solve(there, budget, time_limit=seconds).plan is not None
 
 
-def test_a_plan_that_sends_is_remembered_and_where_a_solve_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_sends_is_remembered_and_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(FAST)
     first, again = (plan(problem, 8 * 6, time_limit=5) for _ in range(2))

@@ -6,14 +6,11 @@ import math
 
 import pytest
 
-from checkmate.core.host import Host
+from checkmate import Host, Problem, Status, solve
 from checkmate.core.plan import Fetch, Run, Send
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.policies import Policy, candidates, every_swap
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import check
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
 

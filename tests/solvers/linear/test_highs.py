@@ -187,7 +187,7 @@ def test_incumbents_are_reported_in_falling_order_bounds_in_rising_and_end_at_th
 @pytest.mark.parametrize(
     "error", [LookupError("a callback's own trouble"), KeyboardInterrupt()], ids=["error", "ctrl-c"]
 )
-def test_what_a_callback_raises_is_raised_to_the_caller(
+def test_errors_of_callbacks_reach_the_caller(
     callback: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C is no Exception, and in a thread of its own it would end as a traceback on standard error."""

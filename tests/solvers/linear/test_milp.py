@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
+from checkmate import Graph, Op, Problem, Profile, Schedule, SolverError, Status, Value, solve
 from checkmate.core import simulator
-from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.inplace import InPlace
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Status
-from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear import highs
@@ -27,7 +23,6 @@ from checkmate.solvers.linear.equations import FORMULATIONS, build, without_spar
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import runs, takes_less_than
 from tests.support.oracle import (
     PLAIN_AND_WAYS,
@@ -57,16 +52,23 @@ def known(seed: int, most_ops: int = 5, make: Make = random_problem) -> tuple[Pr
     return problem, [(budget, optimum(every, budget)) for budget in sorted({*budgets[:2], *budgets[-3:]})]
 
 
-@pytest.mark.slow
-@in_turn(formulation=FORMULATIONS, seed=[1009, *map(long, (1004, 1012))])
-def test_six_ops_equal_brute_force(formulation: str, seed: int) -> None:
-    """Fewer ops are in `test_beside_all_schedules`."""
-    problem, budgets = known(seed, most_ops=6)
+def check_against_brute_force(problem: Problem, budgets: list[tuple[int, float]], formulation: str) -> None:
     for budget, best in budgets:
         solution = milp(problem, budget, formulation=formulation)
         assert solution.status is (Status.OPTIMAL if best < np.inf else Status.INFEASIBLE)
         assert solution.cost == pytest.approx(best, rel=1e-9)
         assert solution.bound <= best * (1 + 1e-9)
+
+
+@in_turn(formulation=FORMULATIONS, make=PLAIN_AND_WAYS, seed=every(6, range(0, 80, 2)))
+def test_both_forms_equal_brute_force(formulation: str, make: Make, seed: int) -> None:
+    check_against_brute_force(*known(seed, make=make), formulation)
+
+
+@pytest.mark.slow
+@in_turn(formulation=FORMULATIONS, seed=[1009, *map(long, (1004, 1012))])
+def test_six_ops_equal_brute_force(formulation: str, seed: int) -> None:
+    check_against_brute_force(*known(seed, most_ops=6), formulation)
 
 
 @in_turn(seed=every(5, range(0, 80, 4)), make=PLAIN_AND_WAYS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
+from checkmate import Problem, solve
 from checkmate.solvers.common.schedules import cost_of, peak_of
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.moments import (
@@ -27,7 +27,6 @@ from checkmate.solvers.linear.moments import (
 )
 from checkmate.solvers.linear.moments import moment_bound as bound_of
 from checkmate.solvers.search.greedy import next_use
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import begun, runs, takes_less_than
 from tests.support.oracle import PLAIN_AND_WAYS, Make, best_within, optimum, outcomes, random_ruled_problem
 from tests.support.sampling import every, in_turn
@@ -139,9 +138,7 @@ def one_input_each(problem: Problem, seed: int) -> Problem:
 
 
 @pytest.mark.parametrize("first", every(4, range(0, 60, 15)))
-def test_keeping_what_is_made_of_a_value_in_its_place_costs_no_more(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keeping_what_is_made_of_a_value_instead_costs_no_more(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = 0
     for seed, drawn in by_turns(CASES, range(first, first + 15), 9):
         problem, rng, ops = one_input_each(drawn, seed), np.random.default_rng(seed), len(drawn.graph.ops)

@@ -10,8 +10,7 @@ import pulp
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.solution import Status
-from checkmate.errors import SolverError
+from checkmate import SolverError, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import pulp_engine
 from checkmate.solvers.linear.equations import FORMULATIONS, build

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Status
+from checkmate import Schedule, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear.milp import relax

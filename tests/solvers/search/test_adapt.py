@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Status
+from checkmate import Schedule, Status, solve
 from checkmate.solvers.common.schedules import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
-from checkmate.solvers.solve import solve
 from tests.solvers.checks import all_runs, runs, takes_less_than, wrong
 from tests.support.budgets import recomputing
 from tests.support.oracle import best_within, drawn, random_problem

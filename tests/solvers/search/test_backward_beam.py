@@ -47,15 +47,8 @@ def cost_within(problem: Problem, budget: int, found: np.ndarray | list[list[int
     return certify(problem, budget, plan, method="beam").cost
 
 
-@in_turn(
-    make=PLAIN_AND_WAYS,
-    first=every(8, range(0, 80, 10)),
-    width=[1, 2, 4, MANY],
-    any_order=[False, True],
-)
-def test_never_above_the_optimum_and_on_it_with_every_state(
-    make: Make, first: int, width: int, any_order: bool
-) -> None:
+@in_turn(make=PLAIN_AND_WAYS, first=every(8, range(0, 80, 10)), width=[1, 2, 4, MANY], any_order=[False, True])
+def test_never_above_the_optimum_and_exact_with_all_states(make: Make, first: int, width: int, any_order: bool) -> None:
     for problem, budget, best in small(make, first, any_order=any_order):
         for worth in (0.0, 0.3) if width < MANY else (0.1,):
             search = beam(problem, budget, width, worth=worth, any_order=any_order)

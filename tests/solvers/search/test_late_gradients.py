@@ -9,14 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem, Profile
+from checkmate import Graph, Problem, Profile, min_budget
 from checkmate.solvers.common.schedules import obeys_limits
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.late_gradients import late_results, second_runs
-from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import wrong
 from tests.solvers.steps import whole_step
@@ -94,9 +92,7 @@ def test_gradients_run_again_where_their_updates_read_them() -> None:
 
 
 @in_turn(layers=[6, 10], seed=range(3))
-def test_the_narrowest_search_finds_the_smallest_budget(
-    layers: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_narrowest_search_finds_the_least_budget(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds only plans that say beforehand which gradients stay and which are made twice; its bound is the same."""
     monkeypatch.setattr(least, "_known", OrderedDict())
     monkeypatch.setattr(least, "WIDTHS", (1,))

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
+from checkmate import Problem, Schedule
 from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.schedules import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock, Task

@@ -7,13 +7,11 @@ from collections import OrderedDict
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Status
+from checkmate import MinBudget, Problem, Profile, Status, min_budget, solve
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
-from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_plan, least_runs, min_budget
-from checkmate.solvers.solve import solve
+from checkmate.solvers.search.min_budget import bottleneck, least_plan, least_runs
 from checkmate.units import exact_bytes
 from tests.solvers.checks import takes_less_than, wrong
 from tests.support.all_plans import smallest_peak
@@ -34,9 +32,7 @@ def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) ->
 
 
 @in_turn(make=PLAIN_AND_WAYS, block=every(5, range(10)))
-def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
-    make: Make, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_of_large_problems_encloses_the_truth(make: Make, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(least, "MOST_OPS_EXACT", 0)
     monkeypatch.setattr(least, "_known", OrderedDict())
     monkeypatch.setattr(least, "WIDTHS", (1, 2, 8) if block % 2 else (8,))

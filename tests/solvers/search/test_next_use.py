@@ -10,8 +10,7 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.schedules import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock, Task

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 import checkmate
-from checkmate import Problem, solve
+from checkmate import CheckmateError, Graph, Op, Plan, Problem, Profile, Value, solve
 from checkmate.core import simulator
 from checkmate.core.fingerprint import fingerprints
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.plan import Free, Plan, Run, Start
-from checkmate.core.problem import Profile
+from checkmate.core.plan import Free, Run, Start
 from checkmate.core.schedule import run_at_once
 from checkmate.core.timing import timing, walk
-from checkmate.errors import CheckmateError
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.overlap import Exposed

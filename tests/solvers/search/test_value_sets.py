@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
+from checkmate import Problem, Schedule
 from checkmate.core import simulator
 from checkmate.core.plan import Free
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
