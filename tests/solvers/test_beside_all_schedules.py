@@ -75,12 +75,16 @@ def test_parts_of_auto_are_never_wrong(make: Make, seed: int) -> None:
     pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
     asked = [R for R in every if (R[:, pinned].sum(axis=0) == 1).all()]
     np.testing.assert_array_equal([R for R in asked if obeys_limits(problem, R)], good)
+    least = least_runs(problem)[1]
     for budget in sorted({peak_of(problem, R) for R in good})[:3]:
         fitting = [R for R in good if peak_of(problem, R) <= budget]
         dearest, too_large = (max(some, key=lambda R: float(R.sum())) for some in (fitting, every))
         best, incumbent = min(cost_of(problem, R) for R in fitting), begun(problem, budget, 5.0)
         for found in _searched(incumbent.task, dearest, too_large):
             assert found is None or not wrong(problem, found, budget)
+        found = Detours(incumbent.task).search(least, Clock(0.2))
+        assert not wrong(problem, found, budget)
+        assert cost_of(problem, found) <= cost_of(problem, least)
         assert moment_bound(incumbent.task, incumbent, most=5).value <= best * (1 + 1e-6)
         if make is random_ruled_problem:  # whose rules these do not know of
             continue
@@ -104,4 +108,3 @@ def _searched(task: Task, dearest: np.ndarray, too_large: np.ndarray) -> Iterato
     yield adapt(task, too_large)
     yield TiltedPasses(task).search(Clock(0.05))
     yield Neighbourhoods(task).search(dearest, Clock(0.2))
-    yield Detours(task).search(dearest, Clock(0.2))
