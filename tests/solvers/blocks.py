@@ -46,7 +46,7 @@ def cut_up(rng: random.Random, count: int, moments: int, height: int) -> list[Bl
 
 
 def least_height(blocks: Sequence[Block]) -> int:
-    """Of all orders of placing each block as low as it can be: that in which they lie above each other is the best."""
+    """The least height of all orders of placing each block as low as it can be: the best placement has one of them."""
     least = sum(block.size for block in blocks)
     for order in permutations(blocks):
         placed: list[tuple[Block, int]] = []

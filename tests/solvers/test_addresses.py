@@ -54,7 +54,7 @@ def test_the_live_peak_is_counted_moment_by_moment_and_the_checker_sees_what_ove
 
 
 def test_what_first_fit_leaves_open_is_searched() -> None:
-    """Where the live peak is proven to be too low, the bound is raised."""
+    """The bound is raised where the live peak is proven to be too low."""
     blocks = cut_up(random.Random(3), 100, moments=60, height=1 << 20)
     assert place_blocks(blocks, time_limit=0).height > 1.05 * (1 << 20)
     pages = [block._replace(size=64 * block.size) for block in NINE_ALIVE_TEN_NEEDED]

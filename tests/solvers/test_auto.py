@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,6 @@ from benchmarks.networks import dags
 from checkmate.core.solution import Status
 from checkmate.solvers.auto import STAGES, Portfolio, Stage
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.greedy import next_use
 
@@ -43,22 +43,17 @@ def test_a_chain_close_to_its_smallest_budget_is_solved(budget: int, best: int) 
 
 
 def test_patience_ends_the_look_for_a_first_plan_and_not_for_better_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of twenty seconds passes have one, half a second for the first plan; of a patience of 0.4 they had 0.02."""
-    asked = []
-
-    def passes(task: Task, incumbent: Incumbent, *, patience: float) -> Remarks:
-        asked.append((task.clock.limit, patience))
-        return next_use(task, incumbent, patience=patience)
-
+    """Passes have one of twenty seconds, half of it for the first plan; of a patience of 0.4 they had 0.02."""
+    passes = Mock(wraps=next_use)
     monkeypatch.setattr("checkmate.solvers.auto.next_use", passes)
     auto(CHAIN, 5, time_limit=20, patience=0.4)
-    ((seconds, patience),) = asked
-    assert seconds == pytest.approx(1.0, rel=0.1)
-    assert 0.1 < patience <= 0.2
+    passes.assert_called_once()
+    assert passes.call_args.args[0].clock.limit == pytest.approx(1.0, rel=0.1)
+    assert 0.1 < passes.call_args.kwargs["patience"] <= 0.2
 
 
 def test_a_tiny_graph_with_many_states_leaves_time_for_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is exact at once ends after its share: the others are begun all the same."""
+    """The exact search ends after its share: the other stages are begun all the same."""
     begun = []
 
     def watch(stage: Stage) -> Stage:

@@ -23,7 +23,7 @@ from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import processes
 from checkmate.solvers.plan_cache import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
-from tests.solvers.host.test_offload import layers
+from tests.solvers.steps import layers
 from tests.support.offers import begin_poorly
 from tests.support.processes import ROOT, run_fresh_python
 
@@ -37,7 +37,7 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _open() -> UnfinishedSearch:
-    """What is open of a plan, so much that a search goes on for as long as a test takes."""
+    """A search that goes on for as long as a test takes."""
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan = solve(problem, budget, method="next-use", time_limit=0.1)
@@ -97,8 +97,7 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     assert best.cost < (1 - BETTER) * unfinished.start.cost
     search = Search(unfinished)
     search.start()
-    assert search.wait(PATIENCE)
-    assert search.failure == ""
+    assert (search.wait(PATIENCE), search.failure) == (True, "")
     assert not check_plan(search.better.plan, problem, budget)
     assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
@@ -115,7 +114,7 @@ def test_what_fails_in_the_process_is_told_in_its_words() -> None:
 
 
 def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
-    """What is open is sent without functions."""
+    """Functions of a problem are not sent."""
     problem = layers(8, size=4)
     budget = least_runs(problem, time_limit=0.5)[0] + 8
     best, told = solve(problem, budget), list[News]()
@@ -159,8 +158,6 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 class TestProcess:
-    """What the process is, and how it ends."""
-
     def test_it_has_no_torch_and_a_low_priority(self, search: Search) -> None:
         assert _comes(lambda: search.news.seconds > 0.0)  # it has told something
         pid = _pid(search)
@@ -185,8 +182,7 @@ class TestProcess:
         first = _pid(search)
         second = Search(search.unfinished)
         second.start()
-        assert second.pid is None
-        assert second.goes_on
+        assert (second.pid, second.goes_on) == (None, True)
         search.end()
         assert _pid(second) != first
         second.end()

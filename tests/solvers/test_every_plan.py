@@ -1,4 +1,4 @@
-"""What is found, beside the best of all plans, which may run ops again in any order, and as often as need be.
+"""Plans that are found, beside the best of all plans, which may run ops again in any order, and as often as need be.
 
 A schedule, R and S, runs each op at most once a stage, in PyTorch's order. The smallest budget, and `auto` on graphs as
 small as these, speak of all plans; `milp` speaks of schedules, and says so.
@@ -6,32 +6,27 @@ small as these, speak of all plans; `milp` speaks of schedules, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from checkmate import MinBudget, Plan, Problem, Status, frontier, min_budget, solve
 from checkmate.core import simulator
-from checkmate.core.plan import Free, Plan, Run
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate.core.plan import Free, Run
 from checkmate.solvers import plan_cache
 from checkmate.solvers.common import incumbent
-from checkmate.solvers.frontier import frontier
-from checkmate.solvers.search.min_budget import MinBudget, least_runs, min_budget
-from checkmate.solvers.solve import solve
+from checkmate.solvers.search.min_budget import least_runs
+from tests.solvers.checks import wrong
+from tests.solvers.steps import FIVE
 from tests.support.all_plans import cheapest_plan, is_a_schedule, random_chain_with_host, random_dag
-from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
+from tests.support.oracle import Make, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn, long
 
-# op 3 needs ops 0 and 1, op 4 needs ops 0 and 2: op 2 runs again in the stage of op 4, and op 0 once more after it
-FIVE = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
 NINE_BYTES = Plan(
     (Run(0), Run(1), Run(2), Free(2), Run(3), Free(0), Run(2), Free(1), Run(0), Run(4), Free(0), Free(2)), 12
 )
 
 
 def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
-    assert simulator.check_plan(NINE_BYTES, FIVE, 9) == []
+    assert wrong(FIVE, NINE_BYTES, 9) == []
     assert (simulator.cost(NINE_BYTES, FIVE), is_a_schedule(NINE_BYTES)) == (7.0, False)
     assert (FIVE.unavoidable_bytes.max(), min(peak for _, peak in outcomes(FIVE))) == (8, 10)
     assert min_budget(FIVE) == MinBudget(8, 8)
@@ -49,14 +44,13 @@ def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
 
 
 def test_a_plan_of_which_a_schedule_does_not_say_all_is_kept_whole() -> None:
-    """As a start, on disk, in a frontier of several processes, and within a larger budget."""
+    """It is a start, is on disk, comes from other processes to a frontier, and holds within a larger budget."""
     found = solve(FIVE, 9)
     record = plan_cache.Record.of(found, "auto", 1.0)
     again = plan_cache.from_document(plan_cache.as_document(record), "memory").certified(FIVE, 9)
     assert (again.plan, again.cost) == (found.plan, 7.0)
     assert incumbent.again(found, FIVE, 9).plan == found.plan
-    rows = frontier(FIVE, [8, 9], jobs=2)
-    assert [row.cost for row in rows] == [8.0, 7.0]
+    assert [row.cost for row in frontier(FIVE, [8, 9], jobs=2)] == [8.0, 7.0]
     assert solve(FIVE, 9, start=found).cost == 7.0
 
 
@@ -86,7 +80,7 @@ def random_chain(seed: int) -> Problem:
 
 
 # of 300 seeds, those whose problems have such plans
-OUT_OF_ORDER: dict[Callable[..., Problem], set[int]] = {
+OUT_OF_ORDER: dict[Make, set[int]] = {
     random_dag: {71, 238},
     random_problem: set(),
     random_problem_with_ways: {89},
@@ -95,7 +89,7 @@ OUT_OF_ORDER: dict[Callable[..., Problem], set[int]] = {
 
 
 @in_turn(make=OUT_OF_ORDER, first=[0, 70, *map(long, range(10, 70, 10)), *map(long, range(80, 300, 10))])
-def test_what_is_found_is_the_best_of_all_plans(make: Callable[..., Problem], first: int) -> None:
+def test_what_is_found_is_the_best_of_all_plans(make: Make, first: int) -> None:
     for seed in range(first, first + 10):
         assert (beside_all_plans(make(seed)) > 0) == (seed in OUT_OF_ORDER[make]), seed
 

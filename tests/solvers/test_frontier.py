@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -19,15 +20,13 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
-from checkmate.errors import BudgetError, SolverError
+from checkmate import BudgetError, Frontier, Problem, Solution, SolverError, Status, frontier, solve
 from checkmate.solvers import frontier as module
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.frontier import BUDGETS, Frontier, frontier
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.frontier import BUDGETS
+from checkmate.solvers.solve import min_budget
 from tests.support.oracle import optima, random_problem
 from tests.support.sampling import in_turn
 
@@ -71,8 +70,7 @@ def test_it_is_the_optimum_of_brute_force_at_every_budget(seed: int) -> None:
     found = frontier(problem, list(best), methods=["milp", "auto"], gap=0.0, jobs=1)
     check(found, problem)
     for row in found:
-        assert row.cost == pytest.approx(best[row.budget])
-        assert row.bound == pytest.approx(best[row.budget])
+        assert row.cost == pytest.approx(best[row.budget]) == pytest.approx(row.bound)
 
 
 def test_cost_never_rises_with_the_budget_though_the_methods_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +91,18 @@ def test_plans_stay_within_a_method_and_bounds_are_shared() -> None:
     assert rows == [("next-use", own.cost, 22), ("milp", 22, 22)]
 
 
-@pytest.mark.parametrize(
-    ("plan_of", "bounds", "found"),
-    [
-        ({4: 4, 5: 5, 6: 6, 8: 8}, {6: 21.0}, {4: (26, 21), 5: (22, 21), 6: (21, 21), 8: (19, 17)}),
-        ({4: 4, 5: 4, 6: 5}, {5: 24.0}, {4: (26, 24), 5: (26, 24), 6: (22, 17)}),
-        ({5: 5}, {6: math.inf}, {5: (22, 17), 6: (22, 17)}),
-    ],
-    ids=["holds for smaller budgets", "and for no larger ones", "is dropped where a plan contradicts it"],
-)
-def test_what_is_proven(
-    monkeypatch: pytest.MonkeyPatch, plan_of: dict[int, int], bounds: dict[int, float], found: dict[int, tuple]
-) -> None:
+PROVEN: dict[str, tuple[dict[int, int], dict[int, float], dict[int, tuple[float, float]]]] = {
+    "holds for smaller budgets": (
+        {4: 4, 5: 5, 6: 6, 8: 8}, {6: 21.0}, {4: (26, 21), 5: (22, 21), 6: (21, 21), 8: (19, 17)}
+    ),
+    "and for no larger ones": ({4: 4, 5: 4, 6: 5}, {5: 24.0}, {4: (26, 24), 5: (26, 24), 6: (22, 17)}),
+    "is dropped where a plan contradicts it": ({5: 5}, {6: math.inf}, {5: (22, 17), 6: (22, 17)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROVEN)
+def test_what_is_proven(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    plan_of, bounds, found = PROVEN[case]
     add_method(monkeypatch, plan_of, bounds)
     rows = frontier(CHAIN, list(found), methods=["fake"], jobs=1)
     assert {row.budget: (row.cost, row.bound) for row in rows} == found
@@ -121,7 +119,7 @@ def test_what_is_proven_impossible_is_so_for_smaller_budgets() -> None:
 
 
 def test_budgets_by_default_and_as_people_write_them_once_each_and_in_order() -> None:
-    """By default from the smallest to keeping everything."""
+    """Budgets are by default from the smallest to keeping everything."""
     problem = dags.vgg(8)
     found = frontier(problem, methods=["next-use"], time_limit=1, jobs=1)
     assert len(found) == BUDGETS
@@ -147,16 +145,15 @@ def test_in_processes_and_in_any_executor_it_is_the_same_as_here() -> None:
 
 
 class Elsewhere:
-    """A client whose calls come to what is asked."""
+    """A client; what comes of a call is a function of its number and of how it is answered."""
 
     def __init__(self, come_to: Callable[[int, Callable[[], Any]], Any]) -> None:
-        self.calls, self.come_to = 0, come_to
+        self.calls, self.come_to = itertools.count(1), come_to
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self.calls += 1
         try:
-            future.set_result(self.come_to(self.calls, lambda: call(*arguments)))
+            future.set_result(self.come_to(next(self.calls), partial(call, *arguments)))
         except (OSError, SolverError) as error:
             future.set_exception(error)
         return future
@@ -170,7 +167,7 @@ def _fail_second(call: int, answer: Callable[[], Any]) -> Any:
 
 @pytest.mark.slow
 def test_a_failure_there_loses_no_other_row() -> None:
-    """Without a plan for a smaller budget nothing is found."""
+    """Nothing is found without a plan for a smaller budget."""
     found = frontier(CHAIN, [4, 5, 6], methods=["milp"], client=Elsewhere(_fail_second))
     assert [(row.cost, row.from_budget) for row in found] == [(26, None), (26, 4), (21, None)]
     assert found[1].message == "the machine went away"
@@ -190,8 +187,8 @@ def test_rubbish_from_elsewhere_becomes_no_plan() -> None:
     assert "milp is wrong" in row.message
 
 
-def test_a_process_that_dies_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(call: int, answer: Callable[[], Solution]) -> Any:
+def test_a_process_that_dies_is_a_row_that_says_so() -> None:
+    def die(call: int, answer: Callable[[], Any]) -> Any:
         return answer() if call == 1 else module.Processes(1).submit(os._exit, 9).result()
 
     found = frontier(CHAIN, [5, 6], methods=["milp"], client=Elsewhere(die))
@@ -283,9 +280,7 @@ def test_it_prints_as_a_table_in_text_and_html() -> None:
     assert isinstance(found, checkmate.Frontier)
 
 
-def test_records_are_numbers_and_text_and_without_pandas_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_records_are_numbers_and_text_and_pandas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = frontier(CHAIN, [5], methods=["milp"], jobs=1)
     (record,) = found.records()
     figures = {"cost": 22.0, "overhead": pytest.approx(5 / 17), "bound": 22.0, "gap": 0.0, "peak": 5}

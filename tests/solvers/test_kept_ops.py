@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import check_plan, cost, lower, simulate
-from checkmate.solvers.common.schedules import kept_by_the_forward
+from checkmate import Problem, solve
+from checkmate.solvers.common.schedules import cost_of, kept_by_the_forward, peak_of
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
-from checkmate.solvers.solve import solve
+from tests.solvers.checks import subsets, wrong
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
@@ -22,18 +19,16 @@ PROBLEMS = Path(__file__).parents[2] / "benchmarks" / "problems"
 
 def _check(problem: Problem, choice: Choice) -> None:
     values = [v for k in choice.kept for v in problem.graph.ops[k].outputs]
-    plan = lower(problem, Schedule.from_runs(problem.graph, kept_by_the_forward(problem, values)))
-    assert check_plan(plan, problem) == []
-    assert simulate(plan, problem).peak == choice.peak
-    assert cost(plan, problem) == pytest.approx(problem.keep_all_cost + choice.seconds)
+    R = kept_by_the_forward(problem, values)
+    assert (wrong(problem, R), peak_of(problem, R)) == ([], choice.peak)
+    assert cost_of(problem, R) == pytest.approx(problem.keep_all_cost + choice.seconds)
 
 
 @in_turn(seed=range(60))
 def test_each_plan_takes_what_the_simulator_says_and_the_cheapest_of_few_ops_is_found(seed: int) -> None:
     problem = random_problem(seed, most_ops=11)
     plans = KeptOps(problem)
-    subsets = chain.from_iterable(combinations(plans.free, n) for n in range(len(plans.free) + 1))
-    every = [plans.of(ops) for ops in subsets]
+    every = [plans.of(ops) for ops in subsets(plans.free)]
     for choice in every[:: 1 + len(every) // 30]:
         _check(problem, choice)
     least = min(choice.peak for choice in every)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import InvalidProblem
+from checkmate import InvalidProblem, Problem, Profile, Solution, Status, solve
 from checkmate.core import files
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Solution, Status
 from checkmate.solvers import plan_cache
 from checkmate.solvers.auto import Portfolio
-from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store
-from checkmate.solvers.solve import attempt, min_budget, solve
-from tests.solvers.test_solve import check
+from checkmate.solvers.solve import attempt, min_budget
+from tests.solvers.checks import begun, check, runs, takes_less_than
 from tests.support.budgets import recomputing
 from tests.support.offers import plan
 
@@ -35,121 +30,110 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
-    """The options of each solve."""
-    seen: list[dict] = []
-
-    def watched(problem: Problem, budget: int, **options: object) -> Solution:
-        seen.append(options)
-        return attempt(problem, budget, **options)
-
-    monkeypatch.setattr(plan_cache, "attempt", watched)
-    return seen
+def solves(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Note the calls of each solve."""
+    noted = Mock(wraps=attempt)
+    monkeypatch.setattr(plan_cache, "attempt", noted)
+    return noted
 
 
 def _problem(batch: int = 8) -> Problem:
     return dags.resnet((1, 1, 1, 1), batch=batch)
 
 
-def _with_costs(problem: Problem, factor: float) -> Problem:
-    """The same step, each second op slower."""
+def _with_costs(problem: Problem, factor: float, ops: slice = slice(None, None, 2)) -> Problem:
+    """The step with other seconds of some of its ops."""
     seconds = problem.seconds.copy()
-    seconds[::2] *= factor
+    seconds[ops] *= factor
     return Problem(problem.graph, Profile(seconds, problem.workspace, problem.resident))
 
 
-def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:
+PROBLEM = _problem()
+BUDGET = (min_budget(PROBLEM, time_limit=2).peak + PROBLEM.keep_all_peak) // 2
+SOLUTION = solve(PROBLEM, BUDGET, time_limit=3)
+QUESTION = Question.of(PROBLEM, BUDGET, "auto")
+RECORD = Record.of(SOLUTION, "auto", 3.0)
+R, T = SOLUTION.schedule.R, len(PROBLEM.graph.ops)
+
+
+def test_the_second_time_nothing_is_solved(solves: Mock) -> None:
     """Every method has its own plans; without the cache all is anew."""
-    budget = recomputing(_problem(), 0.4)
-    first = plan(_problem(), budget, time_limit=5)
-    assert len(solves) == 1
-    began = time.perf_counter()
-    again = plan(_problem(), budget, time_limit=5)
-    assert time.perf_counter() - began < 1
-    assert len(solves) == 1
+    first = plan(_problem(), BUDGET, time_limit=5)
+    with takes_less_than(1):
+        again = plan(_problem(), BUDGET, time_limit=5)
+    assert solves.call_count == 1
     check(again)
-    assert again.origin == "plan cache"
+    assert (again.origin, again.problem is first.problem) == ("plan cache", False)
     assert (again.cost, again.bound, again.peak, again.status) == (first.cost, first.bound, first.peak, first.status)
-    assert again.problem is not first.problem
     for _ in range(2):
-        assert plan(_problem(), budget, method="next-use", time_limit=1).method == "next-use"
-    assert len(solves) == 2
-    plan(_problem(), budget, time_limit=5, cache=False)
-    assert [options.get("start") for options in solves] == [None] * 3
+        assert plan(_problem(), BUDGET, method="next-use", time_limit=1).method == "next-use"
+    assert solves.call_count == 2
+    plan(_problem(), BUDGET, time_limit=5, cache=False)
+    assert [call.kwargs.get("start") for call in solves.call_args_list] == [None] * 3
 
 
 def test_without_the_cache_nothing_is_written() -> None:
-    """Nor where all is kept."""
-    problem = _problem()
-    plan(problem, recomputing(problem, 0.4), time_limit=5, cache=False)
-    assert plan(problem, problem.keep_all_peak).status is Status.OPTIMAL
+    """A plan that keeps everything is not written either."""
+    plan(PROBLEM, BUDGET, time_limit=5, cache=False)
+    assert plan(PROBLEM, PROBLEM.keep_all_peak).status is Status.OPTIMAL
     assert not files.folder().exists()
 
 
-def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
-    problem = _problem()
-    budget = recomputing(problem, 0.4)
-    found = plan(problem, budget, time_limit=5)
-    assert [options["settle"] for options in solves] == [plan_cache.WAVER]
-    best = Incumbent(Task(problem, budget, Clock(100.0)))
+def test_a_small_gap_is_worth_little_of_the_time(solves: Mock) -> None:
+    found = plan(PROBLEM, BUDGET, time_limit=5)
+    assert [call.kwargs["settle"] for call in solves.call_args_list] == [plan_cache.WAVER]
+    best = begun(PROBLEM, BUDGET, 100.0)
     search = Portfolio(best.task, best, settle=0.01, known=None)
     assert best.worth(search.settle) == 1.0  # there is no plan yet
     best.best, best.cost = found, 1.0
-    shares = []
-    for bound in (0.9, 0.99, 0.995, 0.999):
+    for bound, share in ((0.9, 1.0), (0.99, 1.0), (0.995, 0.5), (0.999, 0.1)):
         best.bound = bound
-        shares.append(best.worth(search.settle))
-    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.1])
+        assert best.worth(search.settle) == pytest.approx(share)
     assert search.left < 10.0
     search.settle = 0.0
     assert best.worth(search.settle) == 1.0
 
 
-def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: list[dict]) -> None:
+def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: Mock) -> None:
     problem = dags.gpt(2)
     budget = recomputing(problem, 0.1)
     bad = solve(problem, budget, method="next-use", time_limit=0.1)
     store(Record.of(bad, "auto", 0.1))
     assert bad.gap > 0.01
     same = plan(dags.gpt(2), budget, time_limit=0.1)
-    assert (same.origin, same.cost, solves) == ("plan cache", bad.cost, [])
+    assert (same.origin, same.cost, solves.call_count) == ("plan cache", bad.cost, 0)
     better = plan(dags.gpt(2), budget, time_limit=3)
     assert better.origin == "less time"
     assert better.gap < bad.gap
-    assert plan(dags.gpt(2), budget, time_limit=3).origin == "plan cache"
-    assert len(solves) == 1
+    assert (plan(dags.gpt(2), budget, time_limit=3).origin, solves.call_count) == ("plan cache", 1)
 
 
 def test_other_costs_get_a_new_bound_and_the_old_is_not_claimed() -> None:
-    problem = _problem()
-    budget = recomputing(problem, 0.4)
-    first = plan(problem, budget, time_limit=5)
-    cheaper = _with_costs(problem, 0.97)
-    again = plan(cheaper, budget, time_limit=5)
+    first = plan(PROBLEM, BUDGET, time_limit=5)
+    cheaper, other = _with_costs(PROBLEM, 0.97), _with_costs(PROBLEM, 30.0)
+    again = plan(cheaper, BUDGET, time_limit=5)
     check(again)
     assert again.origin == "other costs"
-    assert again.bound <= solve(cheaper, budget, time_limit=5).cost < first.bound
+    assert again.bound <= solve(cheaper, BUDGET, time_limit=5).cost < first.bound
     assert again.gap <= plan_cache.WAVER + 1e-4
-    for both_are_kept in (_with_costs(problem, 0.97), _problem()):
-        assert plan(both_are_kept, budget, time_limit=5).origin == "plan cache"
-    other = _with_costs(problem, 30.0)  # very different ones are planned for
-    assert plan(other, budget, time_limit=5).cost <= solve(other, budget, time_limit=5).cost * (1 + plan_cache.WAVER)
+    for both_are_kept in (_with_costs(PROBLEM, 0.97), _problem()):
+        assert plan(both_are_kept, BUDGET, time_limit=5).origin == "plan cache"
+    # very different costs are planned for
+    assert plan(other, BUDGET, time_limit=5).cost <= solve(other, BUDGET, time_limit=5).cost * (1 + plan_cache.WAVER)
 
 
-def test_a_few_resident_bytes_more_need_no_new_plan(solves: list[dict]) -> None:
-    """On a GPU what else is allocated varies from start to start."""
-    problem = _problem()
-    budget = recomputing(problem, 0.4) + 64
-    first = plan(problem, budget, time_limit=5)
-    assert first.peak + 64 <= budget
-    more = Problem(problem.graph, replace(problem.profile, resident_bytes=problem.resident + 64))
-    again = plan(more, budget, time_limit=5)
+def test_a_few_resident_bytes_more_need_no_new_plan() -> None:
+    """Other bytes that are allocated on a GPU vary from start to start."""
+    first = plan(PROBLEM, BUDGET + 64, time_limit=5)
+    assert first.peak <= BUDGET
+    more = Problem(PROBLEM.graph, replace(PROBLEM.profile, resident_bytes=PROBLEM.resident + 64))
+    again = plan(more, BUDGET + 64, time_limit=5)
     assert (again.cost, again.bound) == (first.cost, pytest.approx(first.bound))
     assert list(again.details["found"]) == ["start"]
 
 
 @pytest.mark.parametrize("batch", [2, 5, 7])
-def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: int, solves: list[dict]) -> None:
+def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: int, solves: Mock) -> None:
     large, small = _problem(8), _problem(batch)
     budget = recomputing(large, 0.2)
     first = plan(large, budget, time_limit=5)
@@ -157,25 +141,25 @@ def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: in
     check(second)
     assert second.cost <= solve(small, budget, time_limit=5).cost * (1 + max(1e-4, first.gap) + 1e-9)
     if budget < small.keep_all_peak:
-        assert solves[-1]["time_limit"] == plan_cache.DERIVE_SECONDS
+        assert solves.call_args.kwargs["time_limit"] == plan_cache.DERIVE_SECONDS
         assert second.origin == "another size"
 
 
-def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: list[dict]) -> None:
+def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: Mock) -> None:
     small, large = _problem(8), _problem(9)
     budget = recomputing(large, 0.2)
     first = plan(small, budget, time_limit=5)
     second = plan(large, budget, time_limit=5, earlier=[first])
     check(second)
-    assert (solves[-1]["time_limit"], solves[-1]["start"]) == (5, first)
+    assert [solves.call_args.kwargs[name] for name in ("time_limit", "start")] == [5, first]
     assert second.cost <= solve(large, budget, time_limit=5).cost * (1 + 1e-4)
 
 
-def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solves: list[dict]) -> None:
+def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solves: Mock) -> None:
     for batch in (8, 6):
         found = plan(_problem(batch), recomputing(_problem(batch), 0.4), time_limit=5)
     check(found)
-    assert (solves[-1]["time_limit"], found.origin) == (5, "another size")
+    assert (solves.call_args.kwargs["time_limit"], found.origin) == (5, "another size")
 
 
 def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +177,7 @@ def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: py
 
 
 def test_no_plan_is_no_plan_and_is_not_kept() -> None:
-    problem = _problem()
-    solution = plan(problem, 10, time_limit=1)
+    solution = plan(PROBLEM, 10, time_limit=1)
     assert solution.status is Status.INFEASIBLE
     assert solution.refusal.min_budget > 10
     with files.rows(plan_cache.TABLE) as kept:
@@ -222,25 +205,14 @@ def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_an_interrupted_plan_is_kept_as_one_of_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
     problem = dags.gpt(2)
     budget = recomputing(problem, 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr("checkmate.solvers.linear.highs.run", interrupted)
+        patch.setattr("checkmate.solvers.linear.highs.run", Mock(side_effect=KeyboardInterrupt))
         first = plan(problem, budget, time_limit=20)
     assert first.interrupted
     assert lookup(Question.of(problem, budget, "auto")).time_limit < 19
     assert plan(dags.gpt(2), budget, time_limit=4).cost <= first.cost
-
-
-PROBLEM = dags.resnet((1, 1, 1, 1))
-BUDGET = (min_budget(PROBLEM, time_limit=2).peak + PROBLEM.keep_all_peak) // 2
-SOLUTION = solve(PROBLEM, BUDGET, time_limit=3)
-QUESTION = Question.of(PROBLEM, BUDGET, "auto")
-RECORD = Record.of(SOLUTION, "auto", 3.0)
-R = SOLUTION.schedule.R
 
 
 def test_what_is_stored_is_found_exactly() -> None:
@@ -255,7 +227,7 @@ def test_what_is_stored_is_found_exactly() -> None:
     store(record)
     assert lookup(record.question) == record
     assert record.again == ()
-    assert np.array_equal(record.runs(), np.eye(T, dtype=bool))
+    assert np.array_equal(record.runs(), runs(PROBLEM))
 
 
 @pytest.mark.parametrize(
@@ -277,9 +249,7 @@ def test_plans_of_the_same_ops_are_found_those_of_the_same_sizes_first() -> None
 
 
 def test_a_bound_is_claimed_for_what_it_was_proven_for_only() -> None:
-    seconds = PROBLEM.seconds.copy()
-    seconds[-1] *= 2
-    dearer = Problem(PROBLEM.graph, Profile(seconds, PROBLEM.workspace, PROBLEM.resident))
+    dearer = _with_costs(PROBLEM, 2, slice(-1, None))
     assert RECORD.certified(dearer, BUDGET).bound == dearer.keep_all_cost
     assert RECORD.certified(PROBLEM, BUDGET + 1).bound == PROBLEM.keep_all_cost < SOLUTION.bound
     assert RECORD.certified(PROBLEM, SOLUTION.peak).bound == SOLUTION.bound
@@ -290,8 +260,8 @@ def test_of_two_answers_the_better_parts_are_kept() -> None:
     t, k = next((t, k) for t, k in np.argwhere(np.tril(~R, -1)) if PROBLEM.graph.ops[k].pinned is None)
     worse = replace(RECORD, again=(*RECORD.again, (int(t), int(k))), cost=RECORD.cost * 1.1, time_limit=9.0)
     looser = replace(RECORD, bound=RECORD.bound / 2)
-    for record in (worse, looser):
-        store(record)
+    store(worse)
+    store(looser)
     assert lookup(QUESTION) == replace(RECORD, time_limit=9.0)
 
 
@@ -301,7 +271,6 @@ def _keep(question: Question, document: object) -> None:
         kept.put({question.key: document})
 
 
-T = len(PROBLEM.graph.ops)
 WRONG: dict[str, object] = {
     "time_limit": [-1.0, "1", 1, None, 1e400],
     "cost": [-1.0, True],
@@ -330,10 +299,8 @@ def test_what_is_out_of_range_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("document", [[], None, {}, {"question": {}}, {**as_document(RECORD), "cost": -1.0}])
-def test_a_damaged_record_is_refused_with_a_warning_and_replaced(
-    document: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor is one believed that answers another question."""
+def test_a_damaged_record_is_refused_aloud_and_replaced(document: object, caplog: pytest.LogCaptureFixture) -> None:
+    """A record that answers another question is refused, too."""
     _keep(QUESTION, document)
     assert lookup(QUESTION) is None
     assert "A plan on disk is refused" in caplog.text
@@ -365,19 +332,19 @@ def test_where_nothing_can_be_written_a_warning_says_so(
 
 
 def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many plans, or too many bytes."""
-    questions = [replace(QUESTION, budget=BUDGET + i) for i in range(8)]
+    """Plans go where there are too many of them, or too many bytes."""
+    records = [replace(RECORD, question=replace(QUESTION, budget=BUDGET + i)) for i in range(8)]
     with monkeypatch.context() as patch:
         patch.setattr(plan_cache, "MOST_PLANS", 3)
-        for question in questions[:3]:
-            store(replace(RECORD, question=question))
-        plan_cache.used(questions[0])
-        store(replace(RECORD, question=questions[3]))
-        assert [lookup(q) is not None for q in questions[:4]] == [True, False, True, True]
+        for record in records[:3]:
+            store(record)
+        plan_cache.used(records[0].question)
+        store(records[3])
+        assert [lookup(record.question) is not None for record in records[:4]] == [True, False, True, True]
     monkeypatch.setattr(plan_cache, "MOST_BYTES", int(2.5 * len(json.dumps(as_document(RECORD)))))
-    for question in questions[4:]:
-        store(replace(RECORD, question=question))
-    assert [lookup(q) is not None for q in questions] == [False] * 6 + [True] * 2
+    for record in records[4:]:
+        store(record)
+    assert [lookup(record.question) is not None for record in records] == [False] * 6 + [True] * 2
 
 
 def _store_and_read(number: int) -> None:

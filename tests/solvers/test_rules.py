@@ -4,34 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.rules import with_rules, without_rules
-from checkmate.core.solution import Status
-from checkmate.errors import RuleError, SolverError
+from checkmate import Problem, RuleError, SolverError, Status, frontier, min_budget, solve
+from checkmate.core.rules import with_rules
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent, certify
-from checkmate.solvers.common.schedules import obeys_limits, on_demand
+from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.common.schedules import on_demand
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.local_search import exchange
-from checkmate.solvers.search.min_budget import least_runs, min_budget
+from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.value_sets import ValueSets
-from checkmate.solvers.solve import FOLLOWS_ALL, solve
-from tests.solvers.test_overwrites import check_methods, check_parts, wrong
-from tests.support.oracle import all_schedules, random_ruled_problem
-from tests.support.sampling import few, in_turn, long
-
-SEEDS = [*range(2), *map(long, range(2, 4)), *few(8, [(seed,) for seed in range(4, 60)])]
+from checkmate.solvers.solve import FOLLOWS_ALL
+from tests.solvers.checks import all_runs, begun, runs, wrong
 
 
 def network(blocks: int = 3) -> Problem:
@@ -43,24 +34,6 @@ def network(blocks: int = 3) -> Problem:
     return Problem.from_dag(deps, seconds, [4] * (n + 1) + [2] * n, forward=n + 1)
 
 
-@in_turn(seed=SEEDS)
-def test_every_method_beside_all_schedules_that_obey(seed: int) -> None:
-    check_methods(random_ruled_problem(seed), FOLLOWS_ALL, exact=("milp",))
-
-
-@in_turn(seed=SEEDS)
-def test_every_part_of_auto_obeys(seed: int) -> None:
-    assert [*check_parts(random_ruled_problem(seed))]
-
-
-@in_turn(seed=[*range(2), *map(long, range(2, 4))])
-def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
-    problem = random_ruled_problem(seed)
-    for schedule in all_schedules(problem):
-        if not simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem)):
-            assert obeys_limits(problem, schedule.R) == (not wrong(problem, schedule.R))
-
-
 def test_the_backward_makes_again_what_a_rule_says() -> None:
     chain = network()
     problem = with_rules(chain, {"op": "recompute"})
@@ -70,12 +43,11 @@ def test_the_backward_makes_again_what_a_rule_says() -> None:
     assert plan.schedule.recomputed.tolist() == [1] * 7 + [0] * 6
     assert not plan.schedule.S[7, :7].any()
     assert wrong(problem, on_demand(problem, {})) == []
-    task = Task(problem, 10**3)
-    assert moment_bound(task, Incumbent(task), most=1).value == pytest.approx(plan.cost)
+    incumbent = begun(problem, 10**3)
+    assert moment_bound(incumbent.task, incumbent, most=1).value == pytest.approx(plan.cost)
 
 
 def tagged(problem: Problem) -> Problem:
-    """The problem with the name of each op as its tag."""
     ops = tuple(replace(op, tags=(op.name,)) for op in problem.graph.ops)
     return replace(problem, graph=replace(problem.graph, ops=ops))
 
@@ -86,12 +58,12 @@ LIMITED = with_rules(DAG, {"op0": 2})
 
 
 def test_an_op_runs_no_more_often_than_it_may() -> None:
-    """Where the best plan without the rule runs op 0 three times, 34 s, the best with it takes 37 s."""
+    """The best plan without the rule runs op 0 three times and takes 34 s, the best with it 37 s."""
     assert solve(DAG, 15, method="milp", gap=0.0).cost == 34
     for method in ("milp", "auto"):
         assert solve(LIMITED, 15, method=method, gap=0.0).cost == 37
-    task = Task(LIMITED, 15)
-    assert 34 <= moment_bound(task, Incumbent(task), most=8).value <= 37 * (1 + 1e-6)
+    incumbent = begun(LIMITED, 15)
+    assert 34 <= moment_bound(incumbent.task, incumbent, most=8).value <= 37 * (1 + 1e-6)
     passes = [run_pass(Tables.of(LIMITED), at, weights) for weights in GRID for at in (15, 17)]
     assert max(sum(0 in ops for ops in stages) for stages in passes if not isinstance(stages, DeadEnd)) <= 2
 
@@ -124,12 +96,8 @@ def test_local_search_and_known_plans_obey() -> None:
     again = with_rules(of_no_bytes, {"op": "recompute"})
     assert not wrong(again, exchange(Task(again, 1, Clock(0.2)), on_demand(again, {})))
     for problem in (with_rules(DAG, {"op1": "recompute"}), again):
-        for R in (np.eye(8, dtype=bool), np.tril(np.ones((8, 8), dtype=bool))):
+        for R in (runs(problem), all_runs(problem)):
             assert not wrong(problem, adapt(Task(problem, 10**6, Clock(2.0)), R))
-
-
-def of_sizes(size: int) -> Problem:
-    return with_rules(Problem.from_dag(MIRROR, [1] * 8, [size] * 4 + [2] * 4, forward=4), {"op": "recompute"})
 
 
 def not_from_nothing() -> Problem:
@@ -138,26 +106,35 @@ def not_from_nothing() -> Problem:
     return with_rules(dag, {"op3": "recompute"})
 
 
-@pytest.mark.parametrize(
-    ("problem", "budget"),
-    [*((of_sizes(size), budget) for size in (0, 4) for budget in (None, 10**6)), (not_from_nothing(), 16)],
-    ids=["no bytes, tight", "no bytes", "tight", "roomy", "not all can be made from nothing"],
-)
-def test_the_search_backwards_keeps_nothing_that_is_gone(problem: Problem, budget: int | None) -> None:
-    budget = min_budget(problem).peak if budget is None else budget
+def of_sizes(size: int) -> Problem:
+    return with_rules(Problem.from_dag(MIRROR, [1] * 8, [size] * 4 + [2] * 4, forward=4), {"op": "recompute"})
+
+
+BACKWARDS: dict[str, tuple[Problem, int | None]] = {
+    "no bytes, tight": (of_sizes(0), None),
+    "no bytes": (of_sizes(0), 10**6),
+    "tight": (of_sizes(4), None),
+    "roomy": (of_sizes(4), 10**6),
+    "not all can be made from nothing": (not_from_nothing(), 16),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARDS)
+def test_the_search_backwards_keeps_nothing_that_is_gone(case: str) -> None:
+    problem, budget = BACKWARDS[case]
+    budget = budget or min_budget(problem).peak
     R, _ = find_plan(ValueSets(problem), budget, width=8, clock=Clock(5.0), exact=True)
     assert not wrong(problem, R, budget)
 
 
 def test_a_plan_is_made_slim_under_rules_and_what_breaks_them_is_refused() -> None:
     problem = with_rules(network(), {"op": "recompute"})
-    once, everything = np.eye(13, dtype=bool), np.tril(np.ones((13, 13), dtype=bool))
-    assert not wrong(problem, everything)
-    assert drop_runs(problem, 10**6, everything, Clock(5.0)).sum() == 13 + 7
+    assert not wrong(problem, all_runs(problem))
+    assert drop_runs(problem, 10**6, all_runs(problem), Clock(5.0)).sum() == 13 + 7
     with pytest.raises(SolverError, match="a rule has it made again"):
-        certify(problem, 10**6, once, method="test")
+        certify(problem, 10**6, runs(problem), method="test")
     with pytest.raises(SolverError, match="a rule has it made again"):
-        Incumbent(Task(problem, 10**6)).offer(once, "test")
+        begun(problem, 10**6).offer(runs(problem), "test")
 
 
 LITERATURE = [name for name in METHODS if name not in FOLLOWS_ALL and not METHODS[name].needs_host]
@@ -200,7 +177,7 @@ def test_a_refusal_names_the_rules_in_the_way_with_what_each_costs() -> None:
 
 
 def test_a_frontier_of_plans_under_rules() -> None:
-    """No rules are the problem itself."""
+    """A problem without rules is the problem itself."""
     chain = network()
     rows = frontier(chain, [chain.keep_all_peak], methods=["auto", "milp"], rules={"op": "recompute"}, jobs=1)
     assert [row.cost for row in rows] == [chain.keep_all_cost + chain.seconds[:7].sum()] * 2

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Refusal, Solution, Status
-from checkmate.errors import BudgetError, SolverError
+from checkmate import BudgetError, Problem, Solution, SolverError, Status, solve
+from checkmate.core.solution import Refusal
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
@@ -28,39 +27,16 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 from checkmate.solvers.search.min_budget import least_runs
-from checkmate.solvers.solve import attempt, cheapest_split, min_budget, solve
+from checkmate.solvers.solve import attempt, cheapest_split, min_budget
 from checkmate.units import exact_bytes
-from tests.solvers.host.test_offload import layers
+from tests.solvers.checks import check, takes_less_than
+from tests.solvers.steps import layers
 from tests.support.oracle import optima, random_problem
-from tests.support.sampling import every, in_turn, long, slow
+from tests.support.sampling import every, long, slow
 
 WITHOUT_HOST = [name for name, method in METHODS.items() if not method.needs_host]
 
 STEPS = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1, 1, 1)), "unet": dags.unet(2), "gpt": dags.gpt(2)}
-
-
-def check(solution: Solution) -> None:
-    """The plan verifies and the figures belong to it."""
-    assert simulator.check_plan(solution.plan, solution.problem, solution.budget) == []
-    assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
-    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
-    assert solution.bound <= solution.cost
-    assert solution.seconds > 0
-
-
-@pytest.mark.parametrize("block", every(8, range(8)))
-def test_auto_finds_and_proves_the_optimum_of_small_problems(block: int) -> None:
-    for seed in range(15 * block, 15 * block + 15):
-        problem = random_problem(seed, most_ops=5 if seed % 3 == 0 else 4)
-        for budget, best in optima(problem):
-            solution = solve(problem, max(1, budget), gap=0.0)
-            assert solution.cost == pytest.approx(best)
-            if math.isinf(solution.cost):
-                assert solution.status is Status.INFEASIBLE
-                assert solution.refusal.min_budget == budget + 1
-            else:
-                check(solution)
-                assert solution.bound == pytest.approx(solution.cost)
 
 
 @pytest.mark.parametrize("method", WITHOUT_HOST)
@@ -71,17 +47,6 @@ def test_every_method_answers_to_its_name(method: str) -> None:
     whatever_the_budget = {"last-node": 26.0, "chen-sqrt": 14.0, "ap-sqrt": 14.0, "linearized-sqrt": 14.0}  # seconds
     assert solution.cost == whatever_the_budget.get(method, 11.0)  # 11 where nothing runs twice
     assert solution.method in (method, "checkpoint-all")
-
-
-@in_turn(method=WITHOUT_HOST, seed=[*range(0, 30, 6), *map(long, range(3, 30, 6))])
-def test_every_method_is_verified_and_never_below_the_optimum(method: str, seed: int) -> None:
-    problem = random_problem(seed, most_ops=4)
-    for budget, best in optima(problem):
-        solution = solve(problem, max(1, budget), method=method)
-        assert solution.cost >= best - 1e-6
-        assert solution.bound <= best + 1e-6
-        if solution.plan is not None:
-            check(solution)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -127,18 +92,14 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     floor = int(problem.unavoidable_bytes.max())
     refused = solve(problem, floor - 1)
     assert (refused.status, refused.plan, refused.gap) == (Status.INFEASIBLE, None, math.inf)
-    op = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
-    least = refused.refusal.min_budget
+    least, op = refused.refusal.min_budget, problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
     assert refused.refusal.op == op
-    assert op in refused.message
-    assert exact_bytes(least) in refused.message
+    assert all(said in refused.message for said in (op, exact_bytes(least)))
     assert least == min_budget(problem).peak == checkmate.min_budget(problem).peak >= floor
     check(solve(problem, least, time_limit=5))
 
 
-def test_a_refusal_says_where_the_smallest_budget_is_slow_and_names_a_roomier_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_names_a_roomier_budget_where_the_smallest_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dags.unit_chain(16)
     least, R = least_runs(problem)
     times = R.sum() / problem.keep_all_cost
@@ -192,11 +153,10 @@ def test_it_stops_at_the_gap_asked_for() -> None:
 def test_the_time_limit_holds() -> None:
     problem = dags.resnet((3, 4, 6, 3))
     began = time.perf_counter()
-    solution = solve(problem, int(0.6 * problem.keep_all_peak), time_limit=1.0, gap=0.0)
-    taken = time.perf_counter() - began
+    with takes_less_than(2.5):
+        solution = solve(problem, int(0.6 * problem.keep_all_peak), time_limit=1.0, gap=0.0)
+    assert solution.seconds == pytest.approx(time.perf_counter() - began, abs=0.2)
     check(solution)
-    assert taken < 2.5
-    assert solution.seconds == pytest.approx(taken, abs=0.2)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +168,7 @@ def test_the_time_limit_holds() -> None:
         long("lp-rounding", dags.unit_chain(8), 0.5),
     ],
 )
-def test_the_same_seed_gives_the_same_plan_where_time_does_not_bind(
-    method: str, problem: Problem, share: float
-) -> None:
+def test_a_seed_gives_the_same_plan_where_time_does_not_bind(method: str, problem: Problem, share: float) -> None:
     seeded = {"seed": 3} if "seed" in METHODS[method].options else {}
     randomized = {"randomized": True} if "randomized" in METHODS[method].options else {}
     budget = int(share * problem.keep_all_peak)
@@ -218,14 +176,6 @@ def test_the_same_seed_gives_the_same_plan_where_time_does_not_bind(
     assert first.plan == second.plan is not None
     assert first.bound == second.bound
     assert first.seconds + second.seconds < 60  # so the limit did not bind
-
-
-def _fails(model: Model, **options: Any) -> Result:
-    raise SolverError("HiGHS failed to run.")
-
-
-def _runs_out_of_time(model: Model, **options: Any) -> Result:
-    return Result(SolveStatus.STOPPED, None, math.inf, highs.least_objective(model))
 
 
 def _answers(value: float | None, outcome: SolveStatus, bound: float) -> Callable[..., Result]:
@@ -238,9 +188,12 @@ def _answers(value: float | None, outcome: SolveStatus, bound: float) -> Callabl
     return run
 
 
+_fails = Mock(side_effect=SolverError("HiGHS failed to run."))
+
+
 RUBBISH = {
     "fails": _fails,
-    "runs out of time": _runs_out_of_time,
+    "runs out of time": lambda model, **_: Result(SolveStatus.STOPPED, None, math.inf, highs.least_objective(model)),
     "zeros": _answers(0.0, SolveStatus.OPTIMAL, 0.0),
     "ones": _answers(1.0, SolveStatus.OPTIMAL, 0.0),
     "huge": _answers(1e300, SolveStatus.OPTIMAL, 1e300),
@@ -255,8 +208,7 @@ RUBBISH = {
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 def test_what_a_solver_gets_wrong_never_becomes_a_plan(monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
     monkeypatch.setattr(highs, "run", RUBBISH[name])
-    problem = dags.unit_chain(8)
-    solution = solve(problem, 6, method=method, time_limit=5)  # its optimum takes 21 s
+    solution = solve(dags.unit_chain(8), 6, method=method, time_limit=5)  # its optimum takes 21 s
     if solution.plan is None:
         assert method != "auto"
         assert solution.status is Status.NOT_FOUND
@@ -264,10 +216,8 @@ def test_what_a_solver_gets_wrong_never_becomes_a_plan(monkeypatch: pytest.Monke
         assert solution.refusal.min_budget <= 6
     else:
         check(solution)
-        assert solution.cost >= 21
+        assert 21 <= solution.cost <= (22 if method == "auto" else math.inf)  # 22 by next use
         assert solution.status is Status.FEASIBLE or solution.cost == 21
-    if method == "auto":
-        assert solution.cost <= 22  # by next use
 
 
 @pytest.mark.slow
@@ -278,7 +228,7 @@ def test_auto_keeps_its_plan_where_a_stage_fails_and_says_so(
     solution = solve(dags.unit_chain(30), 8, time_limit=1)
     assert solution.status is Status.FEASIBLE
     assert "HiGHS failed to run." in solution.details["failed"]
-    assert any("HiGHS failed to run." in record.getMessage() for record in caplog.records)
+    assert "HiGHS failed to run." in caplog.text
 
 
 def test_a_failure_is_told_and_a_plan_that_was_reported_before_survives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,23 +287,16 @@ def test_the_cheapest_split_is_taken_and_none_where_all_fits() -> None:
 
 
 def test_splits_that_cannot_be_cheaper_are_not_asked_for() -> None:
-    def never() -> Problem:
-        raise AssertionError("asked for")
-
+    never = Mock(side_effect=AssertionError("asked for"))
     tight = replace(_problem(1, [1, 1, 1, 1, 1], "tight", None), next_split=never)
     assert solve(_problem(1, [9, 9, 9, 9, 9], "", tight), 8, time_limit=1).problem is tight
 
 
 def test_all_splits_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-
-    def attempted(problem: Problem, budget: int, *, time_limit: float, **options: object) -> object:
-        given.append(time_limit)
-        return attempt(problem, budget, time_limit=time_limit)
-
-    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempted)
+    attempts = Mock(wraps=attempt)
+    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempts)
     assert solve(WHOLE, 2, time_limit=1).plan is None
-    assert given == [1, 1 / 2, 1 / 4, 1 / 8]
+    assert [call.kwargs["time_limit"] for call in attempts.call_args_list] == [1, 1 / 2, 1 / 4, 1 / 8]
 
 
 def test_no_problem_takes_all_the_time_where_the_next_split_has_a_plan_at_once() -> None:
@@ -405,14 +348,10 @@ def test_a_plan_of_more_than_double_the_step_names_a_budget_that_halves_it() -> 
 
 
 def test_the_budget_that_halves_is_found_in_a_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chain of 10 bytes, where a twentieth of the budget is less than one."""
-    tried: list[int] = []
-
-    def counted(problem: Problem, budget: int, **options: object) -> Solution:
-        tried.append(budget)
-        return attempt(problem, budget, **options)
-
-    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", counted)
+    """A twentieth of the budget is less than one byte."""
+    attempts = Mock(wraps=attempt)
+    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempts)
     solution = solve(dags.unit_chain(8), 3)
+    tried = [call.args[1] for call in attempts.call_args_list]
     assert solution.details["halved"][0] in tried
     assert len(tried) == len({*tried}) > 1

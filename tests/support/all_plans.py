@@ -323,7 +323,7 @@ def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
     return problem.with_host(_host(rng, rooms=[6, 12, 100], speeds=[1.0, 2.0, 4.0, 8.0]))
 
 
-def _added(ops: list[Op], values: list[Value], name: str, reads: list[int], size: int, phase: Phase, link: str) -> int:
+def added(ops: list[Op], values: list[Value], name: str, reads: list[int], size: int, phase: Phase, link: str) -> int:
     """The value of a new op; sums over ranks run once."""
     values.append(Value(f"{name}'s", size, len(ops)))
     pinned = "sums over ranks" if name.startswith("sum") else None
@@ -344,7 +344,7 @@ def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
 
     def add(name: str, reads: list[int], size: int, phase: Phase, link: str = "") -> int:
         seconds.append(float(rng.integers(1, 6)))
-        return _added(ops, values, name, reads, size, phase, link)
+        return added(ops, values, name, reads, size, phase, link)
 
     layers = int(rng.integers(1, most_layers + 1))
     values += [Value(f"shard{i}", 1, None, "parameter") for i in range(layers)]
@@ -374,7 +374,7 @@ def random_chain_split_over_ranks(seed: int) -> Problem:
 
     def add(name: str, reads: list[int], phase: Phase) -> int:
         link = "ranks" if name.startswith("sum") else ""
-        return _added(ops, values, name, reads, int(rng.integers(1, 8)), phase, link)
+        return added(ops, values, name, reads, int(rng.integers(1, 8)), phase, link)
 
     made = [0]
     layers = int(rng.integers(1, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -60,6 +60,19 @@ def optima(problem: Problem) -> list[tuple[int, float]]:
     """The interesting budgets of a problem, each with the least cost of a schedule that fits it."""
     known = outcomes(problem)
     return [(budget, optimum(known, budget)) for budget in interesting_budgets(known)]
+
+
+Make = Callable[..., Problem]  # draws a problem by its seed
+
+
+def drawn(make: Make, seeds: Iterable[int], *, larger: int = 1000) -> Iterator[Problem]:
+    """Problems of at most four ops; each ``larger``th may have five."""
+    return (make(seed, most_ops=4 if seed % larger else 5) for seed in seeds)
+
+
+def best_within(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int, float]]:
+    """Each problem with each of its interesting budgets, and the least cost of a schedule that fits it."""
+    return ((problem, budget, best) for problem in problems for budget, best in optima(problem))
 
 
 def pinned(problem: Problem, *which: int) -> Problem:
@@ -167,3 +180,7 @@ def _without_outputs(graph: Graph, rng: np.random.Generator) -> Graph:
         for op in graph.ops
     )
     return Graph(ops, tuple(graph.values[v] for v in kept), renamed(graph.outputs))
+
+
+PLAIN_AND_WAYS: list[Make] = [random_problem, random_problem_with_ways]
+ALL_KINDS: list[Make] = [*PLAIN_AND_WAYS, random_problem_with_overwrites, random_ruled_problem]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.dtr import HEURISTICS
 from checkmate.solvers.catalogue import METHODS
-from tests.support.oracle import optima, random_problem, random_problem_with_overwrites, random_problem_with_ways
+from tests.solvers.checks import solve
+from tests.solvers.steps import STEPS, random_chain
+from tests.support.oracle import random_problem
 from tests.support.sampling import every, in_turn, long
 
 CHECKPOINTING = tuple(f"{kind}-{rule}" for kind in ("chen", "ap", "linearized") for rule in ("sqrt", "greedy"))
@@ -23,46 +23,6 @@ OPTIONS = [
     *(("dtr", {"heuristic": name, "ignore_small": True}) for name in HEURISTICS),
     *(("dtr", {"heuristic": name, "sample": True, "seed": 3}) for name in HEURISTICS),
 ]
-STEPS = {
-    "vgg": dags.vgg(16),
-    "resnet": dags.resnet(),
-    "unet": dags.unet(),
-    "mobilenet": dags.mobilenet(6),
-    "gpt": dags.gpt(4),
-}
-
-
-def solve(name: str, problem: Problem, budget: int, **options: object) -> Solution:
-    """Solve, and see that a plan is verified and that no plan is explained."""
-    solution = METHODS[name].solve(problem, budget, **options)
-    assert solution.method == name
-    if solution.plan is None:
-        assert solution.status in (Status.NOT_FOUND, Status.INFEASIBLE)
-        assert solution.message
-    else:
-        assert simulator.check_plan(solution.plan, problem, budget) == []
-        assert solution.peak == simulator.simulate(solution.plan, problem).peak <= budget
-        assert solution.cost == pytest.approx(simulator.cost(solution.plan, problem))
-    return solution
-
-
-def random_chain(seed: int, layers: int, *, most: int = 8) -> Problem:
-    """The unit chain with seconds and sizes drawn."""
-    rng = np.random.default_rng(seed)
-    unit = dags.unit_chain(layers)
-    n = len(unit.graph.ops)
-    seconds, sizes = rng.integers(1, most + 1, n).tolist(), rng.integers(1, most + 1, n).tolist()
-    deps = [list(op.inputs) for op in unit.graph.ops]
-    return Problem.from_dag(deps, seconds, sizes, outputs=[n - 1], forward=layers + 1)
-
-
-@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], seed=every(3, range(24)))
-def test_never_below_the_optimum_of_all_schedules(make: object, seed: int) -> None:
-    problem = make(seed, most_ops=4)
-    for budget, best in optima(problem):
-        for name, options in OPTIONS:
-            solution = solve(name, problem, budget, **options)
-            assert solution.bound * (1 - 1e-9) <= best <= solution.cost * (1 + 1e-9), (name, options)
 
 
 @in_turn(seed=every(2, range(8)))
@@ -84,7 +44,6 @@ def test_any_graph_has_an_answer(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint-all", *CHECKPOINTING[1::2], "griewank", "rotor", "min-cut", *HEURISTICS])
 def test_with_room_for_all_nothing_runs_again(name: str) -> None:
-    """Where the method applies."""
     problems = [*STEPS.values(), random_chain(0, 8), *(random_problem(seed, most_ops=16) for seed in range(20))]
     name, options = ("dtr", {"heuristic": name}) if name in HEURISTICS else (name, {})
     for problem in problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from unittest.mock import Mock
 
 import networkx as nx
 import numpy as np
@@ -12,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.problem import Problem, Profile
+from checkmate import Graph, Op, Problem, Profile, Value
 from checkmate.solvers.baselines.checkpointing import (
     articulation_points,
     chain,
@@ -25,11 +25,11 @@ from checkmate.solvers.baselines.checkpointing import (
     selections,
     why_no_chain,
 )
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Remarks
 from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand, peak_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import exact_bytes
-from tests.solvers.baselines.test_baselines import random_chain, solve
+from tests.solvers.checks import begun, solve
+from tests.solvers.steps import random_chain
 from tests.support.oracle import pinned, random_problem
 from tests.support.sampling import every, in_turn
 
@@ -95,22 +95,21 @@ COPY: list[list[int]] = [[], [0], [1], [2], [3], [1, 2, 3], [4]]  # of running s
 DROPOUT: list[list[int]] = [[], [0], [1], [0, 2], [3]]  # op 1 draws a mask, op 2 makes noise of it, op 3 applies that
 
 
-@pytest.mark.parametrize(
-    ("problem", "points", "line", "may_be_kept"),
-    [
-        (dags.unit_chain(6), (1, 2, 3, 4, 5), tuple(range(7)), tuple(range(7))),
-        (dag(BRANCH), (4, 5, 7), None, None),
-        (dag(COPY), (1, 4), None, None),
-        (dag(COPY, 5), (1, 2, 3, 4), None, None),
-        (dag(DROPOUT, 1), (3,), (0, 3, 4), None),
-        (masked(), (3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)),  # op 2 begins, op 5 ends what may run again
-    ],
-    ids=["chain", "side input on a branch", "copy of all", "that is pinned", "dropout", "constants"],
-)
-def test_articulation_points_and_chains(
-    problem: Problem, points: tuple[int, ...], line: tuple[int, ...] | None, may_be_kept: tuple[int, ...] | None
-) -> None:
+# the problem, articulation points, the chain if it is one, and what may be kept
+SHAPES: dict[str, tuple[Problem, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]] = {
+    "chain": (dags.unit_chain(6), (1, 2, 3, 4, 5), tuple(range(7)), tuple(range(7))),
+    "side input on a branch": (dag(BRANCH), (4, 5, 7), None, None),
+    "copy of all": (dag(COPY), (1, 4), None, None),
+    "that is pinned": (dag(COPY, 5), (1, 2, 3, 4), None, None),
+    "dropout": (dag(DROPOUT, 1), (3,), (0, 3, 4), None),
+    "constants": (masked(), (3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)),  # op 2 begins, op 5 ends what may run again
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_articulation_points_and_chains(shape: str) -> None:
     """Side inputs, constants and what is pinned tie nothing together; constants may be kept."""
+    problem, points, line, may_be_kept = SHAPES[shape]
     assert list(articulation_points(problem)) == parting_ops(problem) == [*points]
     if line is not None:
         assert (why_no_chain(problem), chain(problem)) == (None, line)
@@ -142,7 +141,7 @@ def test_what_is_kept_is_what_reaches_the_backward(seed: int) -> None:
 
 
 def over(sizes: Iterable[int], b: int) -> tuple[int, ...]:
-    """The places at which the bytes since the last exceed b, by definition."""
+    """By definition: the places at which the bytes since the last exceed b."""
     since, chosen = 0, []
     for place, size in enumerate(sizes):
         since += size
@@ -221,28 +220,21 @@ BEST = min(cost for cost, peak in OUTCOMES if peak <= BUDGET)
 
 @pytest.mark.parametrize("tries", [16, 24, 32, 41, 42])
 def test_the_cheapest_of_many_settings_is_found_and_none_is_tried_twice(tries: int) -> None:
-    asked: list[int] = []
 
-    def asking(setting: int) -> np.ndarray:
-        asked.append(setting)
-        return runs(setting)
-
-    task = Task(CHAIN, BUDGET)
-    incumbent = Incumbent(task)
-    remarks = cheapest(task, incumbent, "mine", 42, asking, {}, lambda best: {"best": best}, tries=tries)
+    incumbent, asked = begun(CHAIN, BUDGET), Mock(wraps=runs)
+    remarks = cheapest(incumbent.task, incumbent, "mine", 42, asked, {}, lambda best: {"best": best}, tries=tries)
     best = remarks.details["best"]
-    assert len(asked) == len(set(asked)) == tries
+    assert asked.call_count == len({call.args for call in asked.call_args_list}) == tries
     assert OUTCOMES[best] == (incumbent.cost, peak_of(CHAIN, incumbent.R))
     assert incumbent.cost == BEST
     assert remarks == Remarks(details={"best": best, "tried": tries})
 
 
 def test_settings_are_tried_in_bounded_time_and_without_a_plan_the_smallest_peak_is_named() -> None:
-    task = Task(CHAIN, BUDGET, Clock(0.0))
-    assert cheapest(task, Incumbent(task), "mine", 42, runs, tries=42).details["tried"] == 1
-    least = min(peak for _, peak in OUTCOMES)
-    task = Task(CHAIN, least - 1)
-    remarks = cheapest(task, Incumbent(task), "mine", 42, runs, {"a": 1}, tries=42, remedy="; ask another")
+    late, least = begun(CHAIN, BUDGET, seconds=0.0), min(peak for _, peak in OUTCOMES)
+    assert cheapest(late.task, late, "mine", 42, runs, tries=42).details["tried"] == 1
+    tight = begun(CHAIN, least - 1)
+    remarks = cheapest(tight.task, tight, "mine", 42, runs, {"a": 1}, tries=42, remedy="; ask another")
     assert remarks.details == {"a": 1, "tried": 42, "peak": least}
     assert remarks.message == f"the smallest peak it reaches is {least} B; ask another"
     problem = random_chain(5, layers=120)  # of many bytes per op

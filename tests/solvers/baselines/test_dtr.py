@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Status
+from checkmate import Graph, Op, Problem, Profile, Status, Value
 from checkmate.solvers.baselines.dtr import HEURISTICS, Runtime
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock, OutOfTime
-from tests.solvers.baselines.test_baselines import STEPS, solve
-from tests.solvers.search.test_next_use import masked
+from tests.solvers.checks import solve
+from tests.solvers.steps import STEPS, masked
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn, long
 
@@ -24,7 +23,7 @@ from tests.support.sampling import in_turn, long
 @pytest.mark.parametrize("heuristic", ["h_full", "h_eq", "local"])
 @pytest.mark.parametrize("layers", [64, long(256)])
 def test_with_memory_of_the_root_of_the_length_a_chain_costs_a_constant_factor(heuristic: str, layers: int) -> None:
-    """What the paper proves for such scores: O(N) ops in Ω(√N) memory. Without the neighbourhood the factor grows."""
+    """The paper proves for such scores O(N) ops in Ω(√N) memory. Without the neighbourhood the factor grows."""
     overhead = solve("dtr", dags.unit_chain(layers), 2 * math.isqrt(layers), heuristic=heuristic).overhead
     least, most = (0.8, 1.5) if layers == 64 else (1.5, math.inf)
     assert least < overhead < most if heuristic == "local" else overhead <= 0.5
@@ -33,14 +32,10 @@ def test_with_memory_of_the_root_of_the_length_a_chain_costs_a_constant_factor(h
 def two_of_a_result() -> Problem:
     """Op 0 makes a result and a value that has to come back: for a moment there are two of the result."""
     sizes = {"result": 4, "x": 3, "big": 6, "end": 1, "out": 1}
-    values = [Value(name, size, max(0, v - 1)) for v, (name, size) in enumerate(sizes.items())]
-    ops = [
-        Op("two", "f", (), (0, 1)),
-        Op("press", "f", (), (2,)),
-        Op("mid", "f", (2,), (3,)),
-        Op("out", "f", (1, 3), (4,)),
-    ]
-    return Problem(Graph(tuple(ops), tuple(values), (0, 4)), Profile(np.ones(4), np.zeros(4)))
+    values = tuple(Value(name, size, max(0, v - 1)) for v, (name, size) in enumerate(sizes.items()))
+    links = {"two": ((), (0, 1)), "press": ((), (2,)), "mid": ((2,), (3,)), "out": ((1, 3), (4,))}
+    ops = tuple(Op(name, "f", reads, makes) for name, (reads, makes) in links.items())
+    return Problem(Graph(ops, values, (0, 4)), Profile(np.ones(4), np.zeros(4)))
 
 
 LINE = Problem.from_dag([[], [0], [1]], [1] * 3, [8] * 3, over={1: [0], 2: [1]})
@@ -48,24 +43,18 @@ READ_LATER = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [8, 8, 8], over={1: [0
 SMALL = Problem.from_dag([[], [], [], [2], [0, 1, 3]], seconds=[1] * 5, sizes=[1, 1, 1000, 1, 1], outputs=[4])
 
 
-@pytest.mark.parametrize(
-    ("problem", "options", "costs"),
-    [
-        (LINE, {}, {8: 3}),
-        (READ_LATER, {}, {16: 3, 15: math.inf}),
-        (SMALL, {"heuristic": "size", "ignore_small": True}, {1002: 6}),  # the room that is lacking is theirs
-        (masked(noise=4, mask=8), {}, {12: 5, 11: math.inf}),
-        (two_of_a_result(), {"heuristic": "local"}, {12: 5, 11: math.inf}),  # result, its copy, x, end
-    ],
-    ids=[
-        "it writes over what goes right after the run",
-        "and not over what is read later",
-        "small values go where there is nothing else",
-        "what a pinned op made goes for good where less stays for it",
-        "a second copy of a result is counted",
-    ],
-)
-def test_what_a_plan_takes(problem: Problem, options: dict, costs: dict[int, float]) -> None:
+COSTS: dict[str, tuple[Problem, dict[str, Any], dict[int, float]]] = {
+    "it writes over what goes right after the run": (LINE, {}, {8: 3}),
+    "and not over what is read later": (READ_LATER, {}, {16: 3, 15: math.inf}),
+    "small values go where there is nothing else": (SMALL, {"heuristic": "size", "ignore_small": True}, {1002: 6}),
+    "what a pinned op made goes for good where less stays for it": (masked(4, mask=8), {}, {12: 5, 11: math.inf}),
+    "a second copy of a result is counted": (two_of_a_result(), {"heuristic": "local"}, {12: 5, 11: math.inf}),
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_what_a_plan_takes(case: str) -> None:
+    problem, options, costs = COSTS[case]
     for budget, cost in costs.items():
         solution = solve("dtr", problem, budget, **options)
         assert (solution.cost, solution.status is Status.NOT_FOUND) == (cost, cost == math.inf)
@@ -96,9 +85,7 @@ def test_options_that_look_at_fewer_values_still_find_plans() -> None:
     assert few < math.inf
 
 
-def test_a_chain_longer_than_pythons_stack_comes_back_and_a_run_that_goes_round_in_circles_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chain_longer_than_pythons_stack_comes_back_and_endless_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 1500
     deps = [[], *([k] for k in range(n - 1)), [], [n - 1, n]]
     problem = Problem.from_dag(deps, seconds=[1] * (n + 2), sizes=[1] * n + [2, 1], outputs=[n + 1])
@@ -109,7 +96,7 @@ def test_a_chain_longer_than_pythons_stack_comes_back_and_a_run_that_goes_round_
 
 
 def test_without_a_plan_it_says_why() -> None:
-    """Nothing is left to evict, or the time was over."""
+    """Either nothing is left to evict, or the time was over."""
     small, large = dags.gpt(2), dags.gpt(4)
     stuck = solve("dtr", small, int(small.unavoidable_bytes.max()), heuristic="size")
     late = solve("dtr", large, int(0.6 * large.keep_all_peak), time_limit=0.0)
@@ -186,15 +173,6 @@ def test_a_value_that_comes_back_leaves_its_class_whole() -> None:
         assert classes.seconds(np.array([*around])).tolist() == [*around.values()]
 
 
-class Watched(Runtime):
-    """Remembers what was chosen under pressure."""
-
-    def _choose(self) -> int | None:
-        chosen = super()._choose()
-        self.chosen = [*getattr(self, "chosen", []), chosen]
-        return chosen
-
-
 def first_out(heuristic: str, made: list[tuple[list[int], float, int]], last: list[int]) -> int:
     """The value that goes first where any one of those still read makes enough room.
 
@@ -204,9 +182,11 @@ def first_out(heuristic: str, made: list[tuple[list[int], float, int]], last: li
     ops = [*made, ([], 1000.0, 0), ([], 1.0, 50), (last, 1.0, 1)]
     deps, seconds, sizes = (list(column) for column in zip(*ops, strict=True))
     problem = Problem.from_dag(deps, seconds, sizes, outputs=[n + 2])
-    runtime = Watched(Tables.of(problem), sum(sizes[v] for v in last) + 50 - 1, HEURISTICS[heuristic], Clock())
+    runtime = Runtime(Tables.of(problem), sum(sizes[v] for v in last) + 50 - 1, HEURISTICS[heuristic], Clock())
+    chosen, choose = list[int | None](), runtime._choose
+    runtime._choose = lambda: chosen.append(choose()) or chosen[-1]
     assert isinstance(runtime.run(), list)
-    return runtime.chosen[0]
+    return chosen[0]
 
 
 ALONE = [([], 10.0, 2), ([], 0.1, 3), ([], 10.0, 5)]

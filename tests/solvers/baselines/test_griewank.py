@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.checkpointing import linearized
 from checkmate.solvers.baselines.griewank import least_steps, needs, reversal, stored
 from checkmate.solvers.common.schedules import peak_of
-from tests.solvers.baselines.test_baselines import STEPS, solve
+from tests.solvers.checks import solve, wrong
+from tests.solvers.steps import STEPS
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
@@ -70,8 +70,7 @@ def test_the_largest_number_of_slots_that_fits_is_taken() -> None:
 
 @pytest.mark.parametrize("candidates", ["ap", "linearized"])
 def test_on_other_graphs_it_takes_other_candidates(candidates: str) -> None:
-    for name in ("resnet", "unet", "gpt"):
-        problem = STEPS[name]
+    for problem in (STEPS["resnet"], STEPS["unet"], STEPS["gpt"]):
         solution = solve("griewank", problem, int(0.7 * problem.keep_all_peak), candidates=candidates, tries=24)
         assert solution.status is Status.FEASIBLE
         assert solution.cost > problem.keep_all_cost
@@ -88,4 +87,4 @@ def test_any_line_and_any_number_of_slots_give_a_schedule(seed: int) -> None:
     steps = 1 + max(needed.values(), default=0)
     for slots in range(1, steps + 1):
         R = reversal(problem, line, needed, stored(steps, slots))
-        assert Schedule.from_runs(problem.graph, R).violations(problem) == []
+        assert wrong(problem, R) == []

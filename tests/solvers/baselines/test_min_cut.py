@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
 from checkmate.solvers.common.schedules import kept_by_the_forward
-from tests.solvers.baselines.test_baselines import STEPS, solve
+from tests.solvers.checks import solve, subsets
+from tests.solvers.steps import STEPS
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
@@ -46,8 +44,8 @@ def test_no_choice_saves_fewer_bytes_than_the_cut(seed: int) -> None:
         banned = {k for k in range(graph.forward_length) if rng.random() < share}
         saved = set(cut(problem, banned))
         assert reachable(problem, saved, banned)
-        subsets = itertools.chain.from_iterable(itertools.combinations(made, n) for n in range(len(made) + 1))
-        least = min(bytes_of(problem, set(values)) for values in subsets if reachable(problem, set(values), banned))
+        choices = [set(values) for values in subsets(made) if reachable(problem, set(values), banned)]
+        least = min(bytes_of(problem, values) for values in choices)
         assert bytes_of(problem, saved) == least
 
 
@@ -68,14 +66,14 @@ def test_of_two_minimum_cuts_the_one_nearer_to_the_backward_is_taken() -> None:
 
 @in_turn(seed=range(40))
 def test_the_knapsack_is_full_of_the_most_seconds(seed: int) -> None:
-    """Where sizes are rounded it takes a little less than its allowance, and never more."""
+    """It takes a little less than its allowance where sizes are rounded, and never more."""
     rng = np.random.default_rng(seed)
     seconds = dict(enumerate(rng.random(9)))
     weight = dict(enumerate(rng.integers(0, 20, 9).tolist()))
     for allowance in (0, 1, 17, 60, 500):
         picked = most_seconds(seconds, weight, allowance)
-        subsets = itertools.chain.from_iterable(itertools.combinations(range(9), n) for n in range(10))
-        best = max(sum(seconds[k] for k in ks) for ks in subsets if sum(weight[k] for k in ks) <= allowance)
+        fitting = [ks for ks in subsets(range(9)) if sum(weight[k] for k in ks) <= allowance]
+        best = max(sum(seconds[k] for k in ks) for ks in fitting)
         assert sum(weight[k] for k in picked) <= allowance
         assert sum(seconds[k] for k in picked) == pytest.approx(best)
     weight = dict(enumerate(rng.integers(1, 10**9, 100).tolist()))

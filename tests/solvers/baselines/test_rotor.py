@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate import Problem, Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import peak_of
-from tests.solvers.baselines.test_baselines import STEPS, random_chain, solve
+from tests.solvers.checks import solve
+from tests.solvers.steps import STEPS, random_chain
 from tests.support.sampling import in_turn
 
 CHAINS = ("vgg", "resnet", "mobilenet", "gpt")
@@ -35,29 +35,29 @@ def outcome(chain: Chain, actions: list[tuple[str, int]]) -> tuple[float, int]:
     ran, done = set(), set()
     seconds, peak, last = 0.0, 0, len(chain) - 1
     for i, (what, k) in enumerate(actions):
-        waiting = sum(chain.replay[j] for j in (ran | {k}) - set(kept) - done)
-        if what in ("pass", "keep"):
-            if k in ran:
-                seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
+        if what == "hold":
+            held[k] = chain.output[k]
+            continue
+        if what == "let go":
+            del held[k]
+            continue
+        if what == "backward":
+            del kept[k]
+            done.add(k)
+            own, last = chain.always[k] + chain.backward_peak[k], k - 1
+        else:
+            times, peaks = (
+                (chain.pass_seconds, chain.pass_peak) if what == "pass" else (chain.keep_seconds, chain.keep_peak)
+            )
+            seconds += times[k] if k in ran else 0.0
             ran.add(k)
             # what enters is counted here where it was just passed; else it is held, or belongs to what is kept
             follows = i > 0 and actions[i - 1] == ("pass", k - 1)
-            around = chain.always[last] + chain.gradient[last] + (chain.output[k - 1] if follows else 0)
-            own = chain.pass_peak[k] if what == "pass" else chain.keep_peak[k]
-            peak = max(peak, sum(held.values()) + sum(kept.values()) + waiting + around + own)
-            if what == "keep":
-                kept[k] = chain.kept[k]
-        elif what == "hold":
-            held[k] = chain.output[k]
-        elif what == "let go":
-            del held[k]
-        else:
-            del kept[k]
-            done.add(k)
-            waiting = sum(chain.replay[j] for j in ran - set(kept) - done)
-            around = sum(held.values()) + sum(kept.values()) + waiting
-            peak = max(peak, around + chain.always[k] + chain.backward_peak[k])
-            last = k - 1
+            own = peaks[k] + chain.always[last] + chain.gradient[last] + (chain.output[k - 1] if follows else 0)
+        waiting = sum(chain.replay[j] for j in ran - set(kept) - done)
+        peak = max(peak, sum(held.values()) + sum(kept.values()) + waiting + own)
+        if what == "keep":
+            kept[k] = chain.kept[k]
     return seconds, int(peak)
 
 
@@ -94,7 +94,7 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
 
 @in_turn(seed=range(20))
 def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
-    """And slots round up."""
+    """Coarser slots round up: they take no fewer seconds."""
     chain = random_segments(seed, 6)
     table = Table.of(chain, 1, 60)
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
@@ -109,7 +109,7 @@ def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> Non
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
-    """What the chain says that keeping all takes, within seven percent; it is never less than it does take."""
+    """The chain's bytes of keeping all are at least those of the simulator, and at most seven percent more."""
     problem = STEPS[name]
     segments = segments_of(problem)
     unit = problem.keep_all_peak // 1000
@@ -149,19 +149,19 @@ def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     assert sum(hits) > len(hits) * 2 / 3
 
 
-@pytest.mark.parametrize(
-    ("deps", "forward", "says"),
-    [
-        # each op reads all before it, so that nothing flows through one value
-        ([[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], 4, "does not apply: "),
-        ([[], [0], [0, 1]], None, "does not apply: "),
-        ([[], [0], [1], [2], [0], [2, 3, 4]], 4, "op5 of the backward reads v"),
-    ],
-    ids=["the forward is no chain", "there is no backward", "the backward runs in another order"],
-)
-def test_where_it_does_not_apply_it_says_so(deps: list[list[int]], forward: int | None, says: str) -> None:
+APPLIES_NOT: dict[str, tuple[list[list[int]], int | None, str]] = {
+    # each op reads all before it, so that nothing flows through one value
+    "the forward is no chain": ([[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], 4, "does not apply: "),
+    "there is no backward": ([[], [0], [0, 1]], None, "does not apply: "),
+    "the backward runs in another order": ([[], [0], [1], [2], [0], [2, 3, 4]], 4, "op5 of the backward reads v"),
+}
+
+
+@pytest.mark.parametrize("case", APPLIES_NOT)
+def test_where_it_does_not_apply_it_says_so(case: str) -> None:
+    deps, forward, says = APPLIES_NOT[case]
     problem = Problem.from_dag(deps, seconds=[1] * len(deps), sizes=[1] * len(deps), forward=forward)
     solution = solve("rotor", problem, problem.keep_all_peak - 1)
     assert solution.status is Status.NOT_FOUND
-    assert says in solution.message
     assert solution.message.startswith("does not apply: ")
+    assert says in solution.message

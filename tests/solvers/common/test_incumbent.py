@@ -12,41 +12,34 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import statusline
+from checkmate import SolverError, Status, solve, statusline
 from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
-from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, certify
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
-from checkmate.solvers.linear.model import Model
-from checkmate.solvers.solve import solve
+from tests.solvers.checks import all_runs, begun, runs
+from tests.solvers.steps import FIVE
 from tests.support.oracle import pinned
+from tests.support.processes import ROOT
 from tests.support.sampling import long
 
-ROOT = Path(__file__).parents[3]
 CHAIN = dags.unit_chain(2)  # five ops; keeping all takes 5 s and 4 bytes
-ONCE = np.eye(5, dtype=bool)
-AGAIN = ONCE.copy()
+ONCE, AGAIN = runs(CHAIN), runs(CHAIN, (3, 0))
+
 AGAIN[3, 0] = True
 
 
-def begun(budget: int = 10, seconds: float = 1.0) -> Incumbent:
-    return Incumbent(Task(CHAIN, budget, Clock(seconds)))
-
-
 def test_the_best_of_what_is_offered_and_proven() -> None:
-    known = begun()
+    known = begun(CHAIN, 10)
     assert known.offer(AGAIN, "dear")
     known.prove(5.5)
     assert not known.offer(AGAIN, "no better")
@@ -54,24 +47,21 @@ def test_the_best_of_what_is_offered_and_proven() -> None:
     assert (known.cost, known.bound, known.found) == (6.0, 5.5, {"dear": 6.0})
     assert [point[1:] for point in known.trajectory] == [(6.0, 5.0), (6.0, 5.5)]
     solution = known.solution("test", Remarks(details={"a": 1}))
-    assert solution.gap == pytest.approx(0.5 / 6)
-    assert (solution.method, solution.details["a"]) == ("test", 1)
+    assert (solution.gap, solution.method, solution.details["a"]) == (pytest.approx(0.5 / 6), "test", 1)
 
 
 def test_a_schedule_that_breaks_the_budget_is_not_taken_and_its_peak_is_noted() -> None:
-    known = begun(CHAIN.keep_all_peak - 1)
-    assert known.least_peak is None
-    assert not known.offer(ONCE, "too large")
+    known = begun(CHAIN, CHAIN.keep_all_peak - 1)
+    assert (known.least_peak, known.offer(ONCE, "too large"), known.fits(ONCE)) == (None, False, False)
     assert (known.R, known.trajectory, known.least_peak) == (None, [], CHAIN.keep_all_peak)
-    assert not known.fits(ONCE)
     solution = known.solution("test", Remarks("it is too large"))
     assert (solution.status, solution.message, solution.bound) == (Status.NOT_FOUND, "it is too large", 5.0)
 
 
 def test_a_schedule_that_breaks_a_rule_is_an_error_of_whom_offers_it() -> None:
-    """And what is kept does not change with what was offered."""
-    known, R = begun(), AGAIN.copy()
-    for wrong in (np.zeros((5, 5), dtype=bool), np.tril(np.ones((5, 5), dtype=bool), -1)):
+    """The array that was offered may change afterwards: the plan that is kept does not."""
+    known, R = begun(CHAIN, 10), AGAIN.copy()
+    for wrong in (np.zeros_like(ONCE), all_runs(CHAIN) & ~ONCE):
         with pytest.raises(SolverError, match="The schedule of rubbish is wrong: "):
             known.offer(wrong, "rubbish")
     assert known.R is None
@@ -81,19 +71,18 @@ def test_a_schedule_that_breaks_a_rule_is_an_error_of_whom_offers_it() -> None:
 
 
 def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    known = begun()
+    known = begun(CHAIN, 10)
     known.prove(7.0)  # wrong, but who knows
     known.offer(AGAIN, "cheaper than the bound")
     assert known.bound == 5.0
-    for bound in (6.5, float("inf"), float("nan")):
+    for bound in (6.5, math.inf, math.nan):
         known.prove(bound)
-    assert known.bound == 5.0
+        assert known.bound == 5.0
     assert [said.split(" s ")[0] for said in caplog.messages] == ["a bound of 7", "a bound of 6.5", "a bound of inf"]
 
 
 def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
-    five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    incumbent, before = Incumbent(Task(five, 9)), Incumbent(Task(five, 9))
+    incumbent, before = begun(FIVE, 9), begun(FIVE, 9)
     assert not incumbent.offer_runs([[0], [1], [2], [3], [0, 2, 4]], "in order")
     assert incumbent.least_peak == 10
     before.prove(math.inf)
@@ -105,18 +94,15 @@ def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: py
 
 
 def test_an_infinite_bound_proves_that_nothing_fits() -> None:
-    known = begun()
+    known = begun(CHAIN, 10)
     assert not known.is_infeasible
-    known.prove(float("inf"))
-    assert known.is_infeasible
-    assert known.solution("test", Remarks()).status is Status.INFEASIBLE
+    known.prove(math.inf)
+    assert (known.is_infeasible, known.solution("test", Remarks()).status) == (True, Status.INFEASIBLE)
 
 
 def test_offers_from_the_thread_of_a_solver_arrive() -> None:
-    chain = dags.unit_chain(8)
-    model, x = build(chain, 5)
-    known = Incumbent(Task(chain, 5))
-    threads = set()
+    known, threads = begun(dags.unit_chain(8), 5), set()
+    model, x = build(known.task.problem, 5)
 
     def on_incumbent(values: np.ndarray) -> None:
         threads.add(threading.current_thread())
@@ -137,11 +123,6 @@ def test_the_trajectory_falls_to_the_answer(method: str) -> None:
     assert path[-1][1:] == (solution.cost, solution.bound)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def _slow(monkeypatch: pytest.MonkeyPatch, *, screen: io.StringIO | None = None, **options: Any) -> None:
     """A solve that lasts until the screen shows something, or half a second."""
 
@@ -158,29 +139,21 @@ def _slow(monkeypatch: pytest.MonkeyPatch, *, screen: io.StringIO | None = None,
 
 
 @pytest.mark.wall_clock
-def test_on_a_terminal_a_slow_solve_shows_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.1)
-    _slow(monkeypatch, screen=screen)
-    assert re.search(r"\| step \+20.00%, gap 16.67%, \d of 10 s", screen.getvalue())
-
-
-@pytest.mark.wall_clock
 @pytest.mark.parametrize(
-    ("shown", "terminal", "quiet", "expected"),
-    [(True, False, 0.0, True), (False, True, 0.0, False), (None, True, 600.0, False)],
-    ids=["asked for", "refused", "a quick solve"],
+    ("asked", "terminal", "quiet", "shows"),
+    [(None, True, 0.1, True), (True, False, 0.0, True), (False, True, 0.0, False), (None, True, 600.0, False)],
+    ids=["a slow solve on a terminal", "asked for", "refused", "a quick solve"],
 )
-def test_the_line_can_be_asked_for_and_refused_and_a_quick_solve_has_none(
-    monkeypatch: pytest.MonkeyPatch, shown: bool | None, terminal: bool, quiet: float, expected: bool
+def test_a_line_shows_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, terminal: bool, quiet: float, shows: bool
 ) -> None:
-    screen = Terminal() if terminal else io.StringIO()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet)
-    _slow(monkeypatch, screen=screen if expected else None, progress=shown)
-    assert ("gap" in screen.getvalue()) is expected
-    assert expected or screen.getvalue() == ""
+    _slow(monkeypatch, screen=screen if shows else None, progress=asked)
+    line = r"(?s).*\| step \+20.00%, gap 16.67%, \d of 10 s.*"
+    assert re.fullmatch(line if shows else "", screen.getvalue())
 
 
 def test_elsewhere_progress_is_logged(
@@ -192,13 +165,8 @@ def test_elsewhere_progress_is_logged(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_interrupt_answers_with_the_best_plan_and_is_raised_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(model: Model, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(highs, "run", interrupted)
+def test_an_interrupt_answers_with_the_best_plan_or_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(highs, "run", Mock(side_effect=KeyboardInterrupt))
     solution = solve(dags.unit_chain(30), 8)
     assert (solution.status, solution.interrupted, solution.peak <= 8) == (Status.FEASIBLE, True, True)
     assert solution.message.startswith("interrupted after")
@@ -237,7 +205,7 @@ def _computed(pid: int) -> float:
 
 
 def _interrupt(code: str, after: str, wait: float) -> tuple[str, float]:
-    """What a child prints after Ctrl-C, some seconds after it logged a word, and how long it computed until then."""
+    """Interrupt a child some seconds after it logged a word; what it says then, and how long it computed until then."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", CHILD + code], cwd=ROOT, **pipes) as child:
         while after not in (line := child.stderr.readline()):
@@ -275,31 +243,28 @@ def test_a_right_schedule_gets_the_simulators_figures_and_each_op_once_is_optima
     solution = certify(CHAIN, 10, ONCE, method="test", message="as is")
     assert solution.cost == simulator.cost(solution.plan, CHAIN) == 5.0
     assert solution.peak == simulator.simulate(solution.plan, CHAIN).peak == CHAIN.keep_all_peak
-    assert (solution.method, solution.message, solution.budget) == ("test", "as is", 10)
-    assert solution.status is Status.OPTIMAL
+    said = (solution.method, solution.message, solution.budget, solution.status)
+    assert said == ("test", "as is", 10, Status.OPTIMAL)
 
 
 @pytest.mark.parametrize(
-    ("bound", "expected"), [(0.0, 5.0), (5.5, 5.5), (6.0001, 6.0), (6.1, 5.0), (float("inf"), 5.0), (float("nan"), 5.0)]
+    ("bound", "expected"), [(0.0, 5.0), (5.5, 5.5), (6.0001, 6.0), (6.1, 5.0), (math.inf, 5.0), (math.nan, 5.0)]
 )
-def test_a_bound_is_from_each_op_once_to_the_cost_and_proves_nothing_where_it_is_above(
-    bound: float, expected: float
-) -> None:
+def test_a_bound_lies_between_each_op_once_and_the_cost_or_proves_nothing(bound: float, expected: float) -> None:
     solution = certify(CHAIN, 10, AGAIN, method="test", bound=bound)
-    assert (solution.cost, solution.bound) == (6.0, expected)
-    assert solution.gap == pytest.approx(1 - expected / 6)
+    assert (solution.cost, solution.bound, solution.gap) == (6.0, expected, pytest.approx(1 - expected / 6))
     assert solution.status is (Status.OPTIMAL if expected == 6.0 else Status.FEASIBLE)
 
 
-@pytest.mark.parametrize(
-    ("problem", "budget", "R", "says"),
-    [
-        (CHAIN, CHAIN.keep_all_peak - 1, ONCE, r"test is wrong: the peak of .* exceeds the budget"),
-        (CHAIN, 10, np.diag([True, True, False, True, True]), "more"),
-        (pinned(CHAIN, 0), 10, AGAIN, "draws random numbers"),
-    ],
-    ids=["over the budget", "an op is left out", "a pinned op runs twice"],
-)
-def test_a_wrong_schedule_is_refused(problem: Problem, budget: int, R: np.ndarray, says: str) -> None:
+WRONG = {
+    "over the budget": (CHAIN, CHAIN.keep_all_peak - 1, ONCE, r"test is wrong: the peak of .* exceeds the budget"),
+    "an op is left out": (CHAIN, 10, np.diag([True, True, False, True, True]), "more"),
+    "a pinned op runs twice": (pinned(CHAIN, 0), 10, AGAIN, "draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_schedule_is_refused(case: str) -> None:
+    problem, budget, R, says = WRONG[case]
     with pytest.raises(SolverError, match=says):
         certify(problem, budget, R, method="test")

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from checkmate.core.problem import Problem
-from checkmate.errors import SolverError
+from checkmate import Problem, SolverError
 from checkmate.solvers.common.processes import NICENESS, BackgroundCall, Process, Processes
-
-ROOT = Path(__file__).parents[3]
+from tests.support.processes import ROOT
+from tests.support.sampling import slow
 
 
 def test_calls_run_elsewhere_and_answer() -> None:
@@ -48,7 +47,7 @@ def _sleep_for_ever(begun: Path) -> None:
 
 
 def test_nothing_runs_on_after_the_end(tmp_path: Path) -> None:
-    """What runs is ended, and not waited for."""
+    """A call that runs is ended, and not waited for."""
     with Processes(1) as processes:
         running, waiting = (processes.submit(_sleep_for_ever, tmp_path / name) for name in ("first", "second"))
         while not (tmp_path / "first").exists():
@@ -61,7 +60,7 @@ def test_nothing_runs_on_after_the_end(tmp_path: Path) -> None:
 
 
 def test_what_travels_and_what_cannot_be_sent() -> None:
-    """What a call prints does not spoil its answer."""
+    """Output that a call prints does not spoil its answer."""
     problem = Problem.from_dag([[], [0]], seconds=[1, 2], sizes=[4, 8])
     with Processes(1) as processes:
         assert processes.submit(repr, problem).result() == repr(problem)
@@ -93,20 +92,19 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def test_a_call_aside_has_its_result_at_some_time() -> None:
-    aside = BackgroundCall(math.factorial, 20)
-    assert aside.wait(60)
-    assert aside.is_over
-    assert aside.result == 2432902008176640000
-
-
-@pytest.mark.slow
-def test_a_call_that_fails_has_no_result(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("call", "result", "logged"),
+    [((math.factorial, 20), math.factorial(20), ""), slow((math.sqrt, -1.0), None, "math domain error")],
+    ids=["answers", "fails"],
+)
+def test_a_call_aside_has_its_result_at_some_time_or_none(
+    caplog: pytest.LogCaptureFixture, call: tuple[Any, ...], result: int | None, logged: str
+) -> None:
     with caplog.at_level("INFO", "checkmate.solve"):
-        aside = BackgroundCall(math.sqrt, -1.0)
+        aside = BackgroundCall(*call)
         assert aside.wait(60)
-    assert aside.result is None
-    assert "math domain error" in caplog.text
+    assert (aside.is_over, aside.result) == (True, result)
+    assert logged in caplog.text
 
 
 def test_a_process_tells_and_is_gone_at_the_end_and_one_that_ends_says_why() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
+from checkmate import Problem, Schedule
 from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand
+from tests.solvers.checks import runs
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
@@ -15,14 +15,12 @@ from tests.support.sampling import in_turn
 def test_a_segment_runs_again_at_once_and_stays() -> None:
     """Two segments of a chain: each is made anew as a whole, when the backward comes to its end.
 
-    Where everything is kept nothing runs again.
+    Nothing runs again where everything is kept.
     """
-    R = kept_by_the_forward(dags.unit_chain(6), [0, 3, 6])
-    again = {t: np.flatnonzero(row[:t]).tolist() for t, row in enumerate(R) if row[:t].any()}
-    assert again == {7: [4, 5], 10: [1, 2]}
-    problem = dags.unet(2)
-    R = kept_by_the_forward(problem, range(len(problem.graph.values)))
-    assert (R == np.eye(len(R), dtype=bool)).all()
+    chain, problem = dags.unit_chain(6), dags.unet(2)
+    again = runs(chain, (7, 4), (7, 5), (10, 1), (10, 2))
+    assert np.array_equal(kept_by_the_forward(chain, [0, 3, 6]), again)
+    assert np.array_equal(kept_by_the_forward(problem, range(len(problem.graph.values))), runs(problem))
 
 
 def test_pinned_values_are_kept_whatever_is_asked() -> None:

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.host import Host
+from checkmate import Host, Problem, Status, frontier, solve
 from checkmate.core.plan import Fetch, Run
-from checkmate.core.problem import Problem
 from checkmate.core.simulator import check_plan
-from checkmate.core.solution import Status
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
 from checkmate.solvers.common.fetch_ops import MustBeBack, plain_events, with_fetches
-from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.frontier import frontier
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.min_budget import _known as known_ends
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.solve import min_budget
+from tests.solvers.checks import begun
+from tests.solvers.steps import layers
 from tests.support.offers import plan
-from tests.support.oracle import (
-    pinned,
-    random_problem,
-    random_problem_with_overwrites,
-    random_problem_with_ways,
-    random_ruled_problem,
-)
+from tests.support.oracle import ALL_KINDS, pinned
 from tests.support.sampling import in_turn
-
-
-def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
-    """A forward chain of n ops and its backward, each of whose ops reads what its layer read."""
-    deps = [[k - 1] if k else [] for k in range(n)]
-    deps += [[n + i - 1, n - 1 - i] for i in range(n)]
-    return Problem.from_dag(deps, [seconds] * (2 * n), [size] * (2 * n), forward=n)
-
 
 FAST = Host(10**6, send=16.0, fetch=16.0)
 
@@ -102,25 +84,20 @@ def test_what_is_fetched_is_not_made_again() -> None:
     assert fetch > plan.steps.index(Run(7))
 
 
-KINDS = [random_problem, random_problem_with_ways, random_ruled_problem, random_problem_with_overwrites]
-
-
 @in_turn(seed=range(24))
 def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    plain = KINDS[seed % len(KINDS)](seed, most_ops=8)
+    plain = ALL_KINDS[seed % len(ALL_KINDS)](seed, most_ops=8)
     problem = plain.with_host(random_host(rng))
     budget = int(rng.integers(plain.unavoidable_bytes.max(), plain.keep_all_peak + 1))
-    task = Task(problem, budget, Clock(20.0))
-    incumbent = Incumbent(task)
-    sets = SentSets(task, incumbent, auto)
+    incumbent, other = begun(problem, budget, 20.0), begun(problem, budget, 20.0)
+    sets = SentSets(incumbent.task, incumbent, auto)
     stay = {*plain.graph.outputs, *plain.limits.recomputed}
     may = [v for v, size in enumerate(plain.sizes) if size and v not in stay]
     for _ in range(3 if may else 0):
         sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong
     alone = solve(plain, budget, time_limit=5)
-    bound = moment_bound(Task(problem, budget, Clock(20.0)), Incumbent(replace(task))).value
-    assert bound <= min(incumbent.cost, alone.cost) * (1 + 1e-6)
+    assert moment_bound(other.task, other).value <= min(incumbent.cost, alone.cost) * (1 + 1e-6)
 
 
 def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
@@ -149,9 +126,7 @@ def test_a_budget_that_is_named_has_a_plan_on_a_slow_machine_too(seconds: float)
         assert solve(there, budget, time_limit=seconds).plan is not None
 
 
-def test_a_plan_that_sends_is_remembered_and_where_a_solve_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_sends_is_remembered_and_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(FAST)
     first, again = (plan(problem, 8 * 6, time_limit=5) for _ in range(2))

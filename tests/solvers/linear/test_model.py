@@ -43,7 +43,7 @@ def test_further_axes_are_summed_over_entries_named_twice_add_up_and_zeros_vanis
 
 
 def test_what_is_broken_is_named_with_its_place_and_amount() -> None:
-    """An empty model is a model, too."""
+    """An empty model has nothing that is broken."""
     model = Model()
     assert (model.matrix().shape, model.cost.shape, model.row_lower.shape) == ((0, 0), (0,), (0,))
     assert model.broken(np.zeros(0)) == []
@@ -77,8 +77,6 @@ def test_dense_and_sparse_rows_equal_plain_loops(seed: int) -> None:
     i, j = np.nonzero(np.ones((rows, wide)))
     model.constrain_sparse("sparse", rows, [(i, x[i, j], coefficients[i, j])])
     expected = np.zeros((rows, model.columns))
-    for r in range(rows):
-        for c in range(wide):
-            if x[r, c] != NONE:
-                expected[r, x[r, c]] += coefficients[r, c]
+    for r, c in np.argwhere(x != NONE):
+        expected[r, x[r, c]] += coefficients[r, c]
     assert (model.matrix().toarray() == np.vstack([expected, expected])).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate import Problem, solve
 from checkmate.solvers.common.schedules import cost_of, peak_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.moments import (
     EXACT,
@@ -29,49 +27,44 @@ from checkmate.solvers.linear.moments import (
 )
 from checkmate.solvers.linear.moments import moment_bound as bound_of
 from checkmate.solvers.search.greedy import next_use
-from checkmate.solvers.solve import solve
-from tests.support.oracle import (
-    optima,
-    optimum,
-    outcomes,
-    random_problem,
-    random_problem_with_ways,
-    random_ruled_problem,
-)
+from tests.solvers.checks import begun, runs, takes_less_than
+from tests.support.oracle import PLAIN_AND_WAYS, Make, best_within, optimum, outcomes, random_ruled_problem
 from tests.support.sampling import every, in_turn
 
 
 def moment_bound(problem: Problem, budget: int, *, seconds: float = 10.0, **options: Any) -> Bound:
-    task = Task(problem, budget, Clock(seconds), gap=EXACT)
-    incumbent = Incumbent(task)
-    bound = bound_of(task, incumbent, **options)
+    incumbent = begun(problem, budget, seconds, gap=EXACT)
+    bound = bound_of(incumbent.task, incumbent, **options)
     assert incumbent.bound >= bound.value * (1 - EXACT)  # it was told
     return bound
 
 
-@in_turn(block=every(5, range(10)))
-def test_never_above_the_optimum(block: int) -> None:
-    for seed in range(25 * block, 25 * block + 25):
-        problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=4)
-        for budget, best in optima(problem):
-            bound = moment_bound(problem, budget)
+def by_turns(makes: Sequence[Make], seeds: range, most_ops: int) -> Iterator[tuple[int, Problem]]:
+    """Problems of each kind in turn, with their seeds."""
+    return ((seed, makes[seed % len(makes)](seed, most_ops=most_ops)) for seed in seeds)
+
+
+@in_turn(first=every(5, range(0, 250, 25)))
+def test_never_above_the_optimum(first: int) -> None:
+    problems = (problem for _, problem in by_turns(CASES[:2], range(first, first + 25), 4))
+    for problem, budget, best in best_within(problems):
+        bound = moment_bound(problem, budget)
+        assert bound.value <= best + 1e-6
+        assert not bound.infeasible or best == math.inf
+        if bound.schedule is not None:
+            assert bound.schedule.violations(problem, budget) == []
+            assert bound.schedule.cost(problem) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("first", every(4, range(300, 340, 10)))
+def test_any_moments_give_a_bound(first: int) -> None:
+    problems = (problem for _, problem in by_turns(CASES[:2], range(first, first + 10), 5))
+    for problem, budget, best in best_within(problems):
+        ops = range(len(problem.graph.ops)) if best < math.inf else ()
+        for moments in (*itertools.combinations(ops, 1), *itertools.combinations(ops, 3)):
+            bound = moment_bound(problem, budget, moments=moments, most=3)
+            assert not bound.infeasible
             assert bound.value <= best + 1e-6
-            assert not bound.infeasible or best == math.inf
-            if bound.schedule is not None:
-                assert bound.schedule.violations(problem, budget) == []
-                assert bound.schedule.cost(problem) == pytest.approx(best)
-
-
-@pytest.mark.parametrize("block", every(4, range(4)))
-def test_any_moments_give_a_bound(block: int) -> None:
-    for seed in range(300 + 10 * block, 310 + 10 * block):
-        problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=5)
-        ops = range(len(problem.graph.ops))
-        for budget, best in optima(problem)[:-1]:
-            for moments in itertools.chain(itertools.combinations(ops, 1), itertools.combinations(ops, 3)):
-                bound = moment_bound(problem, budget, moments=moments, most=3)
-                assert not bound.infeasible
-                assert bound.value <= best + 1e-6
 
 
 @pytest.mark.parametrize(("budget", "cost"), [(3, 45), (4, 26), (5, 22), (6, 21), (8, 19)])
@@ -94,12 +87,10 @@ def test_more_moments_prove_no_less() -> None:
 def test_proves_the_optimum_of_training_steps(name: str) -> None:
     problem = {"mobilenet": dags.mobilenet(8), "gpt": dags.gpt(4)}[name]
     budget = int(0.7 * problem.keep_all_peak)
-    bound = moment_bound(problem, budget)
+    bound, plan = moment_bound(problem, budget), solve(problem, budget, method="next-use", time_limit=2)
     assert peak_of(problem, bound.schedule.R) <= budget
     assert bound.value == pytest.approx(bound.schedule.cost(problem), rel=1e-6)
-    assert (
-        problem.keep_all_cost < bound.value <= solve(problem, budget, method="next-use", time_limit=2).cost * (1 + 1e-6)
-    )
+    assert problem.keep_all_cost < bound.value <= plan.cost * (1 + 1e-6)
 
 
 def test_tells_what_each_better_answer_would_run_and_the_lifted_one_costs_no_more_than_the_model() -> None:
@@ -124,9 +115,8 @@ def test_an_op_writes_over_one_value_only_and_over_none_that_is_carried_past_the
 
 def test_holds_its_time_limit_and_proves_something_within_it() -> None:
     problem = dags.resnet((3, 4, 6, 3))
-    began = time.perf_counter()
-    bound = moment_bound(problem, int(0.6 * problem.keep_all_peak), seconds=1.0)
-    assert time.perf_counter() - began < 2.0
+    with takes_less_than(2.0):
+        bound = moment_bound(problem, int(0.6 * problem.keep_all_peak), seconds=1.0)
     assert bound.value >= problem.keep_all_cost
 
 
@@ -136,7 +126,7 @@ def test_what_is_kept_is_integer_so_that_the_solver_may_round_the_memory_rows() 
     assert relaxed.model.integer[relaxed.X[relaxed.X >= 0]].all()
 
 
-CASES = (random_problem, random_problem_with_ways, random_ruled_problem)
+CASES = [*PLAIN_AND_WAYS, random_ruled_problem]
 
 
 def one_input_each(problem: Problem, seed: int) -> Problem:
@@ -147,21 +137,16 @@ def one_input_each(problem: Problem, seed: int) -> Problem:
     return replace(problem, graph=replace(graph, ops=ops), profile=replace(problem.profile, ways=ways))
 
 
-@pytest.mark.parametrize("block", every(4, range(4)))
-def test_keeping_what_is_made_of_a_value_in_its_place_costs_no_more(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(problem: Problem, held: np.ndarray, at: list[int]) -> np.ndarray:
-        return np.zeros((len(at), len(held)), dtype=bool)
-
+@pytest.mark.parametrize("first", every(4, range(0, 60, 15)))
+def test_keeping_what_is_made_of_a_value_instead_costs_no_more(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = 0
-    for seed in range(15 * block, 15 * block + 15):
-        problem = one_input_each(CASES[seed % 3](seed, most_ops=9), seed)
-        rng, ops = np.random.default_rng(seed), len(problem.graph.ops)
+    for seed, drawn in by_turns(CASES, range(first, first + 15), 9):
+        problem, rng, ops = one_input_each(drawn, seed), np.random.default_rng(seed), len(drawn.graph.ops)
         at = sorted(rng.choice(ops, int(rng.integers(1, ops)), replace=False).tolist())
         for budget in np.linspace(problem.unavoidable_bytes.max(), problem.keep_all_peak, 3).astype(int).tolist():
             known = build(problem, budget, at).model
             with monkeypatch.context() as all_kept:
+                never = lambda problem, held, at: np.zeros((len(at), len(held)), dtype=bool)  # noqa: E731
                 all_kept.setattr("checkmate.solvers.linear.moments._better_as_made_of", never)
                 plain = build(problem, budget, at).model
             smaller += known.columns < plain.columns
@@ -169,20 +154,17 @@ def test_keeping_what_is_made_of_a_value_in_its_place_costs_no_more(
     assert smaller
 
 
-@in_turn(block=every(5, range(10)))
-def test_rows_about_spans_leave_each_schedule_and_the_least_cost(block: int) -> None:
-    for seed in range(12 * block, 12 * block + 12):
-        problem = CASES[seed % 3](seed, most_ops=8)
-        T = len(problem.graph.ops)
-        moments = sorted({*default_moments(problem), *range(1, T - 1, 2)})
+@in_turn(first=every(5, range(0, 120, 12)))
+def test_rows_about_spans_leave_each_schedule_and_the_least_cost(first: int) -> None:
+    for _, problem in by_turns(CASES, range(first, first + 12), 8):
+        moments = sorted({*default_moments(problem), *range(1, len(problem.graph.ops) - 1, 2)})
         for budget in (int(share * problem.keep_all_peak) for share in (0.6, 0.8)):
-            plain, spanned = (build(problem, budget, moments, spanned=also).model for also in (False, True))
-            best, same = highs.run(plain), highs.run(spanned)
-            assert best.outcome is same.outcome
-            if best.x is not None:
-                assert same.objective == pytest.approx(best.objective)
-            parts = [highs.run(model, relax=True) for model in (plain, spanned)]
-            assert parts[0].bound <= parts[1].bound + 1e-6 or parts[1].outcome is highs.SolveStatus.INFEASIBLE
+            models = [build(problem, budget, moments, spanned=also).model for also in (False, True)]
+            plain, spanned = map(highs.run, models)
+            assert plain.outcome is spanned.outcome
+            assert plain.x is None or spanned.objective == pytest.approx(plain.objective)
+            plain, spanned = (highs.run(model, relax=True) for model in models)
+            assert plain.bound <= spanned.bound + 1e-6 or spanned.outcome is highs.SolveStatus.INFEASIBLE
 
 
 def test_with_rows_about_spans_more_moments_prove_no_less() -> None:
@@ -202,8 +184,7 @@ STEP = Problem.from_dag([[], [0], [1], [0, 2], [3], [0, 4], [5]], seconds=[5] + 
 
 
 def test_a_moment_comes_between_two_runs_where_most_is_at_hand() -> None:
-    R = np.eye(7, dtype=bool)  # bytes at hand with the runs below: 4, 8, 8, 12, 13, 17, 8
-    R[5, 0] = True
+    R = runs(STEP, (5, 0))  # bytes at hand with the runs below: 4, 8, 8, 12, 13, 17, 8
     assert where_runs_repeat(STEP, R, [], most=3) == [4]
     assert where_runs_repeat(STEP, R, [4], most=3) == []
     cheap = replace(STEP, profile=replace(STEP.profile, seconds=np.array([0.01, 1, 1, 1, 1, 1, 1])))
@@ -215,10 +196,8 @@ def test_a_moment_comes_between_two_runs_where_most_is_at_hand() -> None:
 
 
 def test_all_runs_of_a_plan_are_paid_with_enough_moments() -> None:
-    problem = dags.unit_chain(8)
-    task = Task(problem, 3, Clock(1.0))
-    incumbent = Incumbent(task)
-    next_use(task, incumbent)
+    problem, incumbent = dags.unit_chain(8), begun(dags.unit_chain(8), 3, 1.0)
+    next_use(incumbent.task, incumbent)
     few, enough = (where_runs_repeat(problem, incumbent.R, [], most=most) for most in (1, 17))
     assert enough[:1] == few
     paid = [  # seconds of ops that count once between two moments
@@ -226,11 +205,11 @@ def test_all_runs_of_a_plan_are_paid_with_enough_moments() -> None:
         for moments in (few, sorted(enough))
     ]
     assert paid[0] < paid[1] == incumbent.cost
-    assert where_runs_repeat(problem, np.eye(17, dtype=bool), [], most=17) == []
+    assert where_runs_repeat(problem, runs(problem), [], most=17) == []
 
 
 def test_one_stage_in_each_gap_that_breaks_the_budget_the_worst_first() -> None:
-    R = np.eye(7, dtype=bool)  # bytes: 4, 8, 12, 12, 17, 17, 8
+    R = runs(STEP)  # bytes: 4, 8, 12, 12, 17, 17, 8
     assert where_it_breaks(STEP, 10, R, [], most=3) == [4]
     assert where_it_breaks(STEP, 10, R, [3], most=3) == [4, 2]
     assert where_it_breaks(STEP, 10, R, [3], most=1) == [4]
@@ -240,11 +219,10 @@ def test_one_stage_in_each_gap_that_breaks_the_budget_the_worst_first() -> None:
 
 def test_several_moments_at_a_time_far_from_the_best_plan_and_one_close_to_it() -> None:
     problem, budget = dags.unit_chain(16), 5
-    task = Task(problem, budget, Clock(10.0), gap=EXACT)
-    incumbent = Incumbent(task)
-    bound = bound_of(task, incumbent, moments=default_moments(problem), most=1)
+    incumbent = begun(problem, budget, 10.0, gap=EXACT)
+    bound = bound_of(incumbent.task, incumbent, moments=default_moments(problem), most=1)
     (only,) = bound.moments
-    next_use(task, incumbent)
+    next_use(incumbent.task, incumbent)
     several = next_moments(problem, budget, bound, incumbent, most=12)
     assert len(several) > 2
     assert only in several
@@ -255,13 +233,12 @@ def test_several_moments_at_a_time_far_from_the_best_plan_and_one_close_to_it() 
 
 
 def test_what_a_plan_repeats_is_looked_at_beside_where_the_answer_breaks_the_budget() -> None:
-    """Not where the model was out of time."""
+    """A model that was out of time tells of no place that breaks the budget."""
     problem = dags.unit_chain(8)
-    task = Task(problem, 3, Clock(10.0), gap=EXACT)
-    incumbent = Incumbent(task)
-    bound = bound_of(task, incumbent, most=2)
+    incumbent = begun(problem, 3, 10.0, gap=EXACT)
+    bound = bound_of(incumbent.task, incumbent, most=2)
     alone = next_moments(problem, 3, bound, incumbent, most=17)
-    next_use(task, incumbent)
+    next_use(incumbent.task, incumbent)
     assert set(alone) < set(next_moments(problem, 3, bound, incumbent, most=17))
     bound = Bound(17.0, (8,), np.zeros((1, 17), dtype=bool), np.zeros((2, 17), dtype=bool), cut=True)
-    assert next_moments(problem, 4, bound, Incumbent(Task(problem, 4)), most=12) == [8]
+    assert next_moments(problem, 4, bound, begun(problem, 4), most=12) == [8]

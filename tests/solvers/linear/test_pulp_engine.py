@@ -1,4 +1,4 @@
-"""The same model solved by CBC through PuLP."""
+"""CBC, through PuLP, solves the model that HiGHS solves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pulp
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core.solution import Status
-from checkmate.errors import SolverError
+from checkmate import SolverError, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import pulp_engine
 from checkmate.solvers.linear.equations import FORMULATIONS, build

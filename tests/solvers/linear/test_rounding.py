@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Status
+from checkmate import Schedule, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
-from tests.support.oracle import all_schedules, optima, random_problem, random_problem_with_overwrites
-from tests.support.sampling import every, in_turn
-
-milp = METHODS["milp"].solve
-lp_rounding = METHODS["lp-rounding"].solve
-
-
-@in_turn(randomized=[False, True], seed=every(5, range(10)))
-def test_between_the_bound_and_the_optimum(seed: int, randomized: bool) -> None:
-    problem = random_problem(seed)
-    for budget, best in optima(problem)[:3]:
-        solution = lp_rounding(problem, budget, randomized=randomized)
-        if np.isinf(best):
-            assert solution.status in (Status.INFEASIBLE, Status.NOT_FOUND)
-            continue
-        assert solution.bound <= best * (1 + 1e-7)
-        assert solution.cost >= best * (1 - 1e-9)
-        assert solution.plan is None or (solution.peak is not None and solution.peak <= budget)
+from tests.solvers.checks import all_runs, runs, solve, wrong
+from tests.support.oracle import Make, all_schedules, random_problem, random_problem_with_overwrites
+from tests.support.sampling import in_turn
 
 
 @pytest.mark.parametrize("budget", [6, 8, 10])
 def test_close_to_the_optimum_on_a_chain(budget: int) -> None:
     problem = dags.unit_chain(8)
-    assert lp_rounding(problem, budget).cost <= 1.06 * milp(problem, budget).cost
+    assert solve("lp-rounding", problem, budget).cost <= 1.06 * solve("milp", problem, budget).cost
 
 
 @pytest.mark.slow
@@ -48,35 +29,35 @@ def test_close_to_the_optimum_on_a_chain(budget: int) -> None:
 def test_a_training_step_of_80_ops_is_within_the_papers_factor() -> None:
     """The paper finds two-phase rounding within 1.06 of the optimum; here it is 1.024 of a step that runs all once."""
     problem = dags.vgg()
-    solution = lp_rounding(problem, int(0.7 * problem.keep_all_peak))
+    solution = solve("lp-rounding", problem, int(0.7 * problem.keep_all_peak))
     assert solution.status is Status.FEASIBLE
     assert solution.cost <= 1.06 * 1.0239128 * problem.keep_all_cost
     assert solution.bound <= 1.0239128 * problem.keep_all_cost
 
 
-@pytest.mark.parametrize(
-    ("budget", "options", "status", "cost", "bound"),
-    [
-        (10, {}, Status.OPTIMAL, 17.0, 17.0),
-        (2, {}, Status.INFEASIBLE, np.inf, np.inf),
-        (5, {"time_limit": 0.0}, Status.NOT_FOUND, np.inf, 17.0),
-    ],
-    ids=["all fits", "nothing fits", "no time"],
-)
-def test_what_is_said_of_a_chain(budget: int, options: dict, status: Status, cost: float, bound: float) -> None:
-    solution = lp_rounding(dags.unit_chain(8), budget, **options)
-    assert (solution.status, solution.cost, solution.bound) == (status, cost, bound)
+OF_A_CHAIN: dict[str, tuple[int, float, tuple[Status, float, float]]] = {
+    "all fits": (10, 60.0, (Status.OPTIMAL, 17.0, 17.0)),
+    "nothing fits": (2, 60.0, (Status.INFEASIBLE, np.inf, np.inf)),
+    "no time": (5, 0.0, (Status.NOT_FOUND, np.inf, 17.0)),
+}
+
+
+@pytest.mark.parametrize("case", OF_A_CHAIN)
+def test_what_is_said_of_a_chain(case: str) -> None:
+    budget, seconds, said = OF_A_CHAIN[case]
+    solution = METHODS["lp-rounding"].solve(dags.unit_chain(8), budget, time_limit=seconds)
+    assert (solution.status, solution.cost, solution.bound) == said
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), make=st.sampled_from([random_problem, random_problem_with_overwrites]))
-def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Callable[..., Problem]) -> None:
+def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Make) -> None:
     problem = make(seed, most_ops=8)
     stages = np.arange(len(problem.graph.ops))[:, None]
     made_by = np.array([len(stages) if v.producer is None else v.producer for v in problem.graph.values])
     kept = (np.random.default_rng(seed).random((len(stages), len(made_by))) < 0.5) & (stages > made_by)
     for R in (least_runs(problem, kept), rounded(problem, kept)):
-        assert Schedule.from_runs(problem.graph, R).violations(problem) == []
+        assert wrong(problem, R) == []
 
 
 @in_turn(seed=range(10))
@@ -92,14 +73,13 @@ def test_phase_two_is_least_among_all_schedules_that_keep_this_much(seed: int) -
 @given(seed=st.integers(0, 10**6))
 def test_useless_runs_are_dropped_and_no_others(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
-    rng = np.random.default_rng(seed)
-    T = len(problem.graph.ops)
-    R = np.eye(T, dtype=bool) | np.tril(rng.random((T, T)) < 0.5, -1)
+    R = all_runs(problem)
+    R &= (np.random.default_rng(seed).random(R.shape) < 0.5) | runs(problem)
     fewer = without_useless(problem.graph, R)
     assert (fewer <= R).all()
     assert (without_useless(problem.graph, fewer) == fewer).all()
-    before, after = (Schedule.from_runs(problem.graph, runs) for runs in (R, fewer))
-    assert after.peak(problem) <= before.peak(problem)
+    before, after = (Schedule.from_runs(problem.graph, which).peak(problem) for which in (R, fewer))
+    assert after <= before
 
 
 def test_thresholds_give_from_much_to_little_recomputation() -> None:

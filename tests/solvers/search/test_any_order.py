@@ -8,43 +8,41 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import check_plan, lower, lower_runs, simulate
-from checkmate.solvers.common.schedules import as_matrix
+from checkmate.core.simulator import check_plan, lower, lower_runs
+from checkmate.solvers.common.schedules import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs_of
 from checkmate.solvers.search.value_sets import ValueSets
+from tests.solvers.checks import wrong
+from tests.solvers.steps import FIVE
 from tests.solvers.test_every_plan import random_chain
 from tests.support.all_plans import cheapest_plan, random_dag
-from tests.support.oracle import all_schedules, random_problem, random_problem_with_overwrites, random_problem_with_ways
+from tests.support.oracle import ALL_KINDS, PLAIN_AND_WAYS, Make, all_schedules
 from tests.support.sampling import in_turn, long, slow
 
-KINDS = [random_dag, random_problem, random_problem_with_ways, random_problem_with_overwrites, random_chain]
+KINDS = [random_dag, random_chain, *ALL_KINDS[:3]]
 
 
 @in_turn(make=KINDS, first=[0, *map(long, range(20, 300, 20))])
-def test_it_finds_a_plan_exactly_where_one_fits(make: Callable[[int], Problem], first: int) -> None:
-    for seed in range(first, first + 20):
-        problem = make(seed)
+def test_it_finds_a_plan_exactly_where_one_fits(make: Make, first: int) -> None:
+    for problem in map(make, range(first, first + 20)):
         sets, least = ValueSets(problem), int(problem.unavoidable_bytes.max())
         for budget in range(least, min(problem.keep_all_peak, least + 4)):
             search = AnyOrder(sets, budget, Clock())
             runs, fits = search.runs(), cheapest_plan(problem, budget)[1] is not None
-            assert search.complete
-            assert (runs is not None) == fits
-            assert runs is not None or search.least > budget
-            if runs is not None:
-                assert check_plan(lower_runs(problem, runs), problem, budget) == []
+            assert (search.complete, runs is not None) == (True, fits)
+            assert fits or search.least > budget
+            if fits:
                 fewer = drop_runs_of(problem, budget, runs, Clock())
-                assert check_plan(lower_runs(problem, fewer), problem, budget) == []
+                assert wrong(problem, runs, budget) == wrong(problem, fewer, budget) == []
                 assert sum(map(len, fewer)) <= sum(map(len, runs))
             proofs = [AnyOrder(sets, budget, Clock(), loose=True).refutes(t) for t in range(sets.T)]
             assert not (fits and any(proofs))
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], seed=[*range(15), *map(long, range(15, 40))])
+@in_turn(make=PLAIN_AND_WAYS, seed=[*range(15), *map(long, range(15, 40))])
 def test_a_schedule_lowered_by_its_runs_is_the_same_plan(make: Callable[..., Problem], seed: int) -> None:
     problem = make(seed, most_ops=4)
     for schedule in all_schedules(problem):
@@ -56,35 +54,29 @@ def test_a_schedule_lowered_by_its_runs_is_the_same_plan(make: Callable[..., Pro
 
 
 @pytest.mark.parametrize("make", [slow(dags.vgg), slow(dags.resnet), long(dags.unet), long(dags.mobilenet)])
-def test_on_training_steps_it_fits_where_a_schedule_does_and_proves_as_much(make: Callable[[], Problem]) -> None:
-    problem = make()
-    sets, width = ValueSets(problem), 64
+def test_on_training_steps_it_fits_where_a_schedule_does_and_proves_as_much(make: Make) -> None:
+    problem, width = make(), 64
+    sets = ValueSets(problem)
     for share in (1.0, 1.05, 1.3):
         budget = int(share * problem.unavoidable_bytes.max())
         R, _ = find_plan(sets, budget, width=width, clock=Clock())
         runs = AnyOrder(sets, budget, Clock()).runs()
         assert R is None or runs is not None
-        if runs is not None:
-            assert simulate(lower_runs(problem, runs), problem).peak <= budget
+        assert runs is None or wrong(problem, runs, budget) == []
         for t in range(0, sets.T, 7):
-            search = AnyOrder(sets, budget, Clock(), loose=True)
-            if search.refutes(t):
+            if AnyOrder(sets, budget, Clock(), loose=True).refutes(t):
                 assert R is None
                 assert refute(sets, budget, t, width=width, clock=Clock()) is not None
 
 
 def test_what_runs_twice_in_a_stage_is_said_by_the_stages_alone() -> None:
-    five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    runs = AnyOrder(ValueSets(five), 8, Clock()).runs()
-    plan, schedule = lower_runs(five, runs), Schedule.from_runs(five.graph, as_matrix(runs))
-    assert (check_plan(plan, five, 8), plan.is_a_schedule) == ([], False)
-    assert simulate(lower(five, schedule), five).peak > 8
+    runs = AnyOrder(ValueSets(FIVE), 8, Clock()).runs()
+    assert (wrong(FIVE, runs, 8), lower_runs(FIVE, runs).is_a_schedule) == ([], False)
+    assert peak_of(FIVE, as_matrix(runs)) > 8
 
 
 def test_it_ends_with_its_clock_and_its_states_and_proves_nothing_then() -> None:
     sets = ValueSets(dags.unet())
     budget = int(1.05 * sets.problem.unavoidable_bytes.max())
     for search in (AnyOrder(sets, budget, Clock(0.0)), AnyOrder(sets, budget, Clock(), most=3)):
-        assert search.runs() is None
-        assert not search.complete
-        assert not search.refutes(sets.T - 1)
+        assert (search.runs(), search.complete, search.refutes(sets.T - 1)) == (None, False, False)

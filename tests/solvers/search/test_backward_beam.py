@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,15 +15,15 @@ from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
 from checkmate.solvers.common.incumbent import Incumbent, certify
 from checkmate.solvers.common.schedules import as_matrix
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import backward_beam as module
 from checkmate.solvers.search.backward_beam import Beam, backward_bound, prices
 from checkmate.solvers.search.value_sets import ValueSets
+from tests.solvers.checks import begun
 from tests.support.all_plans import fastest
-from tests.support.oracle import optima, random_problem, random_problem_with_ways
+from tests.support.oracle import PLAIN_AND_WAYS, Make, drawn, optima, random_problem
 from tests.support.sampling import every, in_turn
 
-Make = Callable[..., Problem]
 MANY = 10**6  # states: more than there are
 
 
@@ -34,34 +35,30 @@ def beam(
     return Beam(sets, budget, width, price, Clock(seconds), any_order=any_order)
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)), any_order=[False, True])
-def test_with_every_state_it_is_the_optimum(make: Make, block: int, any_order: bool) -> None:
-    for seed in range(10 * block, 10 * block + 10):
-        problem = make(seed, most_ops=4)
-        for budget, best in fastest(problem) if any_order else optima(problem):
-            search = beam(problem, budget, MANY, any_order=any_order)
+def small(make: Make, first: int, *, any_order: bool = False) -> Iterator[tuple[Problem, int, float]]:
+    """Ten problems with their interesting budgets and the least seconds of a schedule, or of a plan of any order."""
+    for problem in drawn(make, range(first, first + 10)):
+        yield from ((problem, budget, best) for budget, best in (fastest if any_order else optima)(problem))
+
+
+def cost_within(problem: Problem, budget: int, found: np.ndarray | list[list[int]]) -> float:
+    """Seconds of a plan, which is verified."""
+    plan = lower_runs(problem, found) if isinstance(found, list) else found
+    return certify(problem, budget, plan, method="beam").cost
+
+
+@in_turn(make=PLAIN_AND_WAYS, first=every(8, range(0, 80, 10)), width=[1, 2, 4, MANY], any_order=[False, True])
+def test_never_above_the_optimum_and_exact_with_all_states(make: Make, first: int, width: int, any_order: bool) -> None:
+    for problem, budget, best in small(make, first, any_order=any_order):
+        for worth in (0.0, 0.3) if width < MANY else (0.1,):
+            search = beam(problem, budget, width, worth=worth, any_order=any_order)
             seconds, found = search.bound()
-            assert search.complete
-            assert problem.keep_all_cost + seconds == pytest.approx(best)
-            if best == math.inf:
-                assert found is None
-            else:
-                assert certify(problem, budget, lower_runs(problem, found), method="beam").cost == pytest.approx(best)
-
-
-@in_turn(
-    make=[random_problem, random_problem_with_ways], block=every(8, range(8)), width=[1, 2, 4], any_order=[False, True]
-)
-def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int, any_order: bool) -> None:
-    for seed in range(10 * block, 10 * block + 10):
-        problem = make(seed, most_ops=4)
-        for budget, best in fastest(problem) if any_order else optima(problem):
-            for worth in (0.0, 0.3):
-                seconds, found = beam(problem, budget, width, worth=worth, any_order=any_order).bound()
-                assert problem.keep_all_cost + seconds <= best + 1e-9
-                if found is not None:
-                    cost = certify(problem, budget, lower_runs(problem, found), method="beam").cost
-                    assert cost == pytest.approx(problem.keep_all_cost + seconds)
+            seconds += problem.keep_all_cost
+            assert seconds <= best + 1e-9
+            assert found is None or cost_within(problem, budget, found) == pytest.approx(seconds)
+            if width == MANY:
+                assert search.complete
+                assert (seconds, found is None) == (pytest.approx(best), best == math.inf)
 
 
 def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
@@ -86,17 +83,15 @@ def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> Non
     assert sum(map(len, found)) == best == chain.keep_all_cost + seconds
 
 
-@pytest.mark.parametrize("block", every(8, range(8)))
-def test_plans_fit_and_are_no_dearer_than_the_known_one(block: int) -> None:
-    for seed in range(10 * block, 10 * block + 10):
-        problem = random_problem(seed, most_ops=4)
-        for budget, best in optima(problem)[:-1]:
-            start = as_matrix(beam(problem, budget, MANY).bound()[1])
-            for width in (1, 3):
-                alone = beam(problem, budget, width).search()
-                assert alone is None or certify(problem, budget, alone, method="beam").cost >= best - 1e-9
-                beside = beam(problem, budget, width).search(start)
-                assert certify(problem, budget, beside, method="beam").cost == pytest.approx(best)
+@pytest.mark.parametrize("first", every(8, range(0, 80, 10)))
+def test_plans_fit_and_are_no_dearer_than_the_known_one(first: int) -> None:
+    for problem, budget, best in small(random_problem, first):
+        start = beam(problem, budget, MANY).bound()[1]
+        for width in (1, 3) if start else ():
+            alone = beam(problem, budget, width).search()
+            assert alone is None or cost_within(problem, budget, alone) >= best - 1e-9
+            beside = beam(problem, budget, width).search(as_matrix(start))
+            assert cost_within(problem, budget, beside) == pytest.approx(best)
 
 
 def test_a_price_is_what_keeping_takes_or_making_again() -> None:
@@ -112,29 +107,25 @@ def test_a_price_is_what_keeping_takes_or_making_again() -> None:
 def run(
     problem: Problem, budget: int, *, start: np.ndarray | None = None, seconds: float = math.inf, **options: Any
 ) -> Incumbent:
-    task = Task(problem, budget, Clock(seconds))
-    incumbent = Incumbent(task)
+    incumbent = begun(problem, budget, seconds)
     assert start is None or incumbent.offer(start, "start")
-    backward_bound(task, incumbent, **options)
+    backward_bound(incumbent.task, incumbent, **options)
     return incumbent
 
 
-@in_turn(block=every(8, range(8)), grain=[module.GRAIN, 0.3])
-def test_never_above_the_optimum(block: int, grain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_turn(first=every(8, range(0, 80, 10)), grain=[module.GRAIN, 0.3])
+def test_never_above_the_optimum(first: int, grain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a coarse grain much is left out: the bound is lower then, and what breaks the budget is not taken."""
     monkeypatch.setattr(module, "GRAIN", grain)
-    for seed in range(10 * block, 10 * block + 10):
-        problem = random_problem(seed, most_ops=4)
-        for budget, best in fastest(problem):
-            found = run(problem, budget, widths=(1, 3, 1000))
-            assert found.bound <= best + 1e-9
-            assert found.cost >= best - 1e-9
-            if grain < 0.01 and best < math.inf:
-                assert found.cost == pytest.approx(best)
+    for problem, budget, best in small(random_problem, first, any_order=True):
+        found = run(problem, budget, widths=(1, 3, 1000))
+        assert found.bound - 1e-9 <= best <= found.cost + 1e-9
+        if grain < 0.01 and best < math.inf:
+            assert found.cost == pytest.approx(best)
 
 
 def test_proofs_of_chains() -> None:
-    """Also that a known plan is the best, and that nothing fits; without time nothing is proven."""
+    """A known plan is proven to be the best, and that nothing fits; without time nothing is proven."""
     chain, large = dags.unit_chain(8), run(dags.unit_chain(16), 5)  # for which the exact model takes minutes
     assert large.cost == large.bound == 53
     again = run(chain, 4, start=run(chain, 4).R)
@@ -143,21 +134,11 @@ def test_proofs_of_chains() -> None:
     assert run(chain, 4, seconds=0.0).bound == chain.keep_all_cost
 
 
-def test_ends_where_another_bound_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("proven", "tried"), [(33.0, [16, 32]), (40.0, [16, 32]), (43.0, [16])])
+def test_ends_where_another_bound_is_far_ahead(proven: float, tried: list[int]) -> None:
     """For a chain of 33 ops, which takes 53 seconds, 16 states prove 35."""
-    chain = dags.unit_chain(16)
-    asked: list[int] = []
-    bound_of = module.Beam.bound
-
-    def bound(beam: module.Beam) -> tuple[float, list[list[int]] | None]:
-        asked.append(beam.width)
-        return bound_of(beam)
-
-    monkeypatch.setattr(module.Beam, "bound", bound)
-    for proven, tried in ((33.0, [16, 32]), (40.0, [16, 32]), (43.0, [16])):
-        task = Task(chain, 5)
-        incumbent = Incumbent(task)
-        incumbent.prove(proven)
-        asked.clear()
-        backward_bound(task, incumbent, widths=(16, 32))
-        assert asked == tried
+    incumbent = begun(dags.unit_chain(16), 5)
+    incumbent.prove(proven)
+    with patch.object(Beam, "bound", autospec=True, side_effect=Beam.bound) as bound:
+        backward_bound(incumbent.task, incumbent, widths=(16, 32))
+    assert [call.args[0].width for call in bound.call_args_list] == tried

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,33 +14,28 @@ from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.value_sets import ValueSets
-from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
+from tests.support.oracle import PLAIN_AND_WAYS, Make, drawn, outcomes
 from tests.support.sampling import in_turn, long
 
 FOREVER = Clock()
-Make = Callable[..., Problem]
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=[*range(2), *map(long, range(2, 8))])
-def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, block: int) -> None:
-    for seed in range(2000 + 10 * block, 2010 + 10 * block):
-        problem = make(seed, most_ops=5 if seed % 10 == 0 else 4)
-        truth = min(peak for _, peak in outcomes(problem))
-        sets = ValueSets(problem)
+@in_turn(make=PLAIN_AND_WAYS, first=[2000, 2010, *map(long, range(2020, 2080, 10))])
+def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, first: int) -> None:
+    for problem in drawn(make, range(first, first + 10), larger=10):
+        truth, sets = min(peak for _, peak in outcomes(problem)), ValueSets(problem)
         R, _ = find_plan(sets, truth, width=10**6, clock=FOREVER, exact=True)
         assert peak_of(problem, R) == truth
         R, search = find_plan(sets, truth - 1, width=10**6, clock=FOREVER, exact=True)
-        assert R is None
-        assert search.complete
+        assert (R, search.complete) == (None, True)
         assert search.least <= truth
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways], width=[1, 3, 1000], block=[0, *map(long, range(1, 4))])
-def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int, width: int) -> None:
+@in_turn(make=PLAIN_AND_WAYS, width=[1, 3, 1000], first=[3000, *map(long, (3020, 3040, 3060))])
+def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, first: int, width: int) -> None:
     refuted = 0
-    for seed in range(3000 + 20 * block, 3020 + 20 * block):
-        problem = make(seed, most_ops=4)
+    for problem in drawn(make, range(first, first + 20)):
         for sets, budget, truth, proven in refutations(problem, width):
             R, search = find_plan(sets, budget, width=width, clock=FOREVER)
             assert R is None or certify(problem, budget, R, method="backwards").peak >= truth

@@ -8,24 +8,13 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, peak_of
+from checkmate.solvers.common.schedules import bytes_in_stages, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.min_budget import least_runs
-from tests.support.oracle import optima, random_problem
-from tests.support.sampling import every, in_turn
-
-
-@pytest.mark.parametrize("block", every(4, range(4)))
-def test_between_the_plan_and_the_optimum(block: int) -> None:
-    for seed in range(5 * block, 5 * block + 5):
-        problem = random_problem(seed, most_ops=4)
-        smallest, start = least_runs(problem)
-        for budget, best in [row for row in optima(problem) if row[0] >= smallest]:
-            found = Detours(Task(problem, budget)).search(start, Clock(60.0))
-            cost = certify(problem, budget, found, method="detours").cost
-            assert best - 1e-9 <= cost <= cost_of(problem, start)
+from tests.solvers.checks import all_runs
+from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 
 @pytest.mark.slow
@@ -49,7 +38,7 @@ def test_the_same_seed_gives_the_same_plan_and_without_time_the_plan_stays() -> 
 @in_turn(seed=range(5))
 def test_bytes_in_stages_are_the_peak_of_each_stage(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
-    R = np.tril(np.ones((len(problem.graph.ops),) * 2, dtype=bool))
+    R = all_runs(problem)
     R[:, [op.pinned is not None for op in problem.graph.ops]] = False
     np.fill_diagonal(R, True)
     usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)

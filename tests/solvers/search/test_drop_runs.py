@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.core.simulator import check_plan, lower_runs
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.common.schedules import cost_of, peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
 from checkmate.solvers.search.value_sets import ValueSets
-from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
+from tests.solvers.checks import runs, wrong
+from tests.solvers.steps import FIVE
+from tests.support.oracle import PLAIN_AND_WAYS, Make, all_schedules
 from tests.support.sampling import every, in_turn
-
-Make = Callable[..., Problem]
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways], seed=every(4, range(40)))
+@in_turn(make=PLAIN_AND_WAYS, seed=every(4, range(40)))
 def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
     pinned = [op.pinned is not None for op in problem.graph.ops]
@@ -39,11 +36,12 @@ def test_more_room_makes_it_cheaper_on_a_training_step_and_with_room_for_all_not
     problem = dags.gpt(2)
     budget = int(1.3 * problem.unavoidable_bytes.max())
     R, _ = find_plan(ValueSets(problem), budget, width=4, clock=Clock())
-    tight, wide = (
-        certify(problem, at, drop_runs(problem, at, R, Clock()), method="drop_runs").cost for at in (budget, 2 * budget)
+    tight, wide, all_fits = (
+        drop_runs(problem, at, R, Clock()) for at in (budget, 2 * budget, 2 * problem.keep_all_peak)
     )
-    assert wide <= tight < cost_of(problem, R)
-    assert np.array_equal(drop_runs(problem, 2 * problem.keep_all_peak, R, Clock()), np.eye(len(R), dtype=bool))
+    assert (wrong(problem, tight, budget), wrong(problem, wide, 2 * budget)) == ([], [])
+    assert cost_of(problem, wide) <= cost_of(problem, tight) < cost_of(problem, R)
+    assert np.array_equal(all_fits, runs(problem))
 
 
 def test_what_is_written_over_leaves_room_for_others() -> None:
@@ -52,21 +50,15 @@ def test_what_is_written_over_leaves_room_for_others() -> None:
     Of two values it has room only if one of both goes with it; what the plan makes again in the end needs not be both.
     """
     problem = Problem.from_dag([[], [], [1], [0, 2]], [1] * 4, [4, 4, 4, 0], over={2: [1]})
-    again = np.eye(4, dtype=bool)
-    again[3, 0] = True
-    assert drop_runs(problem, 8, again, Clock()).sum() == 4
+    assert drop_runs(problem, 8, runs(problem, (3, 0)), Clock()).sum() == 4
     deps: list[list[int]] = [[], [], [0, 1], [0, 2], [1, 3]]
     problem = Problem.from_dag(deps, [1] * 5, [4, 4, 4, 0, 0], workspace=[0, 0, 4, 0, 0], over={2: [0, 1]})
-    again = np.eye(5, dtype=bool)
-    again[3, 0] = again[4, 1] = True
-    found = drop_runs(problem, 12, again, Clock())
+    found = drop_runs(problem, 12, runs(problem, (3, 0), (4, 1)), Clock())
     assert (peak_of(problem, found), found.sum()) == (12, 6)
 
 
 def test_a_value_that_goes_in_the_middle_of_a_stage_and_is_made_again_there() -> None:
     """Op 0's value is there when the last stage begins, and has to go while op 2 runs, beside what op 1 made."""
-    five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    runs = [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]]
     for budget in (8, 9, 10, 12):
-        plan = lower_runs(five, drop_runs_of(five, budget, runs, Clock()))
-        assert check_plan(plan, five, budget) == []
+        fewer = drop_runs_of(FIVE, budget, [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]], Clock())
+        assert wrong(FIVE, fewer, budget) == []

@@ -9,18 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from checkmate.core import simulator
-from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.schedule import Schedule
+from checkmate import Graph, Problem, Profile, min_budget
 from checkmate.solvers.common.schedules import obeys_limits
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.late_gradients import late_results, second_runs
-from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.search.value_sets import ValueSets
-from tests.solvers.test_overwrites import whole_step
+from tests.solvers.checks import wrong
+from tests.solvers.steps import whole_step
 from tests.support.oracle import outcomes, random_problem_with_overwrites
 from tests.support.sampling import in_turn
 
@@ -38,20 +35,18 @@ def _random_step(seed: int) -> Graph:
     return Problem.from_dag(deps, [1] * len(deps), sizes, outputs=[*weights, grad], forward=layers).graph
 
 
-def _smallest(graph: Graph) -> int:
-    found = min_budget(Problem(graph, Profile(np.ones(len(graph.ops)), np.zeros(len(graph.ops)))))
-    assert found.proven
-    return found.peak
-
-
 def test_an_order_that_is_taken_has_a_lower_smallest_budget() -> None:
     taken = 0
-    for seed in range(60):
-        graph = _random_step(seed)
+    for graph in map(_random_step, range(60)):
         if (order := late_results(graph)) is not None:
             taken += 1
-            assert sorted(order) == list(range(len(graph.ops)))
-            assert _smallest(graph.in_order(order)) < 0.99 * _smallest(graph)
+            T = len(graph.ops)
+            assert sorted(order) == list(range(T))
+            late, plain = (
+                min_budget(Problem(one, Profile(np.ones(T), np.zeros(T)))) for one in (graph.in_order(order), graph)
+            )
+            assert (late.proven, plain.proven) == (True, True)
+            assert late.peak < 0.99 * plain.peak
     assert 5 < taken < 60
 
 
@@ -66,23 +61,21 @@ def test_what_stands_before_an_op_that_must_run_once_stays() -> None:
 def convolutional(layers: int, seed: int) -> Problem:
     """A clipped step: what its layers make is largest at the first, gradients of parameters at the last."""
     problem, rng = whole_step(layers, clipped=True), random.Random(seed)
-
-    def size(name: str, before: int) -> int:
-        kind, *of = name.split()
+    values = [*problem.graph.values]
+    for v, value in enumerate(values):
+        kind, *of = problem.graph.ops[value.producer].name.split() if value.producer is not None else ("parameter",)
         if kind in ("layer", "into"):
-            return int(1000 * 0.7 ** int(of[0]) * rng.uniform(0.8, 1.2)) + 1
-        return int(100 * 0.7 ** (layers - 1 - int(of[0])) * rng.uniform(0.8, 1.2)) + 1 if kind == "gradient" else before
-
-    values = [
-        value if value.producer is None else replace(value, size_bytes=size(name, value.size_bytes))
-        for value in problem.graph.values
-        for name in [problem.graph.ops[value.producer or 0].name]
-    ]
+            size = int(1000 * 0.7 ** int(of[0]) * rng.uniform(0.8, 1.2)) + 1
+        elif kind == "gradient":
+            size = int(100 * 0.7 ** (layers - 1 - int(of[0])) * rng.uniform(0.8, 1.2)) + 1
+        else:
+            size = value.size_bytes
+        values[v] = replace(value, size_bytes=size)
     return replace(problem, graph=replace(problem.graph, values=tuple(values)))
 
 
 def test_gradients_run_again_where_their_updates_read_them() -> None:
-    """And nothing does where updates follow their gradients."""
+    """Nothing runs again where updates follow their gradients."""
     problem = whole_step(4, clipped=True)
     names = [op.name for op in problem.graph.ops]
     everything, nothing = second_runs(problem, shares=(1.0, 0.0))
@@ -99,9 +92,7 @@ def test_gradients_run_again_where_their_updates_read_them() -> None:
 
 
 @in_turn(layers=[6, 10], seed=range(3))
-def test_the_narrowest_search_finds_the_smallest_budget(
-    layers: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_narrowest_search_finds_the_least_budget(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds only plans that say beforehand which gradients stay and which are made twice; its bound is the same."""
     monkeypatch.setattr(least, "_known", OrderedDict())
     monkeypatch.setattr(least, "WIDTHS", (1,))
@@ -128,9 +119,8 @@ def test_plans_that_make_twice_are_allowed(seed: int) -> None:
     problem = convolutional(3, seed)
     ends = min_budget(problem)
     assert ends.proven
-    below, _, between = check_plans(
-        problem, [ends.peak - 1, ends.peak, (ends.peak + problem.keep_all_peak) // 2]
-    ).values()
+    budgets = [ends.peak - 1, ends.peak, (ends.peak + problem.keep_all_peak) // 2]
+    below, _, between = check_plans(problem, budgets).values()
     assert below == 0 < between
 
 
@@ -143,6 +133,5 @@ def check_plans(problem: Problem, budgets: list[int]) -> dict[int, int]:
             assert not search.complete  # it proves nothing of other plans
             if R is not None and obeys_limits(problem, R):
                 found[budget] += 1
-                plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
-                assert not simulator.check_plan(plan, problem, budget)
+                assert not wrong(problem, R, budget)
     return found

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.schedules import cost_of, fits, peak_of, without_useless
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
@@ -17,11 +14,10 @@ from checkmate.solvers.linear.equations import cost_unit
 from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods, build, places_around
+from tests.solvers.checks import begun, runs
 from tests.support.layered import layered
-from tests.support.oracle import optima, random_problem, random_problem_with_ways, random_ruled_problem
+from tests.support.oracle import PLAIN_AND_WAYS, Make, optima, random_ruled_problem
 from tests.support.sampling import in_turn, long
-
-Make = Callable[..., Problem]
 
 
 def everywhere(problem: Problem) -> np.ndarray:
@@ -35,14 +31,11 @@ def everywhere(problem: Problem) -> np.ndarray:
     return there
 
 
-@in_turn(
-    make=[random_problem, random_problem_with_ways, random_ruled_problem], seed=[*range(8), *map(long, range(8, 20))]
-)
+@in_turn(make=[*PLAIN_AND_WAYS, random_ruled_problem], seed=[*range(8), *map(long, range(8, 20))])
 def test_with_all_places_free_the_best_is_that_of_brute_force(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
-    start = np.eye(len(problem.graph.ops), dtype=bool)
     for budget, best in optima(problem):
-        near = build(problem, budget, start, everywhere(problem))
+        near = build(problem, budget, runs(problem), everywhere(problem))
         answer = highs.run(near.model)
         assert (answer.x is None) == (best == float("inf"))
         if answer.x is not None:
@@ -52,9 +45,9 @@ def test_with_all_places_free_the_best_is_that_of_brute_force(make: Make, seed: 
             assert cost_of(problem, found) == pytest.approx(best)
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], seed=range(25))
+@in_turn(make=PLAIN_AND_WAYS, seed=range(25))
 def test_a_schedule_is_in_the_model_exactly_from_its_peak_on(make: Make, seed: int) -> None:
-    """Whichever places are free: what is fixed is counted as what is decided."""
+    """Fixed places are counted as those that are decided, whichever are free."""
     problem, rng = make(1000 + seed, most_ops=10), np.random.default_rng(seed)
     there = everywhere(problem)
     R = there & (rng.random(there.shape) < rng.choice([0.1, 0.4]))
@@ -70,7 +63,7 @@ def test_a_schedule_is_in_the_model_exactly_from_its_peak_on(make: Make, seed: i
 
 
 def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
-    """Without time the plan stays."""
+    """The plan stays as it is without time."""
     chain = dags.unit_chain(8)
     search, start = Neighbourhoods(Task(chain, 4)), least_runs(chain)[1]
     assert np.array_equal(search.search(start, Clock(0.0)), start)
@@ -82,14 +75,11 @@ def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
 @pytest.mark.slow
 def test_a_graph_without_structure_is_planned_far_better_than_by_passes() -> None:
     problem = layered(250)
-    task = Task(problem, int(0.8 * problem.keep_all_peak), Clock(1.0))
-    incumbent = Incumbent(task)
-    next_use(task, incumbent)
-    start = incumbent.R
-    found = Neighbourhoods(task).search(start, Clock(2.0))
-    assert peak_of(problem, found) <= task.budget
-    recomputed = [cost_of(problem, R) / problem.keep_all_cost - 1 for R in (found, start)]
-    assert recomputed[0] < 0.9 * recomputed[1]
+    incumbent = begun(problem, int(0.8 * problem.keep_all_peak), 1.0)
+    next_use(incumbent.task, incumbent)
+    found = Neighbourhoods(incumbent.task).search(incumbent.R, Clock(2.0))
+    assert peak_of(problem, found) <= incumbent.task.budget
+    assert cost_of(problem, found) - problem.keep_all_cost < 0.9 * (incumbent.cost - problem.keep_all_cost)
 
 
 def test_a_first_plan_is_near_keeping_everything_where_that_can_be() -> None:
@@ -101,7 +91,7 @@ def test_a_first_plan_is_near_keeping_everything_where_that_can_be() -> None:
     chain = dags.unit_chain(4)
     assert Neighbourhoods(Task(chain, 1)).first(Clock(5.0)) is None
     kept = Neighbourhoods(Task(chain, chain.keep_all_peak)).first(Clock(5.0))
-    assert np.array_equal(kept, np.eye(9, dtype=bool))
+    assert np.array_equal(kept, runs(chain))
     problem = Problem.from_dag([[], [0], [], [1, 2]], [1] * 4, [1] * 4, overwrites={2: [0]})
-    R = np.eye(4, dtype=bool)  # no place is where an op must not run
+    R = runs(problem)  # no place is where an op must not run
     assert np.argwhere(places_around(problem, R, 3) & ~R).tolist() == [[1, 0], [3, 1]]

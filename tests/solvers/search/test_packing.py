@@ -50,12 +50,16 @@ def test_that_these_need_more_is_so_in_every_order() -> None:
     assert least_height(NINE_ALIVE_TEN_NEEDED) == 10
 
 
+def _blocks(lives: str) -> list[Block]:
+    """Blocks written as "born-died size, ..."."""
+    return [Block(int(life[0]), int(life[2]), int(size)) for life, size in map(str.split, lives.split(","))]
+
+
 def test_a_failure_does_not_try_again_what_was_decided_at_another_time() -> None:
     """Going back step by step, it takes thirty times as many decisions with easy blocks before and after."""
-    sizes = (
+    hard = _blocks(
         "0-1 5, 1-2 1, 1-2 4, 2-3 5, 0-4 8, 3-5 2, 4-5 5, 3-6 3, 4-6 2, 4-6 1, 5-6 1, 6-7 1, 5-8 6, 6-8 5, 7-8 1, 7-8 1"
     )
-    hard = [Block(int(life[0]), int(life[2]), int(size)) for life, size in map(str.split, sizes.split(","))]
     easy = cut_up(random.Random(15453), 12, moments=6, height=13)
     around = [Block(born + begin, died + begin, size) for begin in (-10, 20) for born, died, size in easy]
     alone, together = fill(hard, 13, node_limit=1000), fill([*around[:12], *hard, *around[12:]], 13, node_limit=1000)
@@ -117,9 +121,10 @@ def test_addresses_of_blocks_taken_together_are_addresses_of_all(stack: bool, se
 
 
 def test_blocks_taken_together_wrongly_prove_nothing() -> None:
-    """Some are of one size by chance: as one block they leave no way, and there is one."""
-    lives = "0-1 1, 5-6 1, 1-2 1, 1-4 1, 2-5 1, 0-3 1, 3-6 1, 3-4 2, 2-6 2, 0-6 3, 0-1 4, 1-2 3, 4-6 3, 0-3 1, 2-3 1"
-    blocks = [Block(int(life[0]), int(life[2]), int(size)) for life, size in map(str.split, lives.split(","))]
+    """Some blocks are of one size by chance: taken together they do not fit, and apart they do."""
+    blocks = _blocks(
+        "0-1 1, 5-6 1, 1-2 1, 1-4 1, 2-5 1, 0-3 1, 3-6 1, 3-4 2, 2-6 2, 0-6 3, 0-1 4, 1-2 3, 4-6 3, 0-3 1, 2-3 1"
+    )
     together = [part.block for part in contract(blocks, random.Random(0), stack=True)]
     assert fill(together, 10).impossible
     found = pack(blocks, 10)

@@ -1,9 +1,9 @@
-"""What must be at hand, as bits: against plain sets, and against what simulated schedules hold."""
+"""Values that must be at hand, as bits: against plain sets, and against what simulated schedules hold."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import networkx as nx
@@ -11,23 +11,15 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
+from checkmate import Problem, Schedule
 from checkmate.core import simulator
-from checkmate.core.plan import Free, Run
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
+from checkmate.core.plan import Free
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.search.value_sets import ValueSets
+from tests.solvers.checks import runs, wrong
 from tests.solvers.search.test_backward_search import refutations
-from tests.support.oracle import (
-    all_schedules,
-    pinned,
-    random_problem,
-    random_problem_with_overwrites,
-    random_problem_with_ways,
-)
+from tests.support.oracle import ALL_KINDS, Make, all_schedules, pinned, random_problem
 from tests.support.sampling import every, in_turn
-
-Make = Callable[..., Problem]
 
 
 def as_bits(sets: ValueSets, values: set[int]) -> int:
@@ -73,35 +65,32 @@ def smallest_cut(sets: ValueSets, t: int) -> int:
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
 
-@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], seed=every(4, range(40)))
+@in_turn(make=ALL_KINDS[:3], seed=every(4, range(40)))
 def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -> None:
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
     few = 5 if seed % 30 == 0 else 4
     problem = make(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=few, make=make)
     sets = ValueSets(problem)
-    for schedule in all_schedules(problem):
-        plan = simulator.lower(problem, schedule)
-        if simulator.check_plan(plan, problem):
+    for R in (schedule.R for schedule in all_schedules(problem)):
+        if wrong(problem, R):
             continue
-        usage = simulator.simulate(plan, problem)
+        plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+        used = iter(simulator.simulate(plan, problem).bytes_at)
         at_hand: set[int] = set()
-        stage, runs = 0, iter(usage.bytes_at)
+        stage = 0
         for i, step in enumerate(plan.steps):
             if isinstance(step, Free):
                 at_hand.discard(step.value)
                 continue
             at_hand = at_hand.union(problem.graph.ops[step.op].outputs) - {step.over}
-            after = set(at_hand)
-            for free in plan.steps[i + 1 :]:
-                if isinstance(free, Run):
-                    break
-                after.discard(free.value)
-            assert sets.at(stage, step.op, as_bits(sets, after)) <= next(runs)
+            freed = itertools.takewhile(lambda later: isinstance(later, Free), plan.steps[i + 1 :])
+            after = at_hand.difference(free.value for free in freed)
+            assert sets.at(stage, step.op, as_bits(sets, after)) <= next(used)
             stage += step.op == stage
 
 
 @pytest.mark.slow
-@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], block=every(4, range(4)))
+@in_turn(make=ALL_KINDS[:3], block=every(4, range(4)))
 def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     seeds = range(4000 + 15 * block, 4015 + 15 * block)
     problems = [with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4, make=make) for seed in seeds]
@@ -115,7 +104,7 @@ def test_from_scratch_is_what_a_run_of_the_forward_takes() -> None:
 
 
 def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made_from_it() -> None:
-    """Of a wide mask all is until the backward reads it; what a longer path to a later op owes is less."""
+    """A wide mask is owed whole until the backward reads it; a longer path to a later op owes less."""
     for problem in (dags.gpt(2), dags.gpt(3, batch=2, tokens=512)):
         sets, t = ValueSets(problem), problem.graph.forward_length
         drawn = {v for v in sets.values if problem.graph.ops[sets.tables.producer[v]].pinned}
@@ -153,9 +142,8 @@ def test_what_may_go_with_a_run_is_taken_off_and_what_a_pinned_op_made_only_afte
 
 def test_base_is_resident_and_results() -> None:
     problem = dags.vgg(4)
-    once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
     sets = ValueSets(problem)
     assert sets.base[0] == problem.resident
-    assert sets.base[-1] <= peak_of(problem, once.R)
+    assert sets.base[-1] <= peak_of(problem, runs(problem))
     made = sum(int(problem.sizes[v]) for v in problem.graph.outputs if (problem.graph.values[v].producer or 0) < 9)
     assert sets.base[9] == problem.resident + made
