@@ -53,6 +53,13 @@ def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
     assert solution.bound <= solution.cost
 
 
+@pytest.mark.parametrize("method", ["auto", "milp"])
+def test_transfers_that_take_no_time_beside_the_clock_cost_nothing(method: str) -> None:
+    """A fetch that begins as late as it can does not begin after its wait."""
+    chain = Problem.from_dag([[], [0], [1], [2], [3, 2], [4, 1], [5, 0]], seconds=[1] * 7, sizes=[2] * 7, forward=4)
+    assert solve(chain.with_host(Host(8, send=1e30, fetch=1e30)), 6, method=method).cost == 7
+
+
 def test_the_host_budget_holds() -> None:
     problem = layers(12).with_host(Host(17, send=16.0, fetch=16.0))
     solution = solve(problem, 8 * 6)
