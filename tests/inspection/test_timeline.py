@@ -16,11 +16,10 @@ from checkmate.core.graph import CodePlace, Graph, Op, Value, code_place_of
 from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
-from checkmate.core.schedule import Schedule
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
-from tests.core.test_schedule import random_runs
-from tests.support import oracle
+from tests.support.by_hand import plan_of, random_schedule
+from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn, long
 
 next_use = METHODS["next-use"].solve
@@ -110,18 +109,15 @@ def test_what_writes_over_a_value_takes_its_storage() -> None:
     _agrees(line, plan, problem)
 
 
-@pytest.mark.parametrize(
-    ("steps", "says"),
-    [
+def test_what_is_no_plan_has_no_timeline() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [10] * 4, over={2: [1]})
+    for steps, says in (
         ((), "runs nothing"),
         ((Run(0), Run(1), Free(1), Run(2, over=0), Run(3)), "runs op2 over v0, which no way"),
         ((Run(0), Run(1), Free(1), Run(2, over=1), Run(3)), "runs op2 over v1, which no way"),  # it is gone
-    ],
-)
-def test_what_is_no_plan_has_no_timeline(steps: tuple[Run | Free, ...], says: str) -> None:
-    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [10] * 4, over={2: [1]})
-    with pytest.raises(ValueError, match=says):
-        timeline(Plan(steps, len(steps)), problem)
+    ):
+        with pytest.raises(ValueError, match=says):
+            timeline(Plan(steps, len(steps)), problem)
 
 
 PLACES = {
@@ -156,8 +152,8 @@ def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
 
 @in_turn(seed=[*range(8), *map(long, range(8, 20))])
 def test_it_says_what_the_simulator_says(seed: int) -> None:
-    problem = oracle.random_problem(seed)
-    for schedule in islice(oracle.all_schedules(problem), 0, None, 31):
+    problem = random_problem(seed)
+    for schedule in islice(all_schedules(problem), 0, None, 31):
         plan = simulator.lower(problem, schedule)
         if not simulator.check_plan(plan, problem):
             _agrees(timeline(plan, problem), plan, problem)
@@ -165,9 +161,8 @@ def test_it_says_what_the_simulator_says(seed: int) -> None:
 
 @in_turn(seed=range(30))
 def test_it_says_so_of_what_is_written_over(seed: int) -> None:
-    problem = oracle.random_problem_with_ways(seed, most_ops=9)
-    for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):
-        plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+    problem = random_problem_with_ways(seed, most_ops=9)
+    for plan in (plan_of(problem), simulator.lower(problem, random_schedule(problem, seed))):
         line = timeline(plan, problem)
         _agrees(line, plan, problem)
         runs = [step for step in plan.steps if isinstance(step, Run)]
@@ -177,7 +172,7 @@ def test_it_says_so_of_what_is_written_over(seed: int) -> None:
         assert all(old.last + 1 == new.first == old.uses[-1] and old.bytes == new.bytes for new, old in taken)
 
 
-@pytest.mark.parametrize("problem", [dags.vgg(), dags.unet(2), dags.gpt(2)], ids=["vgg", "unet", "gpt"])
+@in_turn(problem=[dags.vgg(), long(dags.unet(2)), long(dags.gpt(2))])
 def test_it_says_so_of_the_plans_of_training_steps(problem: Problem) -> None:
     solution = next_use(problem, int(0.7 * problem.keep_all_peak))
     line = timeline(solution.plan, problem)
