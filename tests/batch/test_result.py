@@ -23,14 +23,6 @@ def _found() -> LargestBatch:
     return LargestBatch(3, large.solution, 9, "one-forward", (small, large), 2, large, *about)
 
 
-def test_a_point_is_what_its_solution_says() -> None:
-    small, large = _points()
-    assert (small.throughput, small.seconds, small.overhead, small.peak) == (0.5, 4.0, 0.0, 6)
-    assert (large.throughput, large.peak, large.traced) == (0.75, 9, True)
-    figures = {"size": 3, "throughput": 0.75, "seconds": 4.0, "overhead": 0.0, "peak": 9, "gap": 0.0}
-    assert large.record() == {**figures, "method": "checkpoint-all", "traced": True}
-
-
 def test_what_is_different_is_said() -> None:
     """Beside the golden answers."""
     assert "one more   no schedule fits: proven" in repr(_found())

@@ -30,15 +30,10 @@ next_use = METHODS["next-use"].solve
 
 
 def test_the_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of it, where an op runs again, is in the golden answers."""
     monkeypatch.setattr(peaks, "solve", None)  # which only prices need
     peak = explain_peak(solution_of(_chain(), budget=150), prices=False)
-    assert (peak.peak, peak.moment.name) == (145, "d")
-    assert peak.resident == {"parameters": 7, "inputs": 5, "other resident": 3}
-    assert [(row.name, row.bytes, row.role, row.why_not) for row in peak] == [
-        ("vd", 80, "results", "made here"),
-        ("vc", 40, "gradients", "read here"),
-        ("va", 10, "activations", "read here"),
-    ]
+    assert [(row.name, row.role) for row in peak] == [("vd", "results"), ("vc", "gradients"), ("va", "activations")]
     assert (peak[2].made_by, peak[2].module, peak[2].line) == ("a", "net.0", "net.py:1")
     assert sum(row.bytes for row in peak) + sum(peak.resident.values()) == peak.peak
     assert peak.prices == ()
