@@ -47,33 +47,27 @@ def test_what_goes_with_a_run_is_written_over() -> None:
     assert Run(3, over=2) in plan_of(problem).steps
 
 
-@pytest.mark.parametrize(
-    ("steps", "says"),
-    [
+def test_each_fault_is_found() -> None:
+    for steps, says in (
         ((Run(0), Run(1), Run(2, over=1), Run(3, over=1), Free(2)), "step 3 runs op3 over v1, which no way of it does"),
         ((Run(0), Run(1), Run(2, over=1), Free(1), Run(3, over=0)), "step 3 frees v1, which is not at hand"),
         ((Run(0), Run(1, over=0), Run(2, over=1), Run(3)), "step 3 runs op3 without its input v0"),
-    ],
-)
-def test_each_fault_is_found(steps: tuple[Run | Free, ...], says: str) -> None:
-    assert says in simulator.check_plan(Plan(steps, len(steps)), CHAIN)
+    ):
+        assert says in simulator.check_plan(Plan(steps, len(steps)), CHAIN)
 
 
-@pytest.mark.parametrize(
-    ("way", "says"),
-    [
+def test_a_way_that_is_none_is_refused() -> None:
+    problem = Problem.from_dag([[], [0], [1], [2]], [1] * 4, [8, 4, 4, 4], outputs=[2, 3])
+    for way, says in (
         (InPlace(9, 2, 1, 0), "an op that is not there"),
         (InPlace(2, 1, 1, 0), "not both are its own"),
         (InPlace(2, 2, 0, 0), "not both are its own"),
         (InPlace(2, 2, 1, -1), "no indices or bytes"),
         (InPlace(1, 1, 0, 0), "they have 4 and 8 bytes"),
         (InPlace(3, 3, 2, 0), "a result of the step"),
-    ],
-)
-def test_a_way_that_is_none_is_refused(way: InPlace, says: str) -> None:
-    problem = Problem.from_dag([[], [0], [1], [2]], [1] * 4, [8, 4, 4, 4], outputs=[2, 3])
-    with pytest.raises(InvalidProblem, match=says):
-        replace(problem, profile=replace(problem.profile, ways=(way,)))
+    ):
+        with pytest.raises(InvalidProblem, match=says):
+            replace(problem, profile=replace(problem.profile, ways=(way,)))
 
 
 def test_ways_travel_in_files_and_count_as_sizes(tmp_path: Path) -> None:
@@ -92,7 +86,6 @@ def test_slower_ways_are_taken_where_the_budget_needs_them(budget: int, over: li
     problem = _slowly(CHAIN)
     assert problem.keep_all_peak == 25  # plainly: what is fast there is
     plan = solution_of(problem, budget=budget).plan
-    assert plan is not None
     assert [step.op for step in plan.steps if isinstance(step, Run) and step.over is not None] == over
 
 

@@ -92,9 +92,8 @@ def test_a_result_is_kept_to_the_end() -> None:
     assert dropped.violations(problem) == ["output: v0 is a result of the step but is not kept to its end"]
 
 
-@pytest.mark.parametrize(
-    ("R", "S", "says"),
-    [
+def test_each_equation_is_named() -> None:
+    for R, S, says in (
         (_changed(ONCE.R, 2, 2), ONCE.S, "(8a) R[2, 2] = 0: op2 does not run in its own stage"),
         (_changed(ONCE.R, 1, 4), ONCE.S, "(8c) R[1, 4] = 1 though 4 > 1"),
         (ONCE.R, _changed(ONCE.S, 0, 3), "(8b) S[0, 3] = 1 but v3 is not made before stage 0"),
@@ -103,10 +102,8 @@ def test_a_result_is_kept_to_the_end() -> None:
         (ONCE.R, _changed(ONCE.S, 2, 0), "(1c) S[3, 0] = 1 but v0 is not at hand in stage 2"),
         (ONCE.R[:4], ONCE.S, "R and S have shapes (4, 5) and (5, 5), not (5, 5) and (5, 5)"),
         (ONCE.R, ONCE.S[:, :2], "R and S have shapes (5, 5) and (5, 2), not (5, 5) and (5, 5)"),
-    ],
-)
-def test_each_equation_is_named(R: np.ndarray, S: np.ndarray, says: str) -> None:
-    assert says in Schedule(R, S).violations(PROBLEM, budget=10**9)
+    ):
+        assert says in Schedule(R, S).violations(PROBLEM, budget=10**9)
 
 
 def test_values_without_a_producer_are_never_kept() -> None:

@@ -20,7 +20,6 @@ def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: in
     problem = random_problem_with_ways(seed, most_ops=9)
     for R in (runs_of(problem), random_runs(problem, seed)):
         solution = certify(problem, 10**6, R, method="by hand")
-        assert solution.plan is not None
         placed, usage = checkmate.addresses(solution), simulate(solution.plan, problem)
         for moment, taken in enumerate(usage.bytes_at):
             assert problem.resident + sum(b.bytes for b in placed.boxes if b.first <= moment <= b.last) == taken

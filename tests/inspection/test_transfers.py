@@ -104,7 +104,6 @@ def test_a_difference_says_what_is_sent() -> None:
 
 
 def test_equations_without_transfers_do_not_answer_for_plans_with_them() -> None:
-    assert SOLUTION.schedule is not None
     for ask in (Schedule.memory, Schedule.peak, Schedule.violations, Schedule.cost):
         with pytest.raises(ValueError, match="simulate, cost and verify"):
             ask(SOLUTION.schedule, SOLUTION.problem)

@@ -26,7 +26,6 @@ def library() -> Any:
     build.start()
     assert build.wait() is None
     found = build.library()
-    assert found is not None
     assert found.checkmate_install()
     return found
 

@@ -79,7 +79,6 @@ def test_each_event_leaves_the_bytes_of_the_simulated_device(
         elif kind == "empty":
             torch.cuda.empty_cache()
     state, both = DeviceState.now(device), list[tuple[Tensor, Any]]()
-    assert state is not None
     follows = state.allocator
     assert Used(follows.allocated, follows.reserved) == on_device()
     torch.cuda.reset_peak_memory_stats(device)
