@@ -131,9 +131,8 @@ def test_what_is_left_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available(cuda, 0).limit.free == 2 * GB + 2 - 3 * GB
     assert available(cuda, 0).bytes == 2 * GB + 2 - LEAST_MARGIN
     monkeypatch.setattr(torch.accelerator, "get_memory_info", Mock(side_effect=RuntimeError("not implemented")))
-    with pytest.raises(
-        BudgetError, match="xpu:0 does not say how much memory is free: name the bytes, such as budget="
-    ):
+    says = "xpu:0 does not say how much memory is free: name the bytes, such as budget="
+    with pytest.raises(BudgetError, match=says):
         available(xpu, 0)
 
 

@@ -361,9 +361,8 @@ def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
 
 def test_tensors_without_data_and_other_devices_are_refused() -> None:
     layer, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta")
-    with pytest.raises(
-        checkmate.Unsupported, match=r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
-    ):
+    says = r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
+    with pytest.raises(checkmate.Unsupported, match=says):
         checkmate.trace(layer, x)
     with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
         checkmate.compile(layer, budget="1 MB")(x)
