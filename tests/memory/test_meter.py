@@ -160,10 +160,7 @@ def test_aside_of_a_profiler_the_same_is_recorded(threads: int) -> None:
     assert beside == alone
     assert max(alone[1]) > 3 * x.nbytes
     assert not any("sort" in event.name for event in profiler.events())
-
-
-def test_aside_of_a_profiler_gradients_are_on_or_off_as_here() -> None:
-    with torch.profiler.profile():
+    with torch.profiler.profile():  # gradients are on or off as here
         assert aside(torch.is_grad_enabled)
         with torch.no_grad():
             assert not aside(torch.is_grad_enabled)
