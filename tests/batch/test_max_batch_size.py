@@ -13,26 +13,23 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.networks.dags import unit_chain
-from checkmate import HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
+from checkmate import HostError, InfeasibleBudget, LargestBatch, Unsupported, max_batch_size, trace
 from checkmate.batch.max_batch_size import BASELINES
 from checkmate.batch.size_search import ONE_FORWARD, SizeSearch, is_within, most_seconds, plan_within
+from checkmate.batch.sized_steps import SizedSteps
 from checkmate.core import simulator
 from tests.batch.test_sized_problems import grown
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn
 
 ROOFLINE = "roofline:h100"
-HIDDEN, LAYERS = 32, 3
-BUDGET = 100_000
-
-
-def _model() -> nn.Module:
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(HIDDEN, HIDDEN), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(HIDDEN, 4))
+HIDDEN, BUDGET = 32, 100_000
+MEASURED = {"profile": "measure", "measure": True}
 
 
 def _make_step(device: str = "meta") -> Callable[[Tensor], Tensor]:
-    model = _model().to(device)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(HIDDEN, HIDDEN), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(HIDDEN, 4)).to(device)
     return lambda x: model(x).square().sum()
 
 
@@ -46,25 +43,15 @@ def _search(budget: int | str = BUDGET, **options: Any) -> LargestBatch:
 
 
 @pytest.fixture
-def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
+def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without tracing, of n samples: 10 bytes and 4 n if all is kept, or 3 n if one of 5 ops runs again."""
-    base = unit_chain(2)
-
-    def fake(step: object, batch: tuple[Tensor], *given: object) -> Problem:
-        return grown(base, len(batch[0]))
-
-    monkeypatch.setattr("checkmate.batch.sized_steps.traced", fake)
-    return lambda n: grown(base, n)
-
-
-@pytest.fixture(scope="module")
-def found() -> LargestBatch:
-    return _search(baselines=True, time_limit=60)
+    monkeypatch.setattr("checkmate.batch.sized_steps.traced", lambda _, batch, *__: grown(unit_chain(2), len(batch[0])))
 
 
 @pytest.mark.slow
-def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None:
-    step = _make_step()
+def test_the_answer_fits_and_the_next_size_does_not() -> None:
+    """The curve ends at it and names the fastest; what keeps all is found exactly; no baseline is larger."""
+    found, step = _search(baselines=True, time_limit=60), _make_step()
     for size, fits in ((found.size, True), (found.size + 1, False)):
         problem = trace(step, _make_batch(size), profile=ROOFLINE)
         cap = most_seconds(problem, ONE_FORWARD)
@@ -75,18 +62,10 @@ def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None
     assert found.solution.peak <= BUDGET
     assert found.solution.cost <= most_seconds(found.solution.problem, ONE_FORWARD)
     assert found.solution.modules.forward is not None
-
-
-@pytest.mark.slow
-def test_what_keeps_all_is_found_exactly(found: LargestBatch) -> None:
-    sizes = found.keep_all, found.keep_all + 1
-    peaks = [trace(_make_step(), _make_batch(n), profile=ROOFLINE).keep_all_peak for n in sizes]
+    kept = found.keep_all, found.keep_all + 1
+    peaks = [trace(step, _make_batch(n), profile=ROOFLINE).keep_all_peak for n in kept]
     assert [peak <= BUDGET for peak in peaks] == [True, False]
     assert found.size > found.keep_all == found.baselines["checkpoint-all"].size
-
-
-@pytest.mark.slow
-def test_the_curve_ends_at_the_answer_and_names_the_fastest_and_no_baseline_is_larger(found: LargestBatch) -> None:
     sizes = [point.size for point in found]
     assert sizes == sorted(sizes)
     assert sizes[-1] == found.size
@@ -102,24 +81,9 @@ def test_the_curve_ends_at_the_answer_and_names_the_fastest_and_no_baseline_is_l
     assert all(point.traced and point.size <= found.size for point in baselines)
 
 
-def test_a_tighter_cap_gives_a_smaller_size(on_paper: Callable[[int], Problem]) -> None:
+def test_a_tighter_cap_gives_a_smaller_size(on_paper: None) -> None:
     sizes = {cap: _search(90, max_overhead=cap).size for cap in (0.0, 0.19, 0.2, ONE_FORWARD, None)}
     assert sizes == {0.0: 20, 0.19: 20, 0.2: 26, ONE_FORWARD: 26, None: 26}
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_any_integer_will_do() -> None:
-    """The length of a sequence, which attention squares."""
-
-    def make_step() -> Callable[[Tensor], Tensor]:
-        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).to("meta")
-        return lambda x: layer(x).sum()
-
-    options = {"make_step": make_step, "make_batch": lambda n: torch.ones(2, n, 32, device="meta")}
-    found = _search("1 MB", smallest=100, time_limit=60, **options)
-    assert found.size > found.keep_all > 100
-    assert found.solution.peak <= 1_000_000
 
 
 @pytest.mark.slow
@@ -137,7 +101,7 @@ def test_a_step_that_changes_with_the_size_is_made_for_each() -> None:
 
 
 @in_turn(kind=[lambda named: tuple(named.values()), dict, lambda named: [*named.values()]])
-def test_batches_of_all_kinds(kind: Callable[[dict[str, Tensor]], Any]) -> None:
+def test_steps_and_batches_of_all_kinds(kind: Callable[[dict[str, Tensor]], Any]) -> None:
     model = nn.Linear(8, 3).to("meta")
 
     def step(x: Tensor, target: Tensor) -> Tensor:
@@ -147,39 +111,26 @@ def test_batches_of_all_kinds(kind: Callable[[dict[str, Tensor]], Any]) -> None:
         return kind({"x": torch.ones(n, 8, device="meta"), "target": torch.zeros(n, dtype=torch.long, device="meta")})
 
     assert _search(50_000, make_step=lambda: step, make_batch=make_batch, largest=2).size == 2
+    assert _search(make_step=nn.Linear(HIDDEN, 4).to("meta"), largest=2).size == 2  # a module is a step
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_padding_is_climbed(found: LargestBatch) -> None:
-    padded = _search(make_batch=lambda n: _make_batch(-(-n // 16) * 16), time_limit=60)
-    assert padded.size == found.size // 16 * 16
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_second_memory_makes_room_for_more() -> None:
     host = checkmate.Host(10**6, send=50e9, fetch=50e9)
     alone, found = _search(time_limit=60), _search(host=host, time_limit=60)
     assert found.size > alone.size
-    assert found.solution.plan is not None
     assert found.solution.plan.sent
     problem = trace(_make_step(), _make_batch(found.size), profile=ROOFLINE).with_host(host)
     assert found.solution.cost <= most_seconds(problem, ONE_FORWARD)
     assert not simulator.check_plan(found.solution.plan, problem, BUDGET)
 
 
-def test_a_module_is_a_step() -> None:
-    assert _search(make_step=nn.Linear(HIDDEN, 4).to("meta"), largest=2).size == 2
-
-
 @pytest.mark.slow
 def test_measured_costs_and_a_measured_peak() -> None:
     """On real tensors: the planned peak is the measured one, to the byte."""
     step = _make_step("cpu")
-    measured = {"make_batch": partial(_make_batch, device="cpu"), "profile": "measure", "measure": True}
-    options = {"max_overhead": None, "smallest": 100, "largest": 101, "time_limit": 60}
-    found = _search(make_step=lambda: step, **measured, **options)
+    options = {"max_overhead": None, "smallest": 100, "largest": 101, "time_limit": 60, **MEASURED}
+    found = _search(make_step=lambda: step, make_batch=partial(_make_batch, device="cpu"), **options)
     assert found.measured_peak == found.solution.peak <= BUDGET
     assert found.solution.overhead > 0
 
@@ -189,8 +140,8 @@ def test_measuring_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    measured = {"make_batch": lambda n: torch.ones(n, 16), "profile": "measure", "measure": True}
-    found = _search(100_000, make_step=lambda: lambda x: model(x).sum(), smallest=2, largest=8, **measured)
+    step: Any = {"make_step": lambda: lambda x: model(x).sum(), "make_batch": lambda n: torch.ones(n, 16)}
+    found = _search(100_000, smallest=2, largest=8, **step, **MEASURED)
     assert found.measured_peak <= 100_000
     assert_same_bits(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -198,34 +149,28 @@ def test_measuring_changes_nothing() -> None:
 
 
 def test_where_more_is_measured_than_predicted_there_is_room_made(
-    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+    monkeypatch: pytest.MonkeyPatch, on_paper: None
 ) -> None:
-    monkeypatch.setattr(
-        "checkmate.batch.sized_steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
-    )
+    monkeypatch.setattr(SizedSteps, "measured_peak", lambda self, size, solution: solution.peak + 10)
     options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
     plain, found = _search(90, **options), _search(90, measure=True, **options)
     assert (plain.size, plain.measured_peak, plain.next_size) == (26, None, "proven")
     assert (found.size, found.measured_peak, found.next_size) == (23, 89, "not found")
 
 
-def test_a_size_that_does_not_fit_is_refused_with_the_smallest_budget(on_paper: Callable[[int], Problem]) -> None:
+def test_a_size_that_does_not_fit_is_refused_with_the_smallest_budget(on_paper: None) -> None:
     for overhead, least in ((None, 34), (ONE_FORWARD, 34), (0.1, 42)):
         with pytest.raises(InfeasibleBudget, match=f"Not even size 8 fits 30 B: .*{least} B") as refused:
             _search(30, smallest=8, max_overhead=overhead)
         assert (refused.value.budget, refused.value.min_budget) == (30, least)
         assert refused.value.op
         assert _search(least, smallest=8, max_overhead=overhead).size == 8
-
-
-def test_a_cap_that_nothing_meets_is_told_from_a_budget_that_nothing_meets(on_paper: Callable[[int], Problem]) -> None:
     with pytest.raises(InfeasibleBudget, match=r"runs \d+\.\d% of the step again, above the cap.*42 B") as refused:
         _search(34, smallest=8, max_overhead=0.1)
     assert refused.value.min_budget == 42
-    assert _search(34, smallest=8, max_overhead=None).size == 8
 
 
-def test_a_batch_that_cannot_be_made_names_the_size() -> None:
+def test_a_batch_that_cannot_be_made_and_a_step_that_fails_name_the_size() -> None:
     def make_batch(n: int) -> Tensor:
         if n > 2:
             raise IndexError("no more than 2")
@@ -235,16 +180,15 @@ def test_a_batch_that_cannot_be_made_names_the_size() -> None:
         _search(make_batch=make_batch)
     found = _search(make_batch=make_batch, largest=2)
     assert (found.size, found.next_size) == (2, "asked for no more")
-
-
-def test_a_step_that_fails_names_the_size() -> None:
     with pytest.raises(Unsupported, match=r"The step of size 1 cannot be traced"):
         _search(make_batch=lambda n: torch.ones(n, HIDDEN + 1, device="meta"))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
+NO_FOLDER = {"host": "file:/no/such/folder", "host_budget": "1 GB", "profile": "roofline:laptop"}
+
+
+def test_arguments_that_make_no_sense() -> None:
+    for options, error, says in (
         ({"make_step": lambda x, y: x}, TypeError, "lambda: step"),
         ({"make_step": lambda x: x.sum()}, Unsupported, "make_step, for size 1, failed.*lambda: step"),
         ({"make_step": lambda: torch.ones(1)}, TypeError, "gave no step"),
@@ -259,26 +203,18 @@ def test_a_step_that_fails_names_the_size() -> None:
         ({"measure": True, "host_budget": "1 GB"}, ValueError, "without a second memory"),
         ({"host": checkmate.Host(1, 1.0, 1.0), "host_budget": "1 GB"}, ValueError, "leave host_budget out"),
         ({"host": "disk", "host_budget": "1 GB"}, ValueError, "^Unknown second memory 'disk'"),
-        (
-            {"host": "file:/no/such/folder", "host_budget": "1 GB", "profile": "roofline:laptop"},
-            HostError,
-            "^No file can",
-        ),
+        (NO_FOLDER, HostError, "^No file can"),
         ({"host_budget": "1 GB"}, HostError, "there is none here"),
-    ],
-)
-def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        _search(**options)
+    ):
+        with pytest.raises(error, match=says):
+            _search(**options)
 
 
 @pytest.fixture
-def shares(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> Callable[..., None]:
+def shares(monkeypatch: pytest.MonkeyPatch, on_paper: None) -> Callable[..., None]:
     """Sets which share of the time is over when each part of a search ends: keep-all, largest, plan, baselines."""
-    parts = "keep all", "largest", "plan", "baselines"
-    return lambda *ends: monkeypatch.setattr(
-        "checkmate.batch.max_batch_size.SHARES", dict(zip(parts, ends, strict=True))
-    )
+    parts, table = ("keep all", "largest", "plan", "baselines"), "checkmate.batch.max_batch_size.SHARES"
+    return lambda *ends: monkeypatch.setattr(table, dict(zip(parts, ends, strict=True)))
 
 
 def test_little_time_gives_an_answer_that_says_so(shares: Callable[..., None]) -> None:
@@ -307,7 +243,7 @@ def test_a_baseline_that_finds_more_is_the_answer(shares: Callable[..., None]) -
     assert found.points[-1].size == 26
 
 
-def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> None:
+def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: None) -> None:
     traced = SizeSearch.traced
 
     def interrupted(self: SizeSearch, size: int) -> Any:
@@ -336,5 +272,4 @@ def test_sizes_are_found_at_which_only_a_loss_in_parts_fits() -> None:
 
     found = max_batch_size(make_step, make_batch, budget="3 MB", profile=ROOFLINE, max_overhead=None, time_limit=10)
     assert found.solution.problem.splits
-    assert found.keep_all is not None
     assert found.size > 2 * found.keep_all

@@ -15,16 +15,12 @@ from tests.batch.test_sized_problems import grown
 from tests.support.oracle import optimum, outcomes, random_problem
 from tests.support.sampling import in_turn, long
 
+BASE = random_problem(4, most_ops=4)
+
 
 def _search_sizes(trace: Callable[[int], Problem], budget: int, **options: object) -> SizeSearch:
     settings = {"max_overhead": ONE_FORWARD, "largest": 1000, "try_seconds": 2.0}
     return SizeSearch(SizedProblems(trace), budget, deadline=time.perf_counter() + 60, **{**settings, **options})
-
-
-def _found(search: SizeSearch) -> Attempt:
-    answer = search.run()
-    assert answer is not None
-    return answer
 
 
 def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
@@ -36,7 +32,7 @@ def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | Non
     base = random_problem(seed, most_ops=4)
     budget = grown(base, 9, block=4).keep_all_peak
     search = _search_sizes(lambda n: grown(base, n, block=4), budget, max_overhead=overhead, largest=60)
-    answer = _found(search)
+    answer = search.run()
     assert answer.traced
     assert answer.solution.peak <= budget
     assert _fits(grown(base, answer.size, block=4), budget, overhead)
@@ -46,20 +42,15 @@ def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | Non
         assert search.high.refuted
 
 
-def _padded(to: int) -> Callable[[int], Problem]:
-    """A step that pads what it gets to a multiple: its memory is a staircase."""
-    base = random_problem(4, most_ops=4)
-    return lambda n: grown(base, -(-n // to) * to)
-
-
-@pytest.mark.parametrize("to", [2, 8, 50])
+@in_turn(to=[2, 8, 50])
 def test_padding_is_climbed(to: int) -> None:
-    trace = _padded(to)
+    """A step that pads what it gets to a multiple: its memory is a staircase."""
+    trace = lambda n: grown(BASE, -(-n // to) * to)  # noqa: E731
     budget = trace(2 * to).keep_all_peak
-    kept = _found(_search_sizes(trace, budget, method=KEEP_ALL, max_overhead=0.0))
+    kept = _search_sizes(trace, budget, method=KEEP_ALL, max_overhead=0.0).run()
     assert kept.size == 2 * to
     search = _search_sizes(trace, budget)
-    answer = _found(search)
+    answer = search.run()
     assert answer.size % to == 0
     assert _fits(trace(answer.size), budget, ONE_FORWARD)
     assert not _fits(trace(answer.size + 1), budget, ONE_FORWARD)
@@ -67,25 +58,21 @@ def test_padding_is_climbed(to: int) -> None:
 
 def test_a_size_that_bends_upwards_is_found_all_the_same() -> None:
     """Memory that grows with the square, as that of attention does: a line through small sizes is far too low."""
-    base = random_problem(4, most_ops=4)
-    budget = grown(base, 30 * 30).keep_all_peak
-    search = _search_sizes(lambda n: grown(base, n * n), budget, max_overhead=0.0)
-    assert _found(search).size == 30
+    budget = grown(BASE, 30 * 30).keep_all_peak
+    search = _search_sizes(lambda n: grown(BASE, n * n), budget, max_overhead=0.0)
+    assert search.run().size == 30
     assert len(search.problems.traced) <= 10
 
 
-def test_where_the_graph_changes_with_the_size_each_is_traced() -> None:
+def test_where_the_graph_changes_with_the_size_each_is_traced_and_what_never_grows_ends_at_the_largest() -> None:
     def trace(n: int) -> Problem:
         return Problem.from_dag([[k - 1] if k else [] for k in range(n)], [1] * n, [4] * n, outputs=range(n))
 
     search = _search_sizes(trace, 100)
-    assert _found(search).size == 25
+    assert search.run().size == 25
     assert search.high.size == 26
-
-
-def test_what_never_grows_ends_at_the_largest() -> None:
     search = _search_sizes(lambda n: Problem.from_dag([[]], [1], [4]), 100, largest=700)
-    assert _found(search).size == 700
+    assert search.run().size == 700
     assert search.high is None
 
 
@@ -94,17 +81,16 @@ def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
         assert n >= 5
         return Problem.from_dag([[]], [1], [4 * n])
 
-    assert _found(_search_sizes(trace, 40, smallest=5)).size == 10
+    assert _search_sizes(trace, 40, smallest=5).run().size == 10
     search = _search_sizes(trace, 19, smallest=5)
     assert search.run() is None
     assert search.high.refuted
 
 
 def test_without_time_there_is_still_an_answer() -> None:
-    base = random_problem(4, most_ops=4)
-    problems = SizedProblems(lambda n: grown(base, n))
+    problems = SizedProblems(lambda n: grown(BASE, n))
     search = SizeSearch(problems, problems.at(9).keep_all_peak, None, deadline=0.0, try_seconds=1.0, largest=100)
-    assert _found(search).size == 1
+    assert search.run().size == 1
 
 
 @pytest.mark.slow
@@ -115,7 +101,7 @@ def test_other_methods_answer_with_their_own_plans() -> None:
     sizes = {}
     for method in ("auto", KEEP_ALL, "chen-sqrt", "ap-greedy"):
         search = _search_sizes(lambda n: grown(base, n), budget, method=method, sure=False, try_seconds=0.5)
-        answer = _found(search)
+        answer = search.run()
         assert answer.solution.method in (method, KEEP_ALL)
         assert answer.solution.cost <= answer.cap * (1 + 1e-9)
         sizes[method] = answer.size
@@ -125,9 +111,8 @@ def test_other_methods_answer_with_their_own_plans() -> None:
 
 def test_every_attempt_is_reported() -> None:
     seen: list[Attempt] = []
-    base = random_problem(4, most_ops=4)
-    search = _search_sizes(lambda n: grown(base, n), grown(base, 9).keep_all_peak, report=seen.append)
-    answer = _found(search)
+    search = _search_sizes(lambda n: grown(BASE, n), grown(BASE, 9).keep_all_peak, report=seen.append)
+    answer = search.run()
     assert {attempt.size for attempt in seen if attempt.traced} == set(search.problems.traced)
     assert answer in seen
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from checkmate import InvalidProblem
 from checkmate.core import files
 from checkmate.core.files import DATABASE, rows
+from tests.support.sampling import in_turn
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -32,26 +34,20 @@ def test_a_document_is_read(tmp_path: Path) -> None:
         assert _read(tmp_path / name) == document
 
 
+NUMBERS = ["NaN", "Infinity", "-Infinity", "1" * 10_000]
 REFUSED = {
-    "": "not JSON",
-    "{": "not JSON",
-    "[]": "is no thing",
-    "3": "is no thing",
-    '{"format": "g", "version": 3}': "is no thing",
-    '{"format": "f"}': "this checkmate reads 3",
-    "[" * 10**6: "not JSON",
-    **{
-        f'{{"format": "f", "version": 3, "x": {number}}}': "not JSON"
-        for number in ("NaN", "Infinity", "-Infinity", "1" * 10_000)
-    },
+    "not JSON": ["", "{", "[" * 10**6, *(f'{{"format": "f", "version": 3, "x": {number}}}' for number in NUMBERS)],
+    "is no thing": ["[]", "3", '{"format": "g", "version": 3}'],
+    "this checkmate reads 3": ['{"format": "f"}'],
 }
 
 
-@pytest.mark.parametrize(("text", "says"), REFUSED.items(), ids=[text[:40] for text in REFUSED])
-def test_what_is_no_such_document_is_refused(text: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(InvalidProblem, match=says):
-        _read(tmp_path / "a.json")
+@in_turn(says=REFUSED)
+def test_what_is_no_such_document_is_refused(says: str, tmp_path: Path) -> None:
+    for text in REFUSED[says]:
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(InvalidProblem, match=says):
+            _read(tmp_path / "a.json")
 
 
 def test_odd_files_are_refused(tmp_path: Path) -> None:
@@ -87,7 +83,6 @@ DOCUMENTS: dict[str, Any] = {"one": [1.25e-6, 24], "two": {"a": 0.1}, "none": No
 
 @pytest.fixture(autouse=True)
 def database(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder's database."""
     monkeypatch.setenv(files.VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept" / DATABASE
 
@@ -176,20 +171,19 @@ def test_half_a_database_gives_nothing_wrong(database: Path, caplog: pytest.LogC
     assert lost > 20
 
 
-@pytest.mark.parametrize(
-    ("change", "lost"),
-    [("text = replace(text, '1.25e-06', '1.25e-09')", "one"), ("key = 'three' WHERE key = 'two'", "two")],
-)
-def test_a_row_that_was_altered_is_left_out(
-    change: str, lost: str, database: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its document, or its key."""
-    _put(DOCUMENTS)
-    with closing(sqlite3.connect(database)) as opened, opened:
-        opened.execute(f"UPDATE things_1 SET {change}")
-    assert _all() == {key: document for key, document in DOCUMENTS.items() if key != lost}
-    assert "damaged row of things_1" in caplog.text
-    assert caplog.text.rstrip().endswith("one" if lost == "one" else "three")
+def test_a_row_that_was_altered_is_left_out(database: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for change, lost, named in (  # its document, or its key
+        ("text = replace(text, '1.25e-06', '1.25e-09')", "one", "one"),
+        ("key = 'three' WHERE key = 'two'", "two", "three"),
+    ):
+        database.unlink(missing_ok=True)
+        _put(DOCUMENTS)
+        with closing(sqlite3.connect(database)) as opened, opened:
+            opened.execute(f"UPDATE things_1 SET {change}")
+        caplog.clear()
+        assert _all() == {key: document for key, document in DOCUMENTS.items() if key != lost}
+        assert "damaged row of things_1" in caplog.text
+        assert caplog.text.rstrip().endswith(named)
 
 
 def _put_some(number: int) -> None:
@@ -199,14 +193,17 @@ def _put_some(number: int) -> None:
             kept.put({f"process {number} key {i}": i, "count": count + 1})
 
 
-def test_many_processes_lose_nothing() -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_put_some, args=(number,)) for number in range(6)]
+def _in_forks(*calls: Callable[[], None]) -> None:
+    processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
+
+
+def test_many_processes_lose_nothing() -> None:
+    _in_forks(*(partial(_put_some, number) for number in range(6)))
     assert _all() == {f"process {n} key {i}": i for n in range(6) for i in range(10)} | {"count": 60}
 
 
@@ -218,10 +215,7 @@ def _hold_and_die() -> None:
 
 def test_who_dies_while_writing_leaves_what_was_there() -> None:
     _put(DOCUMENTS)
-    process = multiprocessing.get_context("fork").Process(target=_hold_and_die)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
+    _in_forks(_hold_and_die)
     assert _all() == DOCUMENTS
     _put({"more": 1})
 
@@ -237,36 +231,25 @@ def test_whoever_writes_is_waited_for(database: Path) -> None:
     assert _all() == DOCUMENTS
 
 
-@pytest.mark.parametrize("case", ["locked", "no folder", "no SQLite"])
-def test_what_cannot_be_written_is_an_oserror(
-    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, database: Path
-) -> None:
+def test_what_cannot_be_written_is_an_oserror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _put(DOCUMENTS)
-    if case == "locked":
-        monkeypatch.setattr(files, "LOCK_SECONDS", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "LOCK_SECONDS", 0.01)
         with rows("things_1", write=True), pytest.raises(OSError, match="database is locked"):
             _put({"more": 1})
-    elif case == "no folder":
+    with monkeypatch.context() as patch:
         (tmp_path / "file").write_text("")
-        monkeypatch.setenv(files.VARIABLE, str(tmp_path / "file"))
+        patch.setenv(files.VARIABLE, str(tmp_path / "file"))
         with pytest.raises(OSError, match="file"):
             _put({"more": 1})
-    else:
-        monkeypatch.setattr(files, "sqlite3", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sqlite3", None)
         with pytest.raises(OSError, match="built without SQLite"):
             _put({"more": 1})
-    monkeypatch.undo()
-    monkeypatch.setenv(files.VARIABLE, str(database.parent))
-    assert _all() == DOCUMENTS
-
-
-def test_a_folder_that_can_only_be_read_is_read(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image that many users start from."""
-    _put(DOCUMENTS)
-    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
-    monkeypatch.setattr(
-        sqlite3, "connect", lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)
-    )
+    # a folder that can only be read, as in an image that many users start from, is read
+    connect = sqlite3.connect
+    read_only: Any = lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)  # noqa: E731
+    monkeypatch.setattr(sqlite3, "connect", read_only)
     assert _all() == DOCUMENTS
     with pytest.raises(OSError, match="readonly database"):
         _put({"more": 1})

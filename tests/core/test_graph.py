@@ -21,14 +21,11 @@ def test_users_and_deps() -> None:
     assert GRAPH.users == ((0,), (1, 2), (), (2,), ())
     assert GRAPH.deps == ((), (0,), (0, 1))
     assert GRAPH.forward_length == 2
-    assert Graph((Op("a", "f", (), (0,), "backward"),), (Value("x", 1, 0),), (0,)).forward_length == 0
-    assert Graph(OPS, _with_value(1, size_bytes=MAX_BYTES), (2, 4)).values[1].size_bytes == MAX_BYTES  # the largest
-
-
-def test_networkx() -> None:
     graph = GRAPH.to_networkx()
     assert sorted(graph.edges) == [(0, 1), (0, 2), (1, 2)]
     assert [graph.nodes[k]["op"] for k in range(3)] == list(OPS)
+    assert Graph((Op("a", "f", (), (0,), "backward"),), (Value("x", 1, 0),), (0,)).forward_length == 0
+    assert Graph(OPS, _with_value(1, size_bytes=MAX_BYTES), (2, 4)).values[1].size_bytes == MAX_BYTES  # the largest
 
 
 @in_turn(seed=range(20))
@@ -48,9 +45,8 @@ def _with_value(v: int, **change: object) -> tuple[Value, ...]:
     return (*VALUES[:v], replace(VALUES[v], **change), *VALUES[v + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("ops", "values", "outputs", "says"),
-    [
+def test_refused() -> None:
+    for *graph, says in (
         ((), (), (), "The graph is empty"),
         (_with_op(0, inputs=(2,)), VALUES, (2, 4), "'embed' reads 'y', which is made by 'norm', itself or a later op"),
         (_with_op(0, inputs=(1,)), VALUES, (2, 4), "'embed' reads 'x', which is made by 'embed', itself"),
@@ -73,8 +69,6 @@ def _with_value(v: int, **change: object) -> tuple[Value, ...]:
         (OPS, VALUES, (5,), "Output 5 is not a value"),
         (OPS, VALUES, (-1,), "Output -1 is not a value"),
         (OPS, VALUES, (2, 2), "An output is listed twice"),
-    ],
-)
-def test_refused(ops: tuple[Op, ...], values: tuple[Value, ...], outputs: tuple[int, ...], says: str) -> None:
-    with pytest.raises(InvalidProblem, match=says):
-        Graph(ops, values, outputs)
+    ):
+        with pytest.raises(InvalidProblem, match=says):
+            Graph(*graph)

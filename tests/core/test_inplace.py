@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +14,8 @@ from checkmate.core.fingerprint import fingerprints, same_ops
 from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem
-from checkmate.solvers.common.incumbent import certify
-from tests.core.test_schedule import random_runs
+from tests.support.by_hand import plan_of, random_schedule, solution_of
 from tests.support.oracle import random_problem_with_ways
 
 CHAIN = Problem.from_dag(
@@ -26,15 +23,7 @@ CHAIN = Problem.from_dag(
 )
 
 
-def _plan(problem: Problem, *again: tuple[int, int]) -> Plan:
-    R = np.eye(len(problem.graph.ops), dtype=bool)
-    for t, k in again:
-        R[t, k] = True
-    return simulator.lower(problem, Schedule.from_runs(problem.graph, R))
-
-
 def _slowly(problem: Problem) -> Problem:
-    """The same whose ways are all slower than a plain run."""
     ways = tuple(replace(way, slower=True) for way in problem.profile.ways)
     return replace(problem, profile=replace(problem.profile, ways=ways))
 
@@ -44,47 +33,41 @@ def _plainly(problem: Problem) -> Problem:
 
 
 def test_what_goes_with_a_run_is_written_over() -> None:
-    plan = _plan(CHAIN)
+    plan = plan_of(CHAIN)
     assert plan.steps == (Run(0), Run(1), Run(2, over=1), Run(3, over=0), Free(2))
     assert simulator.check_plan(plan, CHAIN) == []
     assert simulator.simulate(plan, CHAIN).bytes_at == (8, 16, 17, 16)
     assert CHAIN.live_bytes.tolist() == [8, 16, 17, 16]
     chain = Problem.from_dag([[], [0], [1], [1, 2]], [1] * 4, [8] * 4, over={2: [1]})
-    assert Run(2) in _plan(chain).steps  # what is still needed is not
-    assert Run(2, over=1) in _plan(chain, (3, 1)).steps  # op 1 runs again before it is needed
+    assert Run(2) in plan_of(chain).steps  # what is still needed is not
+    assert Run(2, over=1) in plan_of(chain, (3, 1)).steps  # op 1 runs again before it is needed
     ways = (InPlace(3, 3, 0, 9), InPlace(3, 3, 2, 3))
     problem = replace(CHAIN, profile=replace(CHAIN.profile, ways=ways))
     assert problem.savings[3] == ((2, 5),)  # the other one takes more than it saves
-    assert Run(3, over=2) in _plan(problem).steps
+    assert Run(3, over=2) in plan_of(problem).steps
 
 
-@pytest.mark.parametrize(
-    ("steps", "says"),
-    [
+def test_each_fault_is_found() -> None:
+    for steps, says in (
         ((Run(0), Run(1), Run(2, over=1), Run(3, over=1), Free(2)), "step 3 runs op3 over v1, which no way of it does"),
         ((Run(0), Run(1), Run(2, over=1), Free(1), Run(3, over=0)), "step 3 frees v1, which is not at hand"),
         ((Run(0), Run(1, over=0), Run(2, over=1), Run(3)), "step 3 runs op3 without its input v0"),
-    ],
-)
-def test_each_fault_is_found(steps: tuple[Run | Free, ...], says: str) -> None:
-    assert says in simulator.check_plan(Plan(steps, len(steps)), CHAIN)
+    ):
+        assert says in simulator.check_plan(Plan(steps, len(steps)), CHAIN)
 
 
-@pytest.mark.parametrize(
-    ("way", "says"),
-    [
+def test_a_way_that_is_none_is_refused() -> None:
+    problem = Problem.from_dag([[], [0], [1], [2]], [1] * 4, [8, 4, 4, 4], outputs=[2, 3])
+    for way, says in (
         (InPlace(9, 2, 1, 0), "an op that is not there"),
         (InPlace(2, 1, 1, 0), "not both are its own"),
         (InPlace(2, 2, 0, 0), "not both are its own"),
         (InPlace(2, 2, 1, -1), "no indices or bytes"),
         (InPlace(1, 1, 0, 0), "they have 4 and 8 bytes"),
         (InPlace(3, 3, 2, 0), "a result of the step"),
-    ],
-)
-def test_a_way_that_is_none_is_refused(way: InPlace, says: str) -> None:
-    problem = Problem.from_dag([[], [0], [1], [2]], [1] * 4, [8, 4, 4, 4], outputs=[2, 3])
-    with pytest.raises(InvalidProblem, match=says):
-        replace(problem, profile=replace(problem.profile, ways=(way,)))
+    ):
+        with pytest.raises(InvalidProblem, match=says):
+            replace(problem, profile=replace(problem.profile, ways=(way,)))
 
 
 def test_ways_travel_in_files_and_count_as_sizes(tmp_path: Path) -> None:
@@ -102,15 +85,14 @@ def test_ways_travel_in_files_and_count_as_sizes(tmp_path: Path) -> None:
 def test_slower_ways_are_taken_where_the_budget_needs_them(budget: int, over: list[int]) -> None:
     problem = _slowly(CHAIN)
     assert problem.keep_all_peak == 25  # plainly: what is fast there is
-    plan = certify(problem, budget, np.eye(4, dtype=bool), method="test").plan
-    assert plan is not None
+    plan = solution_of(problem, budget=budget).plan
     assert [step.op for step in plan.steps if isinstance(step, Run) and step.over is not None] == over
 
 
 @given(st.integers(0, 10**6))
 def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> None:
     problem = _slowly(random_problem_with_ways(seed, most_ops=9))
-    schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
+    schedule = random_schedule(problem, seed)
     whole = simulator.lower(problem, schedule)
     least, most = simulator.simulate(whole, problem).peak, schedule.peak(_plainly(problem))
     for budget in {least, (least + most) // 2, most}:
@@ -122,19 +104,3 @@ def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> N
         runs = [step for step in plan.steps if isinstance(step, Run)]
         for step, at in zip(runs, bytes_at, strict=True):
             assert step.over is None or at + dict(problem.savings[step.op])[step.over] > budget
-
-
-@given(st.integers(0, 10**6))
-def test_all_count_the_same_bytes(seed: int) -> None:
-    problem = random_problem_with_ways(seed, most_ops=9)
-    T = len(problem.graph.ops)
-    for R in (np.eye(T, dtype=bool), random_runs(problem, seed)):
-        schedule = Schedule.from_runs(problem.graph, R)
-        plan = simulator.lower(problem, schedule)
-        assert simulator.check_plan(plan, problem) == []
-        usage = simulator.simulate(plan, problem)
-        assert usage.bytes_at == tuple(schedule.memory(problem)[schedule.R])
-        first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(T)])
-        assert (first >= problem.unavoidable_bytes).all()
-        if len(plan.runs) == T:
-            assert usage.bytes_at == tuple(problem.live_bytes)

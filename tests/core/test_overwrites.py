@@ -14,13 +14,14 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.rules import with_rules
-from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem, RuleError
+from tests.support.by_hand import schedule_of
 from tests.support.oracle import all_schedules, random_problem_with_overwrites
 from tests.support.sampling import in_turn, long
 
 # ops 0 and 1 read a parameter that op 2 overwrites; op 3 reads what op 0 makes, and the new content
-CHAIN = Problem.from_dag([[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2], forward=2, outputs=[3], overwrites={2: [0, 1, 3]})
+DAG = [[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2]
+CHAIN = Problem.from_dag(*DAG, forward=2, outputs=[3], overwrites={2: [0, 1, 3]})
 
 
 def _graph(**changes: object) -> Graph:
@@ -29,19 +30,16 @@ def _graph(**changes: object) -> Graph:
     return Graph((ops[0], replace(ops[1], **changes)), values, (1,))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
+def test_what_overwrites_is_checked() -> None:
+    assert _graph().overwritten_by == {0: 1}
+    for changes, says in (
         ({"overwrites": (9,)}, "overwrites value 9, but there are 2"),
         ({"overwrites": (1,)}, "overwrites 'a', which an op makes"),
         ({"pinned": None}, "'update' overwrites 'p', so it must be pinned"),
         ({"overwrites": (0, 0)}, "'update' and 'update' both overwrite 'p'"),
-    ],
-)
-def test_what_overwrites_is_checked(changes: dict[str, object], says: str) -> None:
-    assert _graph().overwritten_by == {0: 1}
-    with pytest.raises(InvalidProblem, match=says):
-        _graph(**changes)
+    ):
+        with pytest.raises(InvalidProblem, match=says):
+            _graph(**changes)
 
 
 def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
@@ -55,10 +53,8 @@ def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
     assert simulator.check_plan(again, CHAIN) == [says]
     before = Plan((Run(0), Run(1), Free(0), Run(0), Run(2), Free(1), Free(2), Run(3), Run(3), Free(0)), 3)
     assert simulator.check_plan(before, CHAIN) == []  # and what reads the new content may run again
-    R = np.eye(4, dtype=bool)
-    R[3, 0] = True
     broken = "overwritten: R[3, 0] = 1 though op2 has overwritten what it reads"
-    assert Schedule.from_runs(CHAIN.graph, R).violations(CHAIN) == [broken]
+    assert schedule_of(CHAIN, (3, 0)).violations(CHAIN) == [broken]
 
 
 def test_what_cannot_be_made_again_is_unavoidable() -> None:
@@ -88,8 +84,7 @@ def test_it_travels_in_files_and_counts_as_structure(tmp_path: Path) -> None:
     read = Problem.from_json(tmp_path / "chain.json")
     assert read.graph == CHAIN.graph
     assert '"version": 4' in (tmp_path / "chain.json").read_text()
-    dag = [[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2]
-    plain, elsewhere = (Problem.from_dag(*dag, forward=2, outputs=[3], overwrites=over) for over in ({}, {2: [0, 3]}))
+    plain, elsewhere = (Problem.from_dag(*DAG, forward=2, outputs=[3], overwrites=over) for over in ({}, {2: [0, 3]}))
     plain.to_json(tmp_path / "plain.json")
     assert "overwrites" not in (tmp_path / "plain.json").read_text()
     assert fingerprints(read) == fingerprints(CHAIN)
@@ -99,13 +94,10 @@ def test_it_travels_in_files_and_counts_as_structure(tmp_path: Path) -> None:
 def test_a_rule_does_not_ask_for_what_is_overwritten_in_the_forward() -> None:
     deps, seconds, sizes = [[], [0], [1], [0, 2]], [1] * 4, [4] * 4
     early = Problem.from_dag(deps, seconds, sizes, forward=3, overwrites={1: [0]})
-    assert with_rules(early, {"op": "recompute"}).rules[0].exempt[:2] == (
-        (0, "reads what op1 overwrites in the forward"),
-        (1, "overwrites p1"),
-    )
+    exempt = (0, "reads what op1 overwrites in the forward"), (1, "overwrites p1")
+    assert with_rules(early, {"op": "recompute"}).rules[0].exempt[:2] == exempt
     late = Problem.from_dag(deps, seconds, sizes, forward=2, overwrites={2: [0, 1]})
     assert with_rules(late, {"op": "recompute"}).limits.recomputed == {0, 1}
+    none = Problem.from_dag([[], [0], [1]], [1] * 3, [4] * 3, forward=2, overwrites={1: [0]})
     with pytest.raises(RuleError, match="op0 reads what op1 overwrites in the forward"):
-        with_rules(
-            Problem.from_dag([[], [0], [1]], [1] * 3, [4] * 3, forward=2, overwrites={1: [0]}), {"op": "recompute"}
-        )
+        with_rules(none, {"op": "recompute"})

@@ -13,26 +13,19 @@ import numpy as np
 import pytest
 
 from benchmarks.networks.dags import unit_chain
-from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem
-from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
-SEEDS = range(40)
-
-
+NAMES = ["p.json", "p.json.gz"]
 DIGITS = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**52, 1], workspace=[2**51 + 1, 0], resident_bytes=7)
 WITH_HOST = unit_chain(2).with_host(Host(10**9, send=2e9, fetch=1e9, one_link=True, latency=1e-5))
 
 
-@in_turn(
-    problem=[*(random_problem(seed, most_ops=7) for seed in range(5)), DIGITS, WITH_HOST], name=["p.json", "p.json.gz"]
-)
+@in_turn(problem=[*(random_problem(seed, most_ops=7) for seed in range(5)), DIGITS, WITH_HOST], name=NAMES)
 def test_json_round_trip(tmp_path: Path, problem: Problem, name: str) -> None:
     """Every digit and byte; the same problem gives the same file."""
     problem.to_json(tmp_path / name)
@@ -48,68 +41,80 @@ def test_json_round_trip(tmp_path: Path, problem: Problem, name: str) -> None:
 
 RULE = {"pattern": "op", "asks": "keep", "ops": [0], "exempt": []}
 HOST = {"budget": 10, "send": 1.0, "fetch": 1.0, "one_link": False, "latency": 0.0}
-Change = Callable[[dict[str, Any]], object]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda d: d.update(format="other"), "'format' is not 'checkmate-problem'"),
-        (lambda d: d.update(version=99), "version 99; this checkmate reads 1"),
-        (lambda d: d.pop("seconds"), "'seconds' is missing"),
-        (lambda d: d["ops"][0].pop("inputs"), "'inputs' is missing"),
-        (lambda d: d["ops"][0].update(surprise=1), "surprise"),
-        (lambda d: d["ops"][0].update(inputs=3), "not iterable"),
-        (lambda d: d["ops"][0].update(inputs=["0"]), "no valid problem"),
-        (lambda d: d["ops"].append(None), "no valid problem"),
-        (lambda d: d.update(ops={}), "The graph is empty"),
-        (lambda d: d["values"][1].update(size_bytes=1e400), "Infinity is no number"),
-        (lambda d: d["values"][0].update(size_bytes="4"), "Value 'v0' has size '4'"),
-        (lambda d: d.update(outputs=[99]), "Output 99 is not a value"),
-        (lambda d: d.update(outputs=["2"]), "The graph names '2' where an op or a value is a whole number"),
-        (lambda d: d["ops"][0].update(name=3), "Op 0 has 3 where a name or a reason is text"),
-        (lambda d: d["ops"][0].update(target=None), "Op 0 has None where"),
-        (lambda d: d["ops"][1].update(pinned=True), "Op 1 has True where"),
-        (lambda d: d["ops"][1].update(where=[1]), r"Op 1 has \[1\] where"),
-        (lambda d: d["ops"][1].update(tags=[{}]), "Op 1 has {} where"),
-        (lambda d: d["ops"][1].update(inputs=[False]), "Op 'op1' names False where"),
-        (lambda d: d["ops"][1].update(outputs=[1.0]), "Op 'op1' names 1.0 where"),
-        (lambda d: d["ops"][1].update(overwrites=["0"]), "Op 'op1' names '0' where"),
-        (lambda d: d["values"][0].update(name=["v0"]), r"Value 0 has \['v0'\] where"),
-        (lambda d: d["values"][0].update(producer="0"), "Value 'v0' names '0' where"),
-        (lambda d: d["values"][0].update(producer=False), "Value 'v0' names False where"),
-        (lambda d: d["values"][0].update(role=[]), r"has role \[\]; a role is one of"),
-        (lambda d: d.update(source=3), "from 3; a source is text"),
-        (lambda d: d.update(version=2, rules=3), "not iterable"),
-        (lambda d: d.update(version=2, rules=["op0"]), "no valid problem"),
-        (lambda d: d.update(version=2, rules=[RULE | {"pattern": 3}]), "pattern or a reason that is no text"),
-        (lambda d: d.update(version=2, rules=[RULE | {"exempt": [[0, None]]}]), "pattern or a reason that is no text"),
-        (lambda d: d.update(version=2, rules=[RULE | {"exempt": [0]}]), "no valid problem"),
-        (lambda d: d.update(version=2, rules=[RULE | {"asks": "sometimes"}]), "asks for none of 'keep', 'once'"),
-        (lambda d: d.update(version=2, rules=[RULE | {"asks": ["keep"]}]), "asks for none of 'keep', 'once'"),
-        (lambda d: d.update(version=2, rules=[RULE | {"asks": True}]), "asks for none of 'keep', 'once'"),
-        (lambda d: d.update(version=2, rules=[RULE | {"asks": 0}]), "asks for none of 'keep', 'once'"),
-        (lambda d: d.update(version=2, rules=[RULE | {"ops": ["0"]}]), "for ops that are not there"),
-        (lambda d: d.update(version=5, host=3), "must be a mapping"),
-        (lambda d: d.update(version=5, host=HOST | {"send": "1e9"}), "send is a positive, finite number"),
-        (lambda d: d.update(version=5, host=HOST | {"one_link": "no"}), "one_link is True or False, not 'no'"),
-        (lambda d: d.update(version=5, host=HOST | {"latency": None}), "latency is a finite number"),
-        (lambda d: d.update(version=5, host=HOST | {"links": 2}), "links"),
-        (lambda d: d.update(seconds=[1.0]), "1 seconds for 3 ops"),
-        (lambda d: d.update(seconds=[1.0, None, 1.0]), "'op1' costs nan seconds"),
-        (lambda d: d.update(seconds=[1.0, float("nan"), 1.0]), "NaN is no number"),
-        (lambda d: d.update(seconds=[[1.0], [1.0, 2.0]]), "costs that are not numbers"),
-        (lambda d: d.update(workspace_bytes=[0, 0.5, 0]), "Op 1 needs 0.5 workspace bytes"),
-        (lambda d: d.update(workspace_bytes=[0, 2**80, 0]), "Op 1 needs 1.2"),
-        (lambda d: d.update(resident_bytes=1.5), "not numbers"),
-        (lambda d: d.update(resident_bytes=-1), "-1 resident bytes"),
-    ],
-)
-def test_a_bad_document_is_refused_by_name(tmp_path: Path, change: Change, says: str) -> None:
-    path = tmp_path / "p.json"
+def _op(k: int, **change: object) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document["ops"][k].update(change)
+
+
+def _value(v: int, **change: object) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document["values"][v].update(change)
+
+
+def _rule(**change: object) -> dict[str, Any]:
+    return {"version": 2, "rules": [RULE | change]}
+
+
+def _host(**change: object) -> dict[str, Any]:
+    return {"version": 5, "host": HOST | change}
+
+
+BAD = [  # changes of a document of three ops
+    ({"format": "other"}, "'format' is not 'checkmate-problem'"),
+    ({"version": 99}, "version 99; this checkmate reads 1"),
+    (lambda d: d.pop("seconds"), "'seconds' is missing"),
+    (lambda d: d["ops"][0].pop("inputs"), "'inputs' is missing"),
+    (_op(0, surprise=1), "surprise"),
+    (_op(0, inputs=3), "not iterable"),
+    (_op(0, inputs=["0"]), "no valid problem"),
+    (lambda d: d["ops"].append(None), "no valid problem"),
+    ({"ops": {}}, "The graph is empty"),
+    (_value(1, size_bytes=1e400), "Infinity is no number"),
+    (_value(0, size_bytes="4"), "Value 'v0' has size '4'"),
+    ({"outputs": [99]}, "Output 99 is not a value"),
+    ({"outputs": ["2"]}, "The graph names '2' where an op or a value is a whole number"),
+    (_op(0, name=3), "Op 0 has 3 where a name or a reason is text"),
+    (_op(0, target=None), "Op 0 has None where"),
+    (_op(1, pinned=True), "Op 1 has True where"),
+    (_op(1, where=[1]), r"Op 1 has \[1\] where"),
+    (_op(1, tags=[{}]), "Op 1 has {} where"),
+    (_op(1, inputs=[False]), "Op 'op1' names False where"),
+    (_op(1, outputs=[1.0]), "Op 'op1' names 1.0 where"),
+    (_op(1, overwrites=["0"]), "Op 'op1' names '0' where"),
+    (_value(0, name=["v0"]), r"Value 0 has \['v0'\] where"),
+    (_value(0, producer="0"), "Value 'v0' names '0' where"),
+    (_value(0, producer=False), "Value 'v0' names False where"),
+    (_value(0, role=[]), r"has role \[\]; a role is one of"),
+    ({"source": 3}, "from 3; a source is text"),
+    ({"version": 2, "rules": 3}, "not iterable"),
+    ({"version": 2, "rules": ["op0"]}, "no valid problem"),
+    (_rule(pattern=3), "pattern or a reason that is no text"),
+    (_rule(exempt=[[0, None]]), "pattern or a reason that is no text"),
+    (_rule(exempt=[0]), "no valid problem"),
+    *((_rule(asks=asks), "asks for none of 'keep', 'once'") for asks in ("sometimes", ["keep"], True, 0)),
+    (_rule(ops=["0"]), "for ops that are not there"),
+    ({"version": 5, "host": 3}, "must be a mapping"),
+    (_host(send="1e9"), "send is a positive, finite number"),
+    (_host(one_link="no"), "one_link is True or False, not 'no'"),
+    (_host(latency=None), "latency is a finite number"),
+    (_host(links=2), "links"),
+    ({"seconds": [1.0]}, "1 seconds for 3 ops"),
+    ({"seconds": [1.0, None, 1.0]}, "'op1' costs nan seconds"),
+    ({"seconds": [1.0, float("nan"), 1.0]}, "NaN is no number"),
+    ({"seconds": [[1.0], [1.0, 2.0]]}, "costs that are not numbers"),
+    ({"workspace_bytes": [0, 0.5, 0]}, "Op 1 needs 0.5 workspace bytes"),
+    ({"workspace_bytes": [0, 2**80, 0]}, "Op 1 needs 1.2"),
+    ({"resident_bytes": 1.5}, "not numbers"),
+    ({"resident_bytes": -1}, "-1 resident bytes"),
+]
+
+
+@in_turn(change=BAD)
+def test_a_bad_document_is_refused_by_name(change: tuple[Any, str], tmp_path: Path) -> None:
+    (made, says), path = change, tmp_path / "p.json"
     Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 1, 1]).to_json(path)
     document = json.loads(path.read_text())
-    change(document)
+    document.update(made) if isinstance(made, dict) else made(document)
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidProblem, match=says) as refused:
         Problem.from_json(path)
@@ -129,33 +134,27 @@ def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"null", b"[]", b"\xff\xfe", b"{", b"[" * 100_000, b'{"format": "checkmate-problem"}', b"1" * 5000]
+@in_turn(
+    raw=[b"", b"null", b"[]", b"\xff\xfe", b"{", b"[" * 100_000, b'{"format": "checkmate-problem"}', b"1" * 5000],
+    name=NAMES,
 )
-@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
 def test_what_is_no_problem_file_is_refused(tmp_path: Path, raw: bytes, name: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     with pytest.raises(InvalidProblem, match=name):
-        Problem.from_json(path)
+        Problem.from_json(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
-def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
+@in_turn(name=NAMES)
+def test_a_truncated_file_is_refused_and_a_damaged_one_too_or_still_a_problem(tmp_path: Path, name: str) -> None:
+    path, rng, refused = tmp_path / name, np.random.default_rng(0), 0
     unit_chain(1).to_json(path)
     raw = path.read_bytes()
     for length in range(0, len(raw), 3):
         path.write_bytes(raw[:length])
         with pytest.raises(InvalidProblem):
             Problem.from_json(path)
-
-
-@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
-def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str) -> None:
-    path, rng = tmp_path / name, np.random.default_rng(0)
     random_problem(1, most_ops=6).to_json(path)
-    raw, refused = path.read_bytes(), 0
+    raw = path.read_bytes()
     for _ in range(300):
         damaged = bytearray(raw)
         damaged[rng.integers(len(raw))] = rng.integers(256)
@@ -167,43 +166,35 @@ def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str)
     assert refused > 150
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"deps": [[], [2], [0]]}, "'op1' reads 'v2', which is made by 'op2'"),
-        ({"deps": [[], [1], [0]]}, "'op1' reads 'v1', which is made by 'op1', itself"),
-        ({"deps": [[], [3], [0]]}, r"deps\[1\] names 3, but the ops are 0 to 2"),
-        ({"deps": [[], [-1], [0]]}, r"deps\[1\] names -1"),
-        ({"deps": [[], [0.0], [0]]}, r"deps\[1\] names 0.0"),
-        ({"deps": [[], [True], [0]]}, r"deps\[1\] names True"),
-        ({"deps": []}, "0 ops have dependencies, but there are 3 seconds"),
-        ({"seconds": [1, 1]}, "but there are 2 seconds"),
-        ({"sizes": [1, 1, 1, 1]}, "but there are 4 sizes"),
-        ({"workspace": [1]}, "but there are 1 workspace"),
-        ({"seconds": [1, float("nan"), 1]}, "'op1' costs nan seconds"),
-        ({"seconds": [1, float("inf"), 1]}, "'op1' costs inf seconds"),
-        ({"seconds": [1, -1, 1]}, "'op1' costs -1.0 seconds"),
-        ({"seconds": ["a", 1, 1]}, "not numbers"),
-        ({"deps": [], "seconds": [], "sizes": []}, "The graph is empty"),
-        ({"sizes": [1, -1, 1]}, "'v1' has size -1"),
-        ({"sizes": [1, 2**53 + 1, 1]}, "'v1' has size 9007199254740993"),
-        ({"workspace": [0, 2**53 + 2, 0]}, "Op 1 needs 9007199254740994"),
-        ({"sizes": [1, 1.5, 1]}, r"sizes\[1\] is 1.5"),
-        ({"sizes": [1, "x", 1]}, r"sizes\[1\] is 'x'"),
-        ({"sizes": [1, float("nan"), 1]}, r"sizes\[1\] is nan"),
-        ({"sizes": [1, None, 1]}, r"sizes\[1\] is None"),
-        ({"workspace": [0, -4, 0]}, "'op1' costs -4 workspace bytes"),
-        ({"outputs": [3]}, "outputs names 3"),
-        ({"outputs": [1, 1]}, "An output is listed twice"),
-        ({"resident_bytes": -1}, "-1 resident bytes"),
-        ({"sizes": [2**53, 1, 1]}, "take 9007199254740994 bytes; 2\\*\\*53 at most"),
-    ],
-)
-def test_bad_lists_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+BAD_LISTS = [
+    ({"deps": [[], [2], [0]]}, "'op1' reads 'v2', which is made by 'op2'"),
+    ({"deps": [[], [1], [0]]}, "'op1' reads 'v1', which is made by 'op1', itself"),
+    ({"deps": [[], [3], [0]]}, r"deps\[1\] names 3, but the ops are 0 to 2"),
+    *(({"deps": [[], [dep], [0]]}, rf"deps\[1\] names {dep}") for dep in (-1, 0.0, True)),
+    ({"deps": []}, "0 ops have dependencies, but there are 3 seconds"),
+    ({"seconds": [1, 1]}, "but there are 2 seconds"),
+    ({"sizes": [1, 1, 1, 1]}, "but there are 4 sizes"),
+    ({"workspace": [1]}, "but there are 1 workspace"),
+    *(({"seconds": [1, s, 1]}, f"'op1' costs {float(s)} seconds") for s in (float("nan"), float("inf"), -1)),
+    ({"seconds": ["a", 1, 1]}, "not numbers"),
+    ({"deps": [], "seconds": [], "sizes": []}, "The graph is empty"),
+    *(({"sizes": [1, size, 1]}, f"'v1' has size {size}") for size in (-1, 2**53 + 1)),
+    *(({"sizes": [1, size, 1]}, rf"sizes\[1\] is {size!r}") for size in (1.5, "x", float("nan"), None)),
+    ({"workspace": [0, 2**53 + 2, 0]}, "Op 1 needs 9007199254740994"),
+    ({"workspace": [0, -4, 0]}, "'op1' costs -4 workspace bytes"),
+    ({"outputs": [3]}, "outputs names 3"),
+    ({"outputs": [1, 1]}, "An output is listed twice"),
+    ({"resident_bytes": -1}, "-1 resident bytes"),
+    ({"sizes": [2**53, 1, 1]}, r"take 9007199254740994 bytes; 2\*\*53 at most"),
+]
+
+
+@in_turn(change=BAD_LISTS)
+def test_bad_lists_are_refused_by_name(change: tuple[dict[str, Any], str]) -> None:
     good: dict[str, Any] = {"deps": [[], [0], [1]], "seconds": [1, 1, 1], "sizes": [1, 1, 1]}
     Problem.from_dag(**good)
-    with pytest.raises(InvalidProblem, match=says):
-        Problem.from_dag(**{**good, **change})
+    with pytest.raises(InvalidProblem, match=change[1]):
+        Problem.from_dag(**{**good, **change[0]})
 
 
 def test_from_dag_takes_arrays() -> None:
@@ -226,16 +217,6 @@ def test_keep_all_by_hand() -> None:
     assert (problem.sizes.tolist(), problem.keep_all_peak) == ([0, 4], 1004)  # the weight counts as resident
 
 
-@in_turn(seed=SEEDS)
-def test_keep_all_is_what_the_simulator_sees(seed: int) -> None:
-    problem = random_problem(seed, most_ops=9)
-    once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
-    usage = simulator.simulate(simulator.lower(problem, once), problem)
-    assert usage.bytes_at == tuple(problem.live_bytes)
-    assert usage.peak == problem.keep_all_peak
-    assert once.cost(problem) == pytest.approx(problem.keep_all_cost)
-
-
 def test_unavoidable_by_hand() -> None:
     values = tuple(Value(name, size, k) for k, (name, size) in enumerate([("a", 1), ("mask", 2), ("b", 4), ("c", 8)]))
     ops = (
@@ -246,17 +227,6 @@ def test_unavoidable_by_hand() -> None:
     )
     problem = Problem(Graph(ops, values, (3,)), Profile(np.ones(4), np.array([0, 0, 16, 0]), 32))
     assert (problem.unavoidable_bytes - 32).tolist() == [1, 1 + 2, 1 + 2 + 4 + 16, 2 + 4 + 8]
-
-
-@in_turn(seed=SEEDS)
-def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
-    problem = random_problem(seed, most_ops=7)
-    assert (problem.unavoidable_bytes <= problem.live_bytes).all()
-    for again in range(5):
-        schedule = Schedule.from_runs(problem.graph, random_runs(problem, 100 * seed + again))
-        usage = simulator.simulate(simulator.lower(problem, schedule), problem)
-        first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(problem.graph.ops))])
-        assert (first >= problem.unavoidable_bytes).all()
 
 
 def test_profiles_are_checked() -> None:

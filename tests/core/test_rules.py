@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from checkmate.core.fingerprint import fingerprints, same_ops
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.rules import as_mapping, read_rules, with_rules, without_rules
-from checkmate.core.schedule import Schedule
 from checkmate.errors import RuleError
+from tests.support.by_hand import plan_of
 from tests.support.sampling import in_turn
 
 
@@ -62,12 +61,8 @@ def test_a_pattern_names_modules_ops_and_tags(pattern: str) -> None:
 def test_what_cannot_be_made_again_is_exempt_with_its_reason_and_the_last_rule_holds() -> None:
     (rule,) = with_rules(network(), {"*": "recompute"}).rules
     assert rule.ops == (0, 1, 2)
-    assert dict(rule.exempt) == {
-        3: "draws",
-        4: "makes a result of the step",
-        5: "is in the backward",
-        6: "is in the backward",
-    }
+    there = "is in the backward"
+    assert dict(rule.exempt) == {3: "draws", 4: "makes a result of the step", 5: there, 6: there}
     problem = with_rules(network(), {"blocks.1": "recompute", "scores": "keep"})  # the last that names an op holds
     assert [rule.ops for rule in problem.rules] == [(2,), (1,)]
     assert problem.limits.recomputed == {2}
@@ -77,9 +72,8 @@ def test_what_cannot_be_made_again_is_exempt_with_its_reason_and_the_last_rule_h
         read_rules(["keep"])
 
 
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
+def test_what_is_no_rule_is_refused_with_what_is_near() -> None:
+    for rules, said in (
         ({"blcks.1": "keep"}, r"'blcks.1': 'keep' names nothing in this step. Near it: 'blocks.1'"),
         ({"score": 2}, r"Near it: 'scores'"),
         ({"aten.rleu": 2}, r"Near it: 'aten.relu'"),
@@ -92,19 +86,13 @@ def test_what_cannot_be_made_again_is_exempt_with_its_reason_and_the_last_rule_h
         (["blocks"], "Rules are a dict"),
         ({"scores": "keep", "blocks": 2}, r"'scores': 'keep' is for ops that later rules name too.*'blocks'"),
         ({"checkmate.draw_mask": "recompute"}, "cannot be obeyed: mask draws"),
-    ],
-)
-def test_what_is_no_rule_is_refused_with_what_is_near(rules: Any, said: str) -> None:
-    with pytest.raises(RuleError, match=said):
-        with_rules(network(), rules)
+    ):
+        with pytest.raises(RuleError, match=said):
+            with_rules(network(), rules)
 
 
 def _wrong(problem: Problem, *again: tuple[int, int]) -> list[str]:
-    """What the verifier says of a plan that runs these (stage, op) beside each op's own stage."""
-    R = np.eye(7, dtype=bool)
-    for place in again:
-        R[place] = True
-    return simulator.check_plan(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
+    return simulator.check_plan(plan_of(problem, *again), problem)
 
 
 def test_the_verifier_holds_plans_to_the_rules() -> None:
@@ -131,22 +119,17 @@ def test_other_rules_are_another_problem_and_none_the_same_as_before() -> None:
     assert as_mapping(with_rules(ruled[0], {"aten.mm": 2})) == {"aten.mm": 2}  # in place of those before
 
 
-@in_turn(name=["step.json", "step.json.gz"])
-def test_rules_and_tags_are_written_and_read(tmp_path: Path, name: str) -> None:
+def test_rules_and_tags_are_in_files_of_problems_that_have_any(tmp_path: Path) -> None:
     problem = with_rules(network(), {"blocks": "recompute", "aten.embedding": 2, "aten.mm": "keep"})
-    problem.to_json(tmp_path / name)
-    again = Problem.from_json(tmp_path / name)
-    assert (again.rules, again.graph) == (problem.rules, problem.graph)
-    assert fingerprints(again) == fingerprints(problem)
-
-
-def test_a_file_without_rules_is_what_it_was_before_there_were_any(tmp_path: Path) -> None:
-    plain = network()
-    ops = tuple(replace(op, tags=()) for op in plain.graph.ops)
-    replace(plain, graph=replace(plain.graph, ops=ops)).to_json(tmp_path / "plain.json")
+    for name in ("ruled.json", "ruled.json.gz"):
+        problem.to_json(tmp_path / name)
+        again = Problem.from_json(tmp_path / name)
+        assert (again.rules, again.graph) == (problem.rules, problem.graph)
+        assert fingerprints(again) == fingerprints(problem)
+    assert '"version": 2,' in (tmp_path / "ruled.json").read_text()  # an earlier checkmate refuses it
+    plain = replace(problem.graph, ops=tuple(replace(op, tags=()) for op in problem.graph.ops))
+    Problem(plain, problem.profile).to_json(tmp_path / "plain.json")
     text = (tmp_path / "plain.json").read_text()
     assert '"version": 1,' in text
     assert "rules" not in text
     assert "tags" not in text
-    with_rules(plain, {"aten.mm": 2}).to_json(tmp_path / "ruled.json")
-    assert '"version": 2,' in (tmp_path / "ruled.json").read_text()  # an earlier checkmate refuses it

@@ -1,8 +1,8 @@
-"""Schedules as matrices R and S: what breaks which equation, and that their memory is the simulator's."""
+"""Schedules as matrices R and S: what breaks which equation, and that all who count bytes count the same."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,34 +14,19 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
-from tests.support.oracle import random_problem
+from tests.support.by_hand import random_runs, random_schedule, runs_of, schedule_of
+from tests.support.oracle import pinned, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn
 
 # op0 -> op1 -> op2 -> op3, op0 -> op3, and op4 reads op1 and op3; all sizes differ
 PROBLEM = Problem.from_dag([[], [0], [1], [0, 2], [1, 3]], [1, 2, 4, 8, 16], [1, 10, 100, 1000, 10_000])
-ONCE = Schedule.from_runs(PROBLEM.graph, np.eye(5, dtype=bool))
-
-
-def _runs(*again: tuple[int, int], n: int = 5) -> np.ndarray:
-    R = np.eye(n, dtype=bool)
-    for t, k in again:
-        R[t, k] = True
-    return R
+ONCE = schedule_of(PROBLEM)
 
 
 def _changed(array: np.ndarray, t: int, k: int) -> np.ndarray:
     changed = array.copy()
     changed[t, k] ^= True
     return changed
-
-
-def random_runs(problem: Problem, seed: int) -> np.ndarray:
-    """Any R that `Schedule.from_runs` can complete: each op in its stage, others before it, pinned ones not again."""
-    rng, n = np.random.default_rng(seed), len(problem.graph.ops)
-    R = np.tril(rng.random((n, n)) < rng.random()) | np.eye(n, dtype=bool)
-    pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
-    R[:, pinned] = np.eye(n, dtype=bool)[:, pinned]
-    return R
 
 
 @in_turn(seed=range(20))
@@ -79,44 +64,36 @@ def test_running_once_keeps_what_is_read_later() -> None:
     assert ONCE.peak(PROBLEM) == 11010
     assert ONCE.violations(PROBLEM, budget=11_010) == []
     assert ONCE.violations(PROBLEM, budget=11_000) == ["(9) U[4, 4] = 11010 exceeds the budget of 11000 by 10"]
+    # workspace counts while its op runs, what is resident always
+    problem = Problem(PROBLEM.graph, Profile(PROBLEM.seconds, np.array([0, 0, 7, 0, 0]), resident_bytes=100_000))
+    assert ONCE.memory(problem)[2:4, 2].tolist() == [100_111 + 7, 100_111]
+    chain = unit_chain(8)  # of the golden optima
+    assert (schedule_of(chain).cost(chain), schedule_of(chain).peak(chain)) == (17, 10)
 
 
 def test_what_runs_again_is_not_kept() -> None:
-    again = Schedule.from_runs(PROBLEM.graph, _runs((4, 0), (4, 1)))
+    again = schedule_of(PROBLEM, (4, 0), (4, 1))
     assert again.S[:, 1].tolist() == [False, False, True, False, False]
     assert again.violations(PROBLEM) == []
     assert again.cost(PROBLEM) == 34
     assert again.recomputed.tolist() == [1, 1, 0, 0, 0]
     assert again.memory(PROBLEM)[3, 3] == 1101  # without op1's value
     assert again.memory(PROBLEM)[4].tolist() == [1001, 1011, 1010, 1010, 11010]
-    ops = (replace(PROBLEM.graph.ops[0], pinned="draws random numbers"), *PROBLEM.graph.ops[1:])
-    pinned = replace(PROBLEM, graph=replace(PROBLEM.graph, ops=ops))
-    assert again.violations(pinned) == ["pinned: op0 runs 2 times though it draws random numbers"]
-
-
-def test_workspace_counts_while_the_op_runs() -> None:
-    problem = Problem(PROBLEM.graph, Profile(PROBLEM.seconds, np.array([0, 0, 7, 0, 0]), resident_bytes=100_000))
-    assert ONCE.memory(problem)[2:4, 2].tolist() == [100_111 + 7, 100_111]
+    assert again.violations(pinned(PROBLEM, 0)) == ["pinned: op0 runs 2 times though it draws random numbers"]
 
 
 def test_a_result_is_kept_to_the_end() -> None:
     problem = Problem.from_dag([[], [0], [1]], [1] * 3, [1] * 3, outputs=[0, 2])
-    again = Schedule.from_runs(problem.graph, _runs((2, 0), (2, 1), n=3))
+    again, once = schedule_of(problem, (2, 0), (2, 1)), schedule_of(problem)
     assert again.S[:, 0].tolist() == [False, True, True]
     assert again.violations(problem) == []
     assert again.memory(problem)[2].tolist() == [2, 2, 3]  # op 0 made a second copy for a moment
-    once = Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))
     dropped = Schedule(once.R, _changed(once.S, 2, 0))
     assert dropped.violations(problem) == ["output: v0 is a result of the step but is not kept to its end"]
 
 
-R3 = _runs((3, 1))
-S3 = Schedule.from_runs(PROBLEM.graph, R3).S
-
-
-@pytest.mark.parametrize(
-    ("R", "S", "says"),
-    [
+def test_each_equation_is_named() -> None:
+    for R, S, says in (
         (_changed(ONCE.R, 2, 2), ONCE.S, "(8a) R[2, 2] = 0: op2 does not run in its own stage"),
         (_changed(ONCE.R, 1, 4), ONCE.S, "(8c) R[1, 4] = 1 though 4 > 1"),
         (ONCE.R, _changed(ONCE.S, 0, 3), "(8b) S[0, 3] = 1 but v3 is not made before stage 0"),
@@ -125,38 +102,44 @@ S3 = Schedule.from_runs(PROBLEM.graph, R3).S
         (ONCE.R, _changed(ONCE.S, 2, 0), "(1c) S[3, 0] = 1 but v0 is not at hand in stage 2"),
         (ONCE.R[:4], ONCE.S, "R and S have shapes (4, 5) and (5, 5), not (5, 5) and (5, 5)"),
         (ONCE.R, ONCE.S[:, :2], "R and S have shapes (5, 5) and (5, 2), not (5, 5) and (5, 5)"),
-    ],
-)
-def test_each_equation_is_named(R: np.ndarray, S: np.ndarray, says: str) -> None:
-    assert says in Schedule(R, S).violations(PROBLEM, budget=10**9)
+    ):
+        assert says in Schedule(R, S).violations(PROBLEM, budget=10**9)
 
 
 def test_values_without_a_producer_are_never_kept() -> None:
     ops = Op("a", "f", (0,), (1,)), Op("b", "f", (0, 1), (2,))
     graph = Graph(ops, (Value("tokens", 1000, None, "input"), Value("x", 4, 0), Value("y", 8, 1)), (2,))
     problem = Problem(graph, Profile(np.ones(2), np.zeros(2)))
-    once = Schedule.from_runs(graph, np.eye(2, dtype=bool))
+    once = schedule_of(problem)
     assert once.S.any(axis=0).tolist() == [False, True, False]
     assert once.violations(problem) == []
     assert once.memory(problem).tolist() == [[4, 0], [4, 12]]
 
 
-@given(st.integers(0, 10**6))
-def test_any_runs_can_be_completed_and_memory_is_the_simulators(seed: int) -> None:
-    problem = random_problem(seed, most_ops=9)
-    schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
-    assert schedule.violations(problem) == []
-    plan = simulator.lower(problem, schedule)
-    assert simulator.check_plan(plan, problem) == []
-    assert simulator.simulate(plan, problem).bytes_at == tuple(schedule.memory(problem)[schedule.R])
-    assert simulator.cost(plan, problem) == pytest.approx(schedule.cost(problem))
-    assert len(plan.runs) == schedule.R.sum()
+@pytest.mark.parametrize("draw", [random_problem, random_problem_with_ways])
+@given(seed=st.integers(0, 10**6))
+def test_any_runs_can_be_completed_and_all_count_the_same_bytes(draw: Callable[..., Problem], seed: int) -> None:
+    """Schedule and simulator; where each op runs once, the problem too. No first run takes less than is unavoidable."""
+    problem = draw(seed, most_ops=9)
+    for R in (runs_of(problem), random_runs(problem, seed)):
+        schedule = Schedule.from_runs(problem.graph, R)
+        plan = simulator.lower(problem, schedule)
+        assert schedule.violations(problem) == simulator.check_plan(plan, problem) == []
+        assert len(plan.runs) == R.sum()
+        usage, seconds = simulator.simulate(plan, problem), simulator.cost(plan, problem)
+        assert usage.bytes_at == tuple(schedule.memory(problem)[R])
+        assert seconds == pytest.approx(schedule.cost(problem))
+        first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(R))])
+        assert (first >= problem.unavoidable_bytes).all()
+        if len(plan.runs) == len(R):
+            assert usage.bytes_at == tuple(problem.live_bytes)
+            assert (usage.peak, seconds) == (problem.keep_all_peak, pytest.approx(problem.keep_all_cost))
 
 
 @given(st.integers(0, 10**6))
 def test_no_kept_value_can_be_spared(seed: int) -> None:
     problem = random_problem(seed, most_ops=6)
-    schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
+    schedule = random_schedule(problem, seed)
     for t, v in np.argwhere(schedule.S):
         assert Schedule(schedule.R, _changed(schedule.S, t, v)).violations(problem) != []
 
@@ -164,7 +147,7 @@ def test_no_kept_value_can_be_spared(seed: int) -> None:
 @in_turn(seed=range(10))
 def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
-    least = Schedule.from_runs(problem.graph, random_runs(problem, seed))
+    least = random_schedule(problem, seed)
     most = np.zeros_like(least.S)
     made_by = [-1 if v.producer is None else v.producer for v in problem.graph.values]
     for t in range(1, len(most)):
@@ -175,9 +158,3 @@ def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
     plan = simulator.lower(problem, kept)
     assert simulator.check_plan(plan, problem) == []
     assert simulator.simulate(plan, problem).peak <= kept.peak(problem)
-
-
-def test_the_chain_of_the_golden_optima() -> None:
-    problem = unit_chain(8)
-    once = Schedule.from_runs(problem.graph, np.eye(17, dtype=bool))
-    assert (once.cost(problem), once.peak(problem)) == (17, 10)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run, Step
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan, cost, lower, simulate, without_idle_values
-from tests.core.test_schedule import random_runs
+from tests.support.by_hand import plan_of, random_runs, random_schedule
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
 
@@ -32,7 +31,7 @@ GRAPH = Graph(
 PROBLEM = Problem(
     GRAPH, Profile(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([0, 0, 0, 7, 0]), resident_bytes=2_000_000)
 )
-KEEP_ALL = lower(PROBLEM, Schedule.from_runs(GRAPH, np.eye(5, dtype=bool)))
+KEEP_ALL = plan_of(PROBLEM)
 AGAIN = Plan((Run(0), Run(1), Free(1), Run(2), Free(2), Run(0), Run(3), Free(1), Free(3), Run(4), Free(5)), boundary=5)
 
 
@@ -40,9 +39,7 @@ def test_lower() -> None:
     steps = (Run(0), Run(1), Run(2), Free(2), Run(3), Free(1), Free(3), Run(4), Free(5))
     assert KEEP_ALL == Plan(steps, boundary=4)
     assert KEEP_ALL.runs == (0, 1, 2, 3, 4)
-    R = np.eye(5, dtype=bool)
-    R[3, 0] = True
-    assert lower(PROBLEM, Schedule.from_runs(GRAPH, R)) == AGAIN
+    assert plan_of(PROBLEM, (3, 0)) == AGAIN
 
 
 def test_simulate_by_hand() -> None:
@@ -63,13 +60,6 @@ def test_simulate_by_hand() -> None:
     ]
 
 
-def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
-    idle = Plan(tuple(step for i, step in enumerate(AGAIN.steps) if i != 2), boundary=4)
-    assert simulate(idle, PROBLEM).bytes_at[2] == simulate(AGAIN, PROBLEM).bytes_at[2] + 1
-    assert without_idle_values(idle, PROBLEM) == AGAIN
-    assert without_idle_values(AGAIN, PROBLEM) is AGAIN
-
-
 def _without(i: int, plan: Plan = AGAIN) -> Plan:
     return Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
 
@@ -78,9 +68,15 @@ def _with(i: int, step: Step, plan: Plan = AGAIN) -> Plan:
     return Plan((*plan.steps[:i], step, *plan.steps[i:]), plan.boundary + (i < plan.boundary))
 
 
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
+def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
+    idle = _without(2)
+    assert simulate(idle, PROBLEM).bytes_at[2] == simulate(AGAIN, PROBLEM).bytes_at[2] + 1
+    assert without_idle_values(idle, PROBLEM) == AGAIN
+    assert without_idle_values(AGAIN, PROBLEM) is AGAIN
+
+
+def test_each_fault_is_found() -> None:
+    for plan, says in (
         (Plan((), 0), "a never runs"),
         (_without(3), "loss never runs"),
         (_without(0), "step 0 runs b without its input x"),
@@ -96,34 +92,22 @@ def _with(i: int, step: Step, plan: Plan = AGAIN) -> Plan:
         (Plan((Run(0), Run(1), Run(2), Run(4), Run(3)), 3), "step 3 runs a_grad before b_grad"),
         (replace(AGAIN, boundary=7), "step 6 runs b_grad of the backward in the forward"),
         (replace(AGAIN, boundary=3), "step 3 runs loss of the forward for the first time in the backward"),
-    ],
-)
-def test_each_fault_is_found(plan: Plan, says: str) -> None:
-    assert says in check_plan(plan, PROBLEM)
+    ):
+        assert says in check_plan(plan, PROBLEM)
 
 
 @in_turn(seed=range(30))
-def test_any_missing_run_is_found(seed: int) -> None:
+def test_any_missing_run_and_any_free_of_what_is_still_read_is_found(seed: int) -> None:
     """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
     problem = random_problem(seed, most_ops=7)
-    plan = lower(problem, Schedule.from_runs(problem.graph, _least(problem, seed)))
-    assert check_plan(plan, problem) == []
+    least = lower(problem, Schedule.from_runs(problem.graph, _least(problem, seed)))
+    assert check_plan(least, problem) == []
+    for i, step in enumerate(least.steps):
+        assert not isinstance(step, Run) or check_plan(_without(i, least), problem) != []
+    plan = lower(problem, random_schedule(problem, seed))
     for i, step in enumerate(plan.steps):
-        if isinstance(step, Run):
-            assert check_plan(_without(i, plan), problem) != []
-
-
-@in_turn(seed=range(30))
-def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
-    problem = random_problem(seed, most_ops=7)
-    plan = lower(problem, Schedule.from_runs(problem.graph, random_runs(problem, seed)))
-    reads = [(i, v) for i, step in enumerate(plan.steps) if isinstance(step, Run) for v in _inputs(problem, step)]
-    for i, v in reads:
-        assert check_plan(_with(i, Free(v), plan), problem) != []
-
-
-def _inputs(problem: Problem, step: Run) -> tuple[int, ...]:
-    return problem.graph.ops[step.op].inputs
+        for v in problem.graph.ops[step.op].inputs if isinstance(step, Run) else ():
+            assert check_plan(_with(i, Free(v), plan), problem) != []
 
 
 def _least(problem: Problem, seed: int) -> np.ndarray:

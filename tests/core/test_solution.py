@@ -9,26 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 import checkmate
-from checkmate.core import answer, simulator
+from checkmate.core import answer
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.inspection.timeline import timeline
-from checkmate.solvers.common.incumbent import certify
 from tests.support.all_plans import random_chain_with_links
+from tests.support.by_hand import plan_of, schedule_of, solution_of
+from tests.support.sampling import in_turn
 
 PROBLEM = Problem.from_dag([[], [0], [1], [0, 2]], [1, 2, 3, 4], [1000, 2000, 3000, 4000])
-R = np.eye(4, dtype=bool)
-R[3, 0] = True
-SCHEDULE = Schedule.from_runs(PROBLEM.graph, R)
-FOUND = Solution(
-    Status.FEASIBLE, PROBLEM, 9000, "milp", SCHEDULE, simulator.lower(PROBLEM, SCHEDULE), 11.0, 10.45, 8000, 0.25
-)  # fmt: skip
+SCHEDULE, PLAN = schedule_of(PROBLEM, (3, 0)), plan_of(PROBLEM, (3, 0))
+FOUND = Solution(Status.FEASIBLE, PROBLEM, 9000, "milp", SCHEDULE, PLAN, 11.0, 10.45, 8000, 0.25)
 NONE = Solution(Status.INFEASIBLE, PROBLEM, budget=10, method="milp", message="op3 alone needs 8.00 kB")
 
 
@@ -51,8 +46,6 @@ def test_the_picture_in_a_notebook_is_that_of_the_simulator(monkeypatch: pytest.
     for seed in range(5):
         problem = random_chain_with_links(seed)
         solution = checkmate.solve(problem, 10**6)
-        assert solution.plan is not None
-        assert solution.peak
         line = timeline(solution.plan, problem)
         monkeypatch.setattr(answer, "COLUMNS", 10**6)
         drawn = _drawn_bytes(solution._repr_html_(), solution.peak)
@@ -68,6 +61,9 @@ def test_gap_and_overhead() -> None:
     assert FOUND.gap == pytest.approx(0.05)
     assert FOUND.overhead == pytest.approx(0.1)
     assert NONE.gap == float("inf")
+    free = solution_of(Problem.from_dag([[]], [0.0], [0]), budget=1)  # of no seconds and no bytes
+    assert (free.gap, free.overhead) == (0.0, 0.0)
+    assert "peak       0 B (0.0% of keeping all)" in str(free)
 
 
 def test_every_status_says_what_it_means() -> None:
@@ -84,34 +80,25 @@ def test_modules_are_written_once() -> None:
         return len(written)
 
     captured = Problem(PROBLEM.graph, PROBLEM.profile, emit)
-    solution = Solution(Status.OPTIMAL, captured, 9000, "milp", SCHEDULE, FOUND.plan, 11.0, 11.0, 8000)
+    solution = replace(FOUND, problem=captured)
     assert (solution.modules, solution.modules) == (1, 1)
-    assert written == [FOUND.plan]
+    assert written == [PLAN]
     for given, says in ((NONE, "no modules without a plan"), (FOUND, "not captured from PyTorch")):
         with pytest.raises(ValueError, match=says):
             _ = given.modules
 
 
-def test_a_step_that_costs_nothing() -> None:
-    solution = certify(Problem.from_dag([[]], [0.0], [0]), 1, np.eye(1, dtype=bool), method="by hand")
-    assert (solution.gap, solution.overhead) == (0.0, 0.0)
-    assert "peak       0 B (0.0% of keeping all)" in str(solution)
+REPORTS = partial(checkmate.report, path="plan.html")
+DIFFERS = partial(checkmate.diff, FOUND), partial(checkmate.diff, b=FOUND)
 
 
-TAKES = [
-    checkmate.explain_peak,
-    checkmate.addresses,
-    partial(checkmate.report, path="plan.html"),
-    partial(checkmate.diff, FOUND),
-    partial(checkmate.diff, b=FOUND),
-]
-
-
-@pytest.mark.parametrize("call", TAKES)
-@pytest.mark.parametrize(("given", "kind"), [(PROBLEM, "Problem"), ("plan.html", "str"), (None, "NoneType")])
-def test_what_is_no_solution_is_refused(call: Callable[..., Any], given: Any, kind: str) -> None:
-    with pytest.raises(TypeError) as refused:
+@in_turn(call=[checkmate.explain_peak, checkmate.addresses, REPORTS, *DIFFERS], given=[PROBLEM, "plan.html", None])
+def test_what_is_no_solution_is_refused(call: Callable[..., Any], given: Any) -> None:
+    says = f"This takes a Solution, not {type(given).__name__}. Make one: checkmate.solve(problem, budget)."
+    with pytest.raises(TypeError, match=f"^{re.escape(says)}$"):
         call(given)
-    assert str(refused.value) == f"This takes a Solution, not {kind}. Make one: checkmate.solve(problem, budget)."
+
+
+def test_a_report_takes_the_solution_first() -> None:
     with pytest.raises(TypeError, match=r"^The Solution comes first: checkmate.report\(solution, path\)\.$"):
         checkmate.report("plan.html", FOUND)

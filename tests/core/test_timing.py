@@ -1,7 +1,8 @@
-"""Plans with transfers: what they take here, there and in time, and every way in which one can be wrong."""
+"""Plans with transfers, by hand and at random: what they take here, there and in time, and each way to be wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,15 @@ from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import check_plan, cost, lower, simulate
+from checkmate.core.simulator import check_plan, cost, lower, simulate, without_idle_values
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
 from checkmate.solvers.common.fetch_ops import sendable
+from checkmate.solvers.solve import solve
+from tests.support.by_hand import schedule_of
+from tests.support.oracle import random_problem, random_problem_with_overwrites, random_problem_with_ways
 from tests.support.sampling import in_turn
+from tests.support.transfers import with_transfers
 
 # five ops, a second each; op 4 reads what op 0 made
 CHAIN = Problem.from_dag([[], [0], [1], [2], [0, 3]], seconds=[1] * 5, sizes=[4, 1, 1, 1, 1], forward=3)
@@ -68,23 +73,16 @@ def test_the_matrices_of_a_plan_say_where_values_are() -> None:
     assert np.array_equal(schedule.R, np.eye(5, dtype=bool))
     assert schedule.S[:, 0].tolist() == [False, True, False, False, True]
     for matrix, stages in ((schedule.H, {2, 3}), (schedule.Out, {1}), (schedule.In, {3})):
-        assert matrix is not None
         assert {*np.flatnonzero(matrix[:, 0])} == stages
-
-
-def test_without_transfers_they_are_those_of_its_schedule() -> None:
-    R = np.eye(5, dtype=bool)
-    R[4, 0] = True
-    schedule = Schedule.from_runs(CHAIN.graph, R)
+    schedule = schedule_of(CHAIN, (4, 0))  # without transfers they are those of the plan's schedule
     again = Schedule.of_plan(CHAIN.graph, lower(CHAIN, schedule))
-    assert np.array_equal(again.R, R)
+    assert np.array_equal(again.R, schedule.R)
     assert np.array_equal(again.S, schedule.S)
     assert again.H is None
 
 
-@pytest.mark.parametrize(
-    ("plan", "fault"),
-    [
+def test_every_fault_is_named() -> None:
+    for plan, fault in (
         (changed(3), "while its transfer is under way"),  # no wait before it is let go of
         (changed(10), "without its input"),  # and none before it is read
         (changed(1), "on no link"),  # never sent
@@ -98,11 +96,9 @@ def test_without_transfers_they_are_those_of_its_schedule() -> None:
         (changed(4, Send(0), Wait(0), Free(0)), "of which a copy is there"),
         (changed(2, Run(1), Run(0)), "makes it, while"),
         (changed(10, Wait(0), Fetch(0)), "is at hand"),
-    ],
-)
-def test_every_fault_is_named(plan: Plan, fault: str) -> None:
-    wrong = check_plan(plan, CHAIN.with_host(HOST))
-    assert any(fault in one for one in wrong), wrong
+    ):
+        wrong = check_plan(plan, CHAIN.with_host(HOST))
+        assert any(fault in one for one in wrong), (fault, wrong)
 
 
 def test_budgets_of_both_memories_hold() -> None:
@@ -122,10 +118,47 @@ def test_a_host_that_makes_no_sense_is_refused(numbers: tuple[object, ...]) -> N
         Host(budget, send=send, fetch=fetch)
 
 
-@pytest.mark.parametrize("target", ["autograd", "_c10d_functional.all_reduce.default"])
+@in_turn(target=["autograd", "_c10d_functional.all_reduce.default"])
 def test_what_others_hold_is_not_sent(target: str) -> None:
     graph = CHAIN.graph
     held = replace(CHAIN, graph=replace(graph, ops=(replace(graph.ops[0], target=target), *graph.ops[1:])))
     assert 0 in sendable(CHAIN)
     assert 0 not in sendable(held)
     assert any("which others hold" in wrong for wrong in check_plan(AWAY, held.with_host(HOST)))
+
+
+@pytest.mark.parametrize("draw", [random_problem, random_problem_with_ways, random_problem_with_overwrites])
+def test_plans_with_random_transfers_are_valid(draw: Callable[[int], Problem]) -> None:
+    kinds = dict.fromkeys((Send, Fetch, Drop), 0)
+    for seed in range(30):
+        problem = draw(seed).with_host(Host(10**9, send=3.0, fetch=2.0))
+        solution = solve(problem, 10**9, method="next-use")
+        plan = with_transfers(problem, solution.plan, np.random.default_rng(seed), share=0.8)
+        assert check_plan(plan, problem) == []
+        assert simulate(plan, problem).peak <= simulate(solution.plan, problem).peak
+        assert cost(plan, problem) >= cost(solution.plan, problem)
+        for kind in kinds:
+            kinds[kind] += sum(isinstance(step, kind) for step in plan.steps)
+    assert kinds[Fetch] > kinds[Send] == kinds[Drop] > 20, kinds
+
+
+@pytest.mark.parametrize("draw", [random_problem, random_problem_with_overwrites])
+def test_values_that_plans_forgot_to_let_go_are_let_go(draw: Callable[[int], Problem]) -> None:
+    forgotten = 0
+    for seed in range(30):
+        problem = draw(seed).with_host(Host(10**9, send=3.0, fetch=2.0))
+        tight = (problem.keep_all_peak + int(problem.unavoidable_bytes.max())) // 2
+        solution = solve(problem, tight, method="next-use")
+        if solution.plan is None:
+            continue
+        plan = with_transfers(problem, solution.plan, np.random.default_rng(seed), share=0.5)
+        for i, step in enumerate(plan.steps):
+            idle = Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
+            if isinstance(step, Free) and not check_plan(idle, problem):
+                trimmed = without_idle_values(idle, problem)
+                assert check_plan(trimmed, problem) == []
+                assert simulate(trimmed, problem).peak <= simulate(plan, problem).peak
+                assert cost(trimmed, problem) <= cost(idle, problem)
+                assert without_idle_values(trimmed, problem) is trimmed
+                forgotten += trimmed != idle
+    assert forgotten > 5

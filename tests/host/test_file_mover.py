@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,17 +27,12 @@ CPU = torch.device("cpu")
 TO_THE_END = 60.0  # seconds: nothing that is right waits so long
 
 
-def value(nbytes: int, shift: int = 0) -> torch.UntypedStorage:
-    """Random bytes, at an address so much above a multiple of 4096."""
-    whole = torch.randint(0, 256, (nbytes + 2 * BLOCK,), dtype=torch.uint8)
-    begin = -whole.data_ptr() % BLOCK + shift
-    return Slice(whole, begin, nbytes)
+class Random:
+    """Random bytes at an address so much above a multiple of 4096, with what a store asks of a storage."""
 
-
-class Slice:
-    """Some bytes of a tensor, with what a store asks of a storage."""
-
-    def __init__(self, whole: torch.Tensor, begin: int, nbytes: int) -> None:
+    def __init__(self, nbytes: int, shift: int = 0) -> None:
+        whole = torch.randint(0, 256, (nbytes + 2 * BLOCK,), dtype=torch.uint8)
+        begin = -whole.data_ptr() % BLOCK + shift
         self.tensor = whole[begin : begin + nbytes]
 
     def data_ptr(self) -> int:
@@ -46,6 +43,11 @@ class Slice:
 
     def bits(self) -> bytes:
         return self.tensor.numpy().tobytes()
+
+
+def wait(store: Store, call: Callable[[int, Any], None], key: int, some: Any) -> None:
+    call(key, some)
+    store.wait(key)
 
 
 def threads() -> set[threading.Thread]:
@@ -79,31 +81,31 @@ def test_bits_come_back_in_any_order(tried: tuple[int, ...], folder: Path, monke
     draw, capacity = random.Random(1), 64 * BLOCK
     store = open_store(f"file:{folder}", capacity, CPU)
     there: dict[int, bytes] = {}
-    under_way: dict[int, Slice | None] = {}
+    under_way: dict[int, Random | None] = {}
+
+    def settle(key: int) -> None:
+        if key in under_way:
+            store.wait(key)
+            landed = under_way.pop(key)
+            assert landed is None or landed.bits() == there[key]
+
     for key in range(150):
         nbytes = draw.choice([0, 1, 63, 4095, 4096, 4097, 4096 + 511, draw.randrange(12 * BLOCK)])
         while store.bytes_there + nbytes + BLOCK > capacity:
             other = draw.choice([*there])
-            settle(store, there, under_way, other)
+            settle(other)
             store.drop(other)
             del there[other]
-        some = value(nbytes, draw.choice([0, 64, 448, 512, 1]))
+        some = Random(nbytes, draw.choice([0, 64, 448, 512, 1]))
         store.send(key, some)
         there[key], under_way[key] = some.bits(), None
         for other in draw.sample([*there], min(2, len(there))):
-            settle(store, there, under_way, other)
-            under_way[other] = value(len(there[other]), draw.choice([0, 64, 448, 512, 1]))
+            settle(other)
+            under_way[other] = Random(len(there[other]), draw.choice([0, 64, 448, 512, 1]))
             store.fetch(other, under_way[other])
     for key in there:
-        settle(store, there, under_way, key)
+        settle(key)
     store.close()
-
-
-def settle(store: Store, there: dict[int, bytes], under_way: dict[int, Slice | None], key: int) -> None:
-    if key in under_way:
-        store.wait(key)
-        landed = under_way.pop(key)
-        assert landed is None or landed.bits() == there[key]
 
 
 def test_threads_share_a_store(folder: Path) -> None:
@@ -112,14 +114,11 @@ def test_threads_share_a_store(folder: Path) -> None:
     def step(first: int) -> None:
         draw = random.Random(first)
         for key in range(first, first + 40):
-            some = torch.randint(0, 256, (draw.randrange(20 * BLOCK),), dtype=torch.uint8)
-            landing = torch.zeros_like(some)
-            store.send(key, some.untyped_storage())
-            store.wait(key)
-            store.fetch(key, landing.untyped_storage())
-            store.wait(key)
+            some, landing = (Random(nbytes) for nbytes in [draw.randrange(20 * BLOCK)] * 2)
+            wait(store, store.send, key, some)
+            wait(store, store.fetch, key, landing)
             store.drop(key)
-            wrong.extend([key] * (bytes(some.numpy()) != bytes(landing.numpy())))
+            wrong.extend([key] * (some.bits() != landing.bits()))
 
     steps = [threading.Thread(target=step, args=(100 * n,)) for n in range(4)]
     for one in steps:
@@ -131,40 +130,28 @@ def test_threads_share_a_store(folder: Path) -> None:
     store.close()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
-    """A gate that calls of the file go through."""
-
-    def make(name: str) -> Gate:
-        gate, call = Gate(), getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args: (gate.reach(), call(*args))[1])
-        return gate
-
-    return make
-
-
 class Gate:
-    """Where a thread stops until it is let on."""
+    """Where a thread stops, in a call of the file, until it is let on."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
+        call = getattr(os, name)
+        patch.setattr(os, name, lambda *args: (self.reach(), call(*args))[1])
 
     def reach(self) -> None:
         self.reached.set()
         assert self.open.wait(TO_THE_END)
 
 
-def test_copies_run_beside_the_step_and_in_both_directions(folder: Path, gate: Callable[..., Gate]) -> None:
+def test_copies_run_beside_the_step_and_in_both_directions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
-    first, second, landing = (value(2 * BLOCK + 9, 64) for _ in range(3))
-    store.send(0, first)
-    store.wait(0)
-    writes = gate("pwrite")
+    first, second, landing = (Random(2 * BLOCK + 9, 64) for _ in range(3))
+    wait(store, store.send, 0, first)
+    writes = Gate(monkeypatch, "pwrite")
     store.send(1, second)
     assert writes.reached.wait(TO_THE_END)  # the thread is in the midst of it
     torch.rand(100, 100) @ torch.rand(100, 100)  # and so is the step
-    store.fetch(0, landing)
-    store.wait(0)  # the other direction does not stand behind
+    wait(store, store.fetch, 0, landing)  # the other direction does not stand behind
     assert landing.bits() == first.bits()
     waited = threading.Thread(target=store.wait, args=(1,))
     waited.start()
@@ -176,10 +163,10 @@ def test_copies_run_beside_the_step_and_in_both_directions(folder: Path, gate: C
     store.close()
 
 
-def test_nothing_is_freed_while_it_is_copied(folder: Path, gate: Callable[..., Gate]) -> None:
+def test_nothing_is_freed_while_it_is_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
-    writes = gate("pwrite")
-    values = [value(BLOCK), value(BLOCK)]
+    writes = Gate(monkeypatch, "pwrite")
+    values = [Random(BLOCK), Random(BLOCK)]
     for key in (0, 1):
         store.send(key, values[key])
     assert writes.reached.wait(TO_THE_END)
@@ -191,9 +178,8 @@ def test_nothing_is_freed_while_it_is_copied(folder: Path, gate: Callable[..., G
     end.join(TO_THE_END)
     assert over.is_set()
     assert store.bytes_there == 0
-    store.send(1, values[0])
-    store.wait(1)
-    landing, reads = value(BLOCK), gate("preadv")
+    wait(store, store.send, 1, values[0])
+    landing, reads = Random(BLOCK), Gate(monkeypatch, "preadv")
     store.fetch(1, landing)
     assert reads.reached.wait(TO_THE_END)
     threading.Timer(0.01, reads.open.set).start()
@@ -203,46 +189,46 @@ def test_nothing_is_freed_while_it_is_copied(folder: Path, gate: Callable[..., G
         store.wait(1)
 
 
-def test_a_deleted_store_ends_its_copies_threads_and_file(folder: Path, gate: Callable[..., Gate]) -> None:
+def test_a_deleted_store_ends_its_copies_threads_and_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threads()
     store = open_store(f"file:{folder}", BLOCK, CPU)
     assert sorted(thread.name for thread in threads() - before) == ["checkmate-back_0", "checkmate-out_0"]
-    writes = gate("pwrite")
-    store.send(0, value(BLOCK))
+    writes = Gate(monkeypatch, "pwrite")
+    store.send(0, Random(BLOCK))
     threading.Timer(0.01, writes.open.set).start()
     del store
     assert threads() <= before
 
 
+def failing(code: int) -> Callable[..., int]:
+    def fail(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def test_errors_of_the_disk_reach_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
-    store.send(0, value(5000))
-    store.wait(0)
-
-    def fail(*args: object) -> int:
-        raise OSError(5, "Input/output error")
-
+    wait(store, store.send, 0, Random(5000))
     for key, name, call, says in (
-        (0, "preadv", fail, "from the file in .* failed: .*Input/output"),
-        (1, "pwrite", fail, "to the file in .* failed"),
+        (0, "preadv", failing(errno.EIO), "from the file in .* failed: .*Input/output"),
+        (1, "pwrite", failing(errno.EIO), "to the file in .* failed"),
         (0, "preadv", lambda *args: 0, r"0 of .* bytes were moved at byte 0"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
-            (store.send if key else store.fetch)(key, value(5000))
+            (store.send if key else store.fetch)(key, Random(5000))
             with pytest.raises(HostError, match=says):
                 store.wait(key)
     store.reset()  # and then all goes on
-    _there_and_back(store, value(9000, 64), value(9000, 64))
-    store.close()
+    there_and_back(store, Random(9000, 64), Random(9000, 64))
 
 
-def _there_and_back(store: Store, some: torch.UntypedStorage, landing: torch.UntypedStorage) -> None:
-    store.send(0, some)
-    store.wait(0)
-    store.fetch(0, landing)
-    store.wait(0)
+def there_and_back(store: Store, some: Random, landing: Random) -> None:
+    wait(store, store.send, 0, some)
+    wait(store, store.fetch, 0, landing)
     assert landing.bits() == some.bits()
+    store.close()
 
 
 def test_calls_that_move_less_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +236,7 @@ def test_calls_that_move_less_go_on(folder: Path, monkeypatch: pytest.MonkeyPatc
     store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
     monkeypatch.setattr(os, "pwrite", lambda fd, piece, at: write(fd, memoryview(piece)[:short], at))
     monkeypatch.setattr(os, "preadv", lambda fd, pieces, at: read(fd, [memoryview(pieces[0])[:short]], at))
-    _there_and_back(store, value(7 * BLOCK + 5), value(7 * BLOCK + 5))
-    store.close()
+    there_and_back(store, Random(7 * BLOCK + 5), Random(7 * BLOCK + 5))
 
 
 KILLED = "store.send(1, torch.rand(100000).untyped_storage()); os.kill(os.getpid(), 9)"
@@ -295,8 +280,7 @@ def test_threads_hold_no_storage(tmp_path: Path) -> None:
     store = open_store(f"file:{tmp_path}", BLOCK, CPU)
     storage = torch.UntypedStorage(8)
     held = sys.getrefcount(storage)
-    store.send(0, storage)
-    store.wait(0)
+    wait(store, store.send, 0, storage)
     assert sys.getrefcount(storage) == held
     store.close()
 
@@ -308,45 +292,34 @@ def test_its_bytes_are_taken_and_it_has_no_name(tmp_path: Path) -> None:
     assert about.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
     mover.close()
-
-
-def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(HostError, match=rf"{2 * free:_} bytes\) in {tmp_path}: .* are free there .*host_budget"):
         FileMover(tmp_path, 2 * free)
 
 
-@pytest.fixture
-def largest_file() -> Iterator[int]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    yield 1 << 20
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_a_limit_of_files_is_named(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(HostError, match=r"this process may have 1.05 MB \(1_048_576 bytes\) \(ulimit -f\)"):
+            FileMover(tmp_path, (1 << 20) + BLOCK)
+        FileMover(tmp_path, 1 << 20).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_limit_of_files_is_named(tmp_path: Path, largest_file: int) -> None:
-    with pytest.raises(HostError, match=rf"this process may have 1.05 MB \({largest_file:_} bytes\) \(ulimit -f\)"):
-        FileMover(tmp_path, largest_file + BLOCK)
-    FileMover(tmp_path, largest_file).close()
-
-
-@pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(HostError, match=f"No file can be made in {tmp_path / name}: .*host='file:"):
-        FileMover(tmp_path / name, BLOCK)
+    for name in ("missing", "file"):
+        with pytest.raises(HostError, match=f"No file can be made in {tmp_path / name}: .*host='file:"):
+            FileMover(tmp_path / name, BLOCK)
 
 
 def test_a_file_system_that_refuses_every_alignment_is_used_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object) -> int:
-        raise OSError(22, "Invalid argument")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", refuse)
+        patch.setattr(os, "pwrite", failing(errno.EINVAL))
         mover = FileMover(tmp_path, 4 * BLOCK)
     assert not fcntl.fcntl(mover._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
-    store = Store(mover, 4 * BLOCK)
-    _there_and_back(store, value(9000, 1), value(9000, 64))
-    store.close()
+    there_and_back(Store(mover, 4 * BLOCK), Random(9000, 1), Random(9000, 64))

@@ -20,31 +20,25 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("where", "device", "says"),
-    [
+def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for where, device, says in (
         ("file:", CUDA, "A file is for steps on the CPU, not on cuda:0: write host='pinned'"),
+        ("file:", CPU, f"No file can be made in {tmp_path / 'temporary'}"),  # no folder is that for temporary files
         ("pinned", CPU, "Pinned memory is for steps on CUDA, not on cpu: write host='file:"),
         ("memory", CPU, "Pinned memory is for steps on CUDA"),
         ("file", CPU, "Unknown second memory 'file'"),
         ("/fast/disk", CPU, "Unknown second memory '/fast/disk': write 'file:/fast/disk'"),
-    ],
-)
-def test_what_cannot_be_is_refused(where: str, device: torch.device, says: str) -> None:
-    with pytest.raises(HostError, match=says):
-        open_store(where, 1, device)
-
-
-def test_no_folder_is_the_one_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    with pytest.raises(HostError, match=f"No file can be made in {tmp_path / 'temporary'}"):
-        open_store("file:", 1, CPU)
+    ):
+        with pytest.raises(HostError, match=says):
+            open_store(where, 1, device)
 
 
 class Timed:
     """A mover whose copies take seconds of a clock of its own: so many bytes per second each way."""
 
     name = "the test's memory"
+    finish = close = abandon = lambda self: None
 
     def __init__(self, send: float, fetch: float, shared: bool) -> None:
         self.now, self.speeds, self.shared = 0.0, (send, fetch), shared
@@ -64,12 +58,6 @@ class Timed:
     def reach(self, end: float) -> None:
         self.now = max(self.now, end)
 
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_speeds_and_whether_a_link_is_shared(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +72,6 @@ def test_speeds_and_whether_a_link_is_shared(shared: bool, monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where they are kept, and the place."""
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
     monkeypatch.setattr(opening, "_measured", {})
     return tmp_path

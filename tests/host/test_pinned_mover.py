@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from checkmate.host import measure, open_store, pinned_mover
 from checkmate.host.store import BLOCK, Store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
 
 
 class Cuda:
@@ -45,7 +51,9 @@ class Cuda:
     def run(self) -> None:
         """Do all there is to do."""
         while ready := [stream for stream in self.streams if stream.queue and stream.goes_on()]:
-            ready[self.eager].queue.pop(0)()
+            done = ready[self.eager].queue.pop(0)
+            if not isinstance(done, list):
+                done()
         assert not any(stream.queue for stream in self.streams)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
@@ -58,7 +66,7 @@ class Cuda:
 
 
 class Stream:
-    """Calls, and events to wait for, in order."""
+    """Calls, and events to wait for, in order. An event is a list, in which something is once it has happened."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.queue = cuda, []
@@ -69,41 +77,23 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self.cuda.inside.pop()
 
-    def record_event(self) -> Event:
-        event = Event()
-        self.queue.append(event.happen)
+    def record_event(self) -> list[bool]:
+        event: list[bool] = []
+        self.queue.append(partial(event.append, True))
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: list[bool]) -> None:
         self.queue.append(event)
 
     def goes_on(self) -> bool:
-        return not isinstance(self.queue[0], Event) or self.queue[0].happened
+        return self.queue[0] != []
 
     def synchronize(self) -> None:
         self.cuda.synchronized += 1
         self.cuda.run()
 
 
-class Event:
-    """Happens when its stream is there."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-    def happen(self) -> None:
-        self.happened = True
-
-    def __call__(self) -> None: ...
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    return Cuda(monkeypatch)
-
-
 def pinned_store(nbytes: int) -> Store:
-    """As `open_store` makes it, for a device whose memory is the host's."""
     return Store(pinned_mover.PinnedMover(CPU, nbytes), nbytes)
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class ByHand:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.finish, self.close, self.abandon = (partial(self.asked.append, n) for n in ("finish", "close", "abandon"))
         self.extents: list[tuple[range, ...]] = []  # of what was sent
         self.error: BaseException | None = None
 
@@ -43,15 +45,6 @@ class ByHand:
 
         return wait
 
-    def finish(self) -> None:
-        self.asked.append("finish")
-
-    def close(self) -> None:
-        self.asked.append("close")
-
-    def abandon(self) -> None:
-        self.asked.append("abandon")
-
 
 def sent(store: Store, key: int, nbytes: int) -> None:
     store.send(key, torch.UntypedStorage(nbytes))
@@ -59,7 +52,6 @@ def sent(store: Store, key: int, nbytes: int) -> None:
 
 
 def blocks(first: int, end: int) -> tuple[range, ...]:
-    """Blocks side by side."""
     return (range(first * BLOCK, end * BLOCK),)
 
 
@@ -101,34 +93,32 @@ def test_storages_live_until_the_wait_and_go_with_it() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda store: store.fetch(7, torch.UntypedStorage(1)), "Value 7 is not in the test's memory"),
-        (lambda store: store.drop(7), "Value 7 is not in the test's memory"),
-        (lambda store: store.wait(7), "Nothing of value 7 is under way"),
-        (lambda store: store.wait(0), "Nothing of value 0 is under way"),
-        (lambda store: store.send(0, torch.UntypedStorage(1)), "Value 0 is in the test's memory already"),
-        (lambda store: store.fetch(0, torch.UntypedStorage(9)), "Value 0 has 8 B, and is to land in 9 B"),
-        (lambda store: store.fetch(1, torch.UntypedStorage(8)), "Value 1 is under way"),
-        (lambda store: store.drop(1), "Value 1 is under way .* before it is dropped"),
-        (lambda store: store.send(2, torch.UntypedStorage(BLOCK)), r"No room for value 2 .* 8.19 kB .* are taken"),
-    ],
-)
-def test_what_a_plan_must_not_do_is_refused(call: object, says: str) -> None:
-    mover = ByHand()
-    store = Store(mover, 2 * BLOCK)
+REFUSED = [
+    (lambda store: store.fetch(7, torch.UntypedStorage(1)), "Value 7 is not in the test's memory"),
+    (lambda store: store.drop(7), "Value 7 is not in the test's memory"),
+    (lambda store: store.wait(7), "Nothing of value 7 is under way"),
+    (lambda store: store.wait(0), "Nothing of value 0 is under way"),
+    (lambda store: store.send(0, torch.UntypedStorage(1)), "Value 0 is in the test's memory already"),
+    (lambda store: store.fetch(0, torch.UntypedStorage(9)), "Value 0 has 8 B, and is to land in 9 B"),
+    (lambda store: store.fetch(1, torch.UntypedStorage(8)), "Value 1 is under way"),
+    (lambda store: store.drop(1), "Value 1 is under way .* before it is dropped"),
+    (lambda store: store.send(2, torch.UntypedStorage(BLOCK)), r"No room for value 2 .* 8.19 kB .* are taken"),
+]
+
+
+def test_what_a_plan_must_not_do_is_refused() -> None:
+    store = Store(mover := ByHand(), 2 * BLOCK)
     sent(store, 0, 8)
     store.send(1, torch.UntypedStorage(8))
-    with pytest.raises(HostError, match=says):
-        call(store)
-    assert mover.asked == ["out", "out"]
-    assert store.bytes_there == 2 * BLOCK
+    for call, says in REFUSED:
+        with pytest.raises(HostError, match=says):
+            call(store)
+        assert mover.asked == ["out", "out"]
+        assert store.bytes_there == 2 * BLOCK
 
 
 def test_what_went_wrong_in_a_copy_is_told_by_its_wait() -> None:
-    mover = ByHand()
-    store = Store(mover, 10 * BLOCK)
+    store = Store(mover := ByHand(), 10 * BLOCK)
     sent(store, 0, 8)
     mover.error = OSError(5, "Input/output error")
     store.fetch(0, torch.UntypedStorage(8))
@@ -144,8 +134,7 @@ def test_what_went_wrong_in_a_copy_is_told_by_its_wait() -> None:
 
 
 def test_a_step_that_broke_off_leaves_nothing() -> None:
-    mover = ByHand()
-    store = Store(mover, 3 * BLOCK)
+    store = Store(mover := ByHand(), 3 * BLOCK)
     sent(store, 0, 8)
     alive = _under_way(lambda _, source: store.send(1, source))
     mover.finish = lambda: mover.asked.append("finish" if alive() is not None else "too late")
@@ -177,8 +166,7 @@ def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted(monkeypatch: pytes
 
 
 def test_a_value_lies_in_pieces_where_no_gap_holds_it() -> None:
-    mover = ByHand()
-    store = Store(mover, 5 * BLOCK)
+    store = Store(mover := ByHand(), 5 * BLOCK)
     for key in range(5):
         sent(store, key, BLOCK)
     for key in (0, 2, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import checkmate
@@ -11,7 +10,7 @@ from checkmate.core.simulator import simulate
 from checkmate.inspection.addresses import lives_of
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.common.incumbent import certify
-from tests.core.test_schedule import random_runs
+from tests.support.by_hand import random_runs, runs_of
 from tests.support.oracle import random_problem_with_ways
 from tests.support.sampling import in_turn
 
@@ -19,9 +18,8 @@ from tests.support.sampling import in_turn
 @in_turn(seed=range(40))
 def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: int) -> None:
     problem = random_problem_with_ways(seed, most_ops=9)
-    for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):
+    for R in (runs_of(problem), random_runs(problem, seed)):
         solution = certify(problem, 10**6, R, method="by hand")
-        assert solution.plan is not None
         placed, usage = checkmate.addresses(solution), simulate(solution.plan, problem)
         for moment, taken in enumerate(usage.bytes_at):
             assert problem.resident + sum(b.bytes for b in placed.boxes if b.first <= moment <= b.last) == taken

@@ -11,19 +11,15 @@ import checkmate
 from tests.support.bits import assert_same_bits
 
 
-@pytest.fixture
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(24, 16)
+def made() -> tuple[nn.Sequential, Tensor]:
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+    return net, torch.randn(24, 16)
 
 
 @pytest.mark.slow
-def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
+def test_a_step_that_can_be_planned() -> None:
     """Attention with dropout hands its saved tensors to a backward of its own: what every plan holds."""
+    net, x = made()
 
     def step(x: Tensor) -> Tensor:
         q = net[:4](x).view(1, 4, 24, 8)
@@ -31,8 +27,6 @@ def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
 
     found, problem = checkmate.explain(step, x), checkmate.trace(step, x)
     assert found.can_be_planned
-    assert found.problem is not None
-    assert found.smallest is not None
     assert found.problem.keep_all_peak == problem.keep_all_peak
     assert found.smallest.peak == checkmate.min_budget(problem).peak
     assert 0 < found.held_bytes <= found.smallest.peak - found.problem.resident
@@ -42,7 +36,9 @@ def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
     assert {row.name for row in found.pinned} == {op.name for op in problem.graph.ops if op.pinned}
 
 
-def test_all_graph_breaks_are_named_and_nothing_changes(net: nn.Module, x: Tensor) -> None:
+def test_all_graph_breaks_are_named_and_nothing_changes() -> None:
+    net, x = made()
+
     def broken(x: Tensor) -> Tensor:
         h = net[1](net[0](x))
         if h.sum() > 0:
@@ -64,7 +60,8 @@ def test_all_graph_breaks_are_named_and_nothing_changes(net: nn.Module, x: Tenso
     assert_same_bits(torch.get_rng_state(), state)
 
 
-def test_what_needs_no_gradient_and_what_does_not_run(net: nn.Module, x: Tensor) -> None:
+def test_what_needs_no_gradient_and_what_does_not_run() -> None:
+    net, x = made()
     assert "no_grad" in checkmate.explain(lambda x: x * 2, x).reason
     assert "shapes cannot be multiplied" in checkmate.explain(net, x[:, :3]).reason
 

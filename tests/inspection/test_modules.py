@@ -9,49 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.inspection.modules import fold
+from tests.support.sampling import in_turn
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), max_size=4).map(".".join), max_size=30)
 STAGES = ["stem.conv", "stem.norm", "body.0.conv", "body.0.norm", "body.1.conv", "body.1.norm", "head"]
-
-
 BLOCKS = [f"h.{i}.{part}" for i in range(16) for part in ("attn", "mlp")]
 DOWN = ["down.0", "pool", "down.1", "down.2", "raise.0", "up.0", "raise.1"]
 LAYERS = [f"h.{i}.layer.{part}" for i in range(4) for part in ("a", "b")]
+HEAVY = [2, 2, 2, 2, 1, 1, 1]
+NET = ["net", "net", "net", "net.h.0", "net.h.1"]
+ONES = ["heavy", *"abcdefgh"]
+UNLIKE = ["h.0.a", "h.0.b", "h.x", "h.1.a", "h.1.b", "h.1.c"]
+LABELS: dict[str, tuple[list[str], int, list[int] | None, list[str]]] = {
+    "a short row stays as it is": (["a.b", "", "a.b"], 3, None, ["a.b", "", "a.b"]),
+    "nothing": ([], 1, None, []),
+    "innermost first": (STAGES, 5, None, ["stem.conv", "stem.norm", "body.0", "body.1", "head"]),
+    "innermost first, by weight": (STAGES, 4, [2, 2, 1, 1, 1, 1, 2], ["stem", "body", "head"]),
+    "more than half stays apart": (STAGES, 4, None, ["stem", "body.0", "body.1", "head"]),
+    "equal blocks, evenly": (BLOCKS, 10, None, [f"h.{i}-{i + 1}" for i in range(0, 16, 2)]),
+    "equal blocks, backwards": (BLOCKS[::-1], 4, None, ["h.15-12", "h.11-8", "h.7-4", "h.3-0"]),
+    # the rest of down is elsewhere, and between raise.0 and raise.1 is something else
+    "a label claims no more than its group": (DOWN, 3, HEAVY, ["down.0 - pool", "down.1-2", "raise.0 - raise.1"]),
+    "one module in a row is together at any depth": (NET, 3, None, ["net", "net.h.0", "net.h.1"]),
+    "no module, by its neighbour": (["", "head", "body.1", "body.0", ""], 2, None, ["head", "body"]),
+    "one heavy group does not make the others few": (ONES, 8, [90, *range(1, 9)], ["heavy", "a - b", *"cdefgh"]),
+    "the same end is left out": (LAYERS, 2, None, ["h.0-1", "h.2-3"]),
+    "the same end is left out, unlike names": (UNLIKE, 2, None, ["h.0-x", "h.1"]),
+    "nothing in common, by its ends": (["a", "b", "", "c"], 2, None, ["a - b", "c"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("paths", "most", "weights", "labels"),
-    [
-        pytest.param(["a.b", "", "a.b"], 3, None, ["a.b", "", "a.b"], id="a short row stays as it is"),
-        pytest.param([], 1, None, [], id="nothing"),
-        pytest.param(STAGES, 5, None, ["stem.conv", "stem.norm", "body.0", "body.1", "head"], id="innermost first"),
-        pytest.param(STAGES, 4, [2, 2, 1, 1, 1, 1, 2], ["stem", "body", "head"], id="innermost first, by weight"),
-        pytest.param(STAGES, 4, None, ["stem", "body.0", "body.1", "head"], id="more than half stays apart"),
-        pytest.param(BLOCKS, 10, None, [f"h.{i}-{i + 1}" for i in range(0, 16, 2)], id="equal blocks, evenly"),
-        pytest.param(BLOCKS[::-1], 4, None, ["h.15-12", "h.11-8", "h.7-4", "h.3-0"], id="equal blocks, backwards"),
-        # the rest of down is elsewhere, and between raise.0 and raise.1 is something else
-        pytest.param(
-            DOWN, 3, [2, 2, 2, 2, 1, 1, 1], ["down.0 - pool", "down.1-2", "raise.0 - raise.1"],
-            id="a label claims no more than its group",
-        ),
-        pytest.param(
-            ["net", "net", "net", "net.h.0", "net.h.1"], 3, None, ["net", "net.h.0", "net.h.1"],
-            id="one module in a row is together at any depth",
-        ),
-        pytest.param(["", "head", "body.1", "body.0", ""], 2, None, ["head", "body"], id="no module, by its neighbour"),
-        pytest.param(
-            ["heavy", *"abcdefgh"], 8, [90, 1, 2, 3, 4, 5, 6, 7, 8], ["heavy", "a - b", *"cdefgh"],
-            id="one heavy group does not make the others few",
-        ),
-        pytest.param(LAYERS, 2, None, ["h.0-1", "h.2-3"], id="the same end is left out"),
-        pytest.param(
-            ["h.0.a", "h.0.b", "h.x", "h.1.a", "h.1.b", "h.1.c"], 2, None, ["h.0-x", "h.1"],
-            id="the same end is left out, unlike names",
-        ),
-        pytest.param(["a", "b", "", "c"], 2, None, ["a - b", "c"], id="nothing in common, by its ends"),
-    ],
-)  # fmt: skip
-def test_labels(paths: list[str], most: int, weights: list[int] | None, labels: list[str]) -> None:
+@in_turn(name=LABELS)
+def test_labels(name: str) -> None:
+    paths, most, weights, labels = LABELS[name]
     assert [label for label, _ in fold(paths, most, weights)] == labels
 
 

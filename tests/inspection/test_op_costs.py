@@ -12,16 +12,14 @@ import checkmate
 from checkmate import Problem, Profile
 from tests.project.test_import_without_torch import BLOCK, _python
 
-
-def _problem() -> Problem:
-    """Three ops in a row and one that reads the first and the last; the second is estimated."""
-    plain = Problem.from_dag([[], [0], [1], [0, 2]], [1.0, 2.0, 3.0, 4.0], [100, 10, 50, 1], workspace=[0, 500, 0, 0])
-    profile = Profile(plain.seconds, plain.workspace, 0, "measured on cpu, 2 threads; 1 op estimated", (1,))
-    return Problem(plain.graph, profile)
+# three ops in a row and one that reads the first and the last; the second is estimated
+GRAPH = Problem.from_dag([[], [0], [1], [0, 2]], [0] * 4, [100, 10, 50, 1]).graph
+SOURCE = "measured on cpu, 2 threads; 1 op estimated"
+PROBLEM = Problem(GRAPH, Profile([1.0, 2.0, 3.0, 4.0], [0, 500, 0, 0], 0, SOURCE, (1,)))
 
 
 def test_figures_by_hand() -> None:
-    costs = checkmate.profile(_problem())
+    costs = checkmate.profile(PROBLEM)
     assert [row.seconds for row in costs] == [1.0, 2.0, 3.0, 4.0]
     assert [row.share for row in costs] == [0.1, 0.2, 0.3, 0.4]
     assert [row.output_bytes for row in costs] == [100, 10, 50, 1]
@@ -37,23 +35,21 @@ def test_figures_by_hand() -> None:
     assert [row.share for row in checkmate.profile(Problem.from_dag([[]], [0.0], [1]))] == [0.0]  # of no seconds
 
 
-def test_the_printed_tables_show_what_is_estimated() -> None:
-    title, _, size, lifetime = repr(checkmate.profile(_problem(), top=1)).split("\n\n")
-    assert title == "4 ops, 10.0 s and at most 610 B a step (measured on cpu, 2 threads; 1 op estimated)"
+def test_the_printed_tables_show_what_is_estimated_and_rows_do_not_change() -> None:
+    costs = checkmate.profile(PROBLEM, top=1)
+    title, _, size, lifetime = repr(costs).split("\n\n")
+    assert title == f"4 ops, 10.0 s and at most 610 B a step ({SOURCE})"
     assert "estimated" in size
     assert "estimated" not in lifetime
-
-
-def test_a_problem_takes_no_batch_and_rows_do_not_change() -> None:
-    with pytest.raises(TypeError, match="already traced"):
-        checkmate.profile(_problem(), 1)
     with pytest.raises(FrozenInstanceError):
-        checkmate.profile(_problem())[0].seconds = 1.0
+        costs[0].seconds = 1.0
+    with pytest.raises(TypeError, match="already traced"):
+        checkmate.profile(PROBLEM, 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is not None, reason="pandas is installed")
 def test_without_pandas_there_are_records() -> None:
-    costs = checkmate.profile(_problem())
+    costs = checkmate.profile(PROBLEM)
     with pytest.raises(ImportError, match="pip install pandas"):
         costs.to_pandas()
     assert costs.records()[1]["estimated"] is True
@@ -61,9 +57,9 @@ def test_without_pandas_there_are_records() -> None:
 
 def test_a_file_is_shown_without_pytorch(tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
-    _problem().to_json(path)
+    PROBLEM.to_json(path)
     code = f"import checkmate; print(checkmate.profile(checkmate.Problem.from_json({str(path)!r}), top=2))"
-    assert _python(BLOCK + code) == repr(checkmate.profile(_problem(), top=2))
+    assert _python(BLOCK + code) == repr(checkmate.profile(PROBLEM, top=2))
 
 
 def test_a_network_shows_modules_and_lines() -> None:

@@ -12,7 +12,7 @@ import checkmate
 from checkmate import Problem
 from checkmate.cli.json_output import solution_record, steps_of
 from checkmate.inspection.explanation import Explanation, pinned_ops
-from tests.inspection.test_peak import _by_hand
+from tests.support.by_hand import solution_of
 
 PROBLEM = Problem.from_dag(
     [[], [0], [1], [2], [1, 3]], [1.0] * 5, [8, 64, 64, 64, 8], workspace=[0, 0, 0, 100, 0],
@@ -24,7 +24,7 @@ PLAIN = replace(PROBLEM, profile=replace(PROBLEM.profile, ways=()))
 def _said(problem: Problem) -> str:
     """All that is printed of a problem and a plan by which op 1 runs again, so that its first value may go."""
     explained = Explanation(pinned_ops(problem), (), "", problem, checkmate.min_budget(problem))
-    kept, again = _by_hand(problem), _by_hand(problem, (4, 1))
+    kept, again = solution_of(problem), solution_of(problem, (4, 1))
     return "\n".join(map(str, (problem, again, checkmate.diff(kept, again), checkmate.profile(problem), explained)))
 
 
@@ -41,23 +41,21 @@ def test_each_answer_says_so_in_words() -> None:
     assert not re.search("in place|write over", _said(PLAIN))
 
 
-def test_rows_and_json_name_what_is_written_over() -> None:
-    rows = checkmate.profile(PROBLEM)
-    assert [(row.over, row.saves_bytes) for row in rows] == [((), 0), ((), 0), (("v1",), 64), (("v2",), 64), ((), 0)]
-    solution = _by_hand(PROBLEM, (4, 1))
+def test_json_names_what_is_written_over() -> None:
+    solution = solution_of(PROBLEM, (4, 1))
     steps = [step for step in steps_of(solution) if "over" in step]
     assert steps == [{"run": "op2", "over": "v1"}, {"run": "op3", "over": "v2"}]
-    assert (solution_record(solution)["runs_over"], solution_record(_by_hand(PLAIN))["runs_over"]) == (2, 0)
+    assert (solution_record(solution)["runs_over"], solution_record(solution_of(PLAIN))["runs_over"]) == (2, 0)
 
 
 def test_pictures_say_it() -> None:
     matplotlib: Any = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    solution, plot = _by_hand(PROBLEM, (4, 1)), checkmate.plot
+    solution, plot = solution_of(PROBLEM, (4, 1)), checkmate.plot
     assert plot.schedule(solution).get_title().endswith(", 2 runs write over an input")
     assert plot.graph(PROBLEM).get_title().endswith("; 2 can write over an input")
     peak = next(text.get_text() for text in plot.memory(solution).texts if "peak" in text.get_text())
     assert peak == "peak 172 B\nop3 over v2"
-    plain = _by_hand(PLAIN, (4, 1))
+    plain = solution_of(PLAIN, (4, 1))
     assert all("over" not in ax.get_title() for ax in (plot.schedule(plain), plot.graph(PLAIN)))
     matplotlib.pyplot.close("all")

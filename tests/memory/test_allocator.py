@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.common.resident import status
 from checkmate.backends.static_memory import place_soon
 from checkmate.memory import build, measure_peak
 from checkmate.memory.arena import Arena, Counts, Offsets
@@ -25,7 +26,6 @@ def library() -> Any:
     build.start()
     assert build.wait() is None
     found = build.library()
-    assert found is not None
     assert found.checkmate_install()
     return found
 
@@ -57,18 +57,15 @@ class Blocks:
         return np.asarray(type("Words", (), {"__array_interface__": about})())
 
 
-def nowhere(lives: Lives) -> Offsets:
-    """A plan that puts everything in the same place."""
+def in_one_place(lives: Lives) -> Offsets:
     return [0] * len(lives.sizes)
 
 
-def mixed(lives: Lives) -> Offsets:
-    """A plan of which every second address is wrong."""
+def every_second_wrong(lives: Lives) -> Offsets:
     return [at if i % 2 else at // 128 * 64 for i, at in enumerate(place_soon(lives))]
 
 
 def above_each_other(lives: Lives) -> Offsets:
-    """A plan that needs more bytes than any other."""
     return [0, *np.cumsum(lives.sizes)[:-1].tolist()]
 
 
@@ -88,9 +85,7 @@ def draw_steps(rng: random.Random, count: int) -> list[list[Event]]:
     events: list[Event] = []
     alive: list[int] = []
     made = 0
-    for i in range(count):
-        if i == count // 2:
-            events.append(("boundary", 0))
+    for _ in range(count):
         if alive and rng.random() < 0.45:
             events.append(("free", alive.pop(rng.randrange(len(alive)))))
         else:
@@ -98,8 +93,13 @@ def draw_steps(rng: random.Random, count: int) -> list[list[Event]]:
             events.append(("take", size))
             alive.append(made)
             made += 1
-    at = events.index(("boundary", 0))
-    return [events[:at], events[at + 1 :]]
+    return [events[: count // 2], events[count // 2 :]]
+
+
+def in_a_thread(run: Callable[..., None], *args: Any) -> None:
+    thread = threading.Thread(target=run, args=args)
+    thread.start()
+    thread.join()
 
 
 def run_step(
@@ -120,9 +120,7 @@ def run_step(
                 if diverge():
                     others.append(block)
                 elif diverge():
-                    thread = threading.Thread(target=blocks.free, args=(block,))
-                    thread.start()
-                    thread.join()
+                    in_a_thread(blocks.free, block)
                 else:
                     blocks.free(block)
                 made[number] = None
@@ -140,7 +138,7 @@ def repeat(arena: Arena, blocks: Blocks, phases: list[list[Event]], rng: random.
 
 
 @pytest.mark.slow
-@in_turn(plan=[place_soon, nowhere, mixed], seed=[0, 1, *map(long, range(2, 6))])
+@in_turn(plan=[place_soon, in_one_place, every_second_wrong], seed=[0, 1, *map(long, range(2, 6))])
 def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> None:
     """Two arenas that take turns, steps that differ from those noted, blocks that stay for some steps."""
     rng = random.Random(seed)
@@ -227,9 +225,7 @@ def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:
 
     def forward(_: list[Any]) -> None:
         blocks.free(blocks.take(TINY - 8))
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        in_a_thread(elsewhere)
 
     arena.within("forward", forward)([])
     elsewhere()
@@ -246,25 +242,20 @@ def test_a_step_within_itself_and_in_two_threads_is_served_once(library: Any) ->
 
     def outer(_: list[Any]) -> None:
         arena.within("forward", inner)([])  # by the arena all the same: it is this thread's
-        thread = threading.Thread(target=arena.within("forward", inner), args=([],))
-        thread.start()
-        thread.join()
+        in_a_thread(arena.within("forward", inner), [])
 
     arena.within("forward", outer)([])
     assert (arena.counts.steps, arena.counts.served) == (1, 1)
     blocks.free(blocks.take(8000))
     assert arena.counts.served == 1
-
-
-def test_an_arena_within_another_serves_until_it_is_left(library: Any) -> None:
-    outer, inner, blocks = Arena(place_soon, 1_000_000), Arena(place_soon, 1_000_000), Blocks(library)
+    arena, other = Arena(place_soon, 1_000_000), Arena(place_soon, 1_000_000)
 
     def within(_: list[Any]) -> None:
-        inner.within("forward", lambda _: blocks.free(blocks.take(8000)))([])
+        arena.within("forward", inner)([])  # which serves until it is left
         blocks.free(blocks.take(16_000))
 
-    outer.within("forward", within)([])
-    assert (inner.counts.served_bytes, outer.counts.served_bytes) == (8000, 16_000)
+    other.within("forward", within)([])
+    assert (arena.counts.served_bytes, other.counts.served_bytes) == (8000, 16_000)
 
 
 def test_the_meter_counts_the_same_bytes(library: Any) -> None:
@@ -290,20 +281,15 @@ def test_bytes_go_back_when_the_arena_is_gone_or_another_takes_over(library: Any
         for address in addresses:
             blocks.free(address)
 
-    for leave in (lambda: other.within("forward", lambda _: None)([]), None):
+    for taken_over in (True, False):
         stay: list[int] = []
-        before = resident()
+        before = status("VmRSS")
         arena.within("forward", run)([])
-        assert resident() - before > 40_000_000
-        if leave is None:
-            del arena
+        assert status("VmRSS") - before > 40_000_000
+        if taken_over:
+            other.within("forward", lambda _: None)([])
         else:
-            leave()
-        assert resident() - before < 4_000_000
+            del arena
+        assert status("VmRSS") - before < 4_000_000
         for address in stay:
             blocks.free(address)
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:  # noqa: PTH123
-        return int(file.read().split()[1]) * 4096

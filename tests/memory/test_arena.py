@@ -7,7 +7,7 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def clones(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
 def in_arena(step: Callable[..., Any], budget: int | str = "460 kB") -> Any:
     return checkmate.compile(step, budget=budget, time_limit=1, memory="arena")
 
@@ -84,9 +92,9 @@ def train(model: nn.Module, step: Any, data: list[Any], **options: Any) -> Any:
         optimizer.zero_grad(**options)
         loss = step(x, y)
         loss.backward()
-        seen.append((loss.detach().clone(), [p.grad.clone() for p in model.parameters()]))
+        seen.append(clones((loss, *grads_of(model))))
         optimizer.step()
-    return seen, [p.detach().clone() for p in model.parameters()]
+    return seen, clones(model.parameters())
 
 
 def made(wrap: Wrap) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
@@ -112,7 +120,7 @@ def backwards_in_the_order_of_forwards(wrap: Wrap) -> Any:
         losses = [step(*batch) for batch in batches(3)]
         for loss in losses:
             loss.backward()
-    return losses, [p.grad for p in model.parameters()]
+    return losses, grads_of(model)
 
 
 def forwards_without_a_backward(wrap: Wrap) -> Any:
@@ -123,7 +131,7 @@ def forwards_without_a_backward(wrap: Wrap) -> Any:
         if i % 3:
             loss.backward()
         seen.append(loss.detach())
-    return seen, [p.grad for p in model.parameters()]
+    return seen, grads_of(model)
 
 
 def gradients_that_add_up_in_place(wrap: Wrap) -> Any:
@@ -133,7 +141,7 @@ def gradients_that_add_up_in_place(wrap: Wrap) -> Any:
         if i % 3 == 2:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    return list(model.parameters()), [p.grad for p in model.parameters()]
+    return list(model.parameters()), grads_of(model)
 
 
 def gradients_freed_between_forward_and_backward(wrap: Wrap) -> Any:
@@ -157,8 +165,8 @@ def results_that_are_kept(wrap: Wrap) -> Any:
         loss.backward()
         optimizer.step()
         if i in (0, 3, 4):
-            kept += [loss, hidden, *(p.grad for p in model.parameters())]
-            then += [t.detach().clone() for t in kept[len(then) :]]
+            kept += [loss, hidden, *grads_of(model)]
+            then += clones(kept[len(then) :])
     assert_same_bits([t.detach() for t in kept], then)
     return then, list(model.parameters())
 
@@ -170,7 +178,7 @@ def a_graph_that_is_retained(wrap: Wrap) -> Any:
         loss.backward(retain_graph=True)
         model.zero_grad()
         loss.backward()
-    return [p.grad for p in model.parameters()]
+    return grads_of(model)
 
 
 def hooks_that_clone_and_keep(wrap: Wrap) -> Any:
@@ -179,9 +187,7 @@ def hooks_that_clone_and_keep(wrap: Wrap) -> Any:
     model[0].weight.register_hook(lambda grad: kept["cloned"].append(grad.clone()) or grad * 2)
     model[3].weight.register_hook(lambda grad: kept["itself"].append(grad))
     model[6].weight.register_post_accumulate_grad_hook(lambda p: kept["afterwards"].append(p.grad.clone()))
-    step = wrap(loss_of(model))
-    seen = train(model, step, batches(5))
-    return seen, kept
+    return train(model, wrap(loss_of(model)), batches(5)), kept
 
 
 def gradients_used_by_hooks_and_freed(wrap: Wrap) -> Any:
@@ -366,7 +372,7 @@ def test_another_thread_allocates_meanwhile_and_frees_later() -> None:
             model.zero_grad()
             loss, hidden = step(*batch)
             loss.backward()
-            seen.append([p.grad.clone() for p in model.parameters()])
+            seen.append(clones(grads_of(model)))
             received.append((hidden.detach(), hidden.detach().clone()))
         return seen
 
@@ -394,11 +400,14 @@ def test_a_step_goes_on_after_an_exception_in_the_middle(phase: str) -> None:
             raise RuntimeError("in the middle")
         return x * 2
 
-    may_fail.register_fake(torch.empty_like)
-    in_forward = phase == "forward"
-    double = lambda x: x * 2  # noqa: E731
-    may_fail.register_autograd(lambda ctx, grad: double(grad) if in_forward else may_fail(grad))
-    op = may_fail if in_forward else _backward_by(may_fail)
+    @torch.library.custom_op(f"checkmate_arena::double_{phase}", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    op, of_gradients = (may_fail, double) if phase == "forward" else (double, may_fail)
+    for one in (may_fail, double):
+        one.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: of_gradients(grad))
 
     def run(wrap: Wrap, fails: bool) -> Any:
         model = net()
@@ -414,26 +423,13 @@ def test_a_step_goes_on_after_an_exception_in_the_middle(phase: str) -> None:
                 continue
             model.zero_grad()
             step(*batch).backward()
-            seen.append([p.grad.clone() for p in model.parameters()])
+            seen.append(clones(grads_of(model)))
         if fails:
             (count,) = counts(step)
             assert (count.steps, count.fallbacks) == (7, 0)
         return seen
 
     assert_same_bits(run(in_arena, True), run(lambda step: step, False))
-
-
-def _backward_by(op: Any) -> Callable[[Tensor], Tensor]:
-    """An op whose gradient another one computes."""
-    name = "checkmate_arena::fails_behind"
-
-    @torch.library.custom_op(name, mutates_args=())
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    double.register_fake(torch.empty_like)
-    double.register_autograd(lambda ctx, grad: op(grad))
-    return double
 
 
 @pytest.mark.slow
@@ -444,8 +440,8 @@ def test_a_result_outlives_its_step() -> None:
         loss, hidden = step(*batch)
         loss.backward()
     arenas = list(step._backend.arenas)
-    kept = [hidden.detach(), *(p.grad for p in model.parameters())]
-    then = [t.clone() for t in kept]
+    kept = [hidden.detach(), *grads_of(model)]
+    then = clones(kept)
     del step, loss, hidden, arenas
     torch._dynamo.reset()
     gc.collect()
@@ -462,17 +458,17 @@ def test_a_forked_child_reads_and_trains() -> None:
     step, data = in_arena(loss_of(model)), batches(8)
     train(model, step, data[:4])
     loss = step(*data[4])  # what it saved is in the arena
-    kept = [p.grad for p in model.parameters()]
-    then = [t.clone() for t in kept]
+    kept = grads_of(model)
+    then = clones(kept)
     random_state = torch.get_rng_state()
 
     def go_on() -> list[Tensor]:
         model.zero_grad()
         loss.backward()
-        first = [p.grad.clone() for p in model.parameters()]
+        first = clones(grads_of(model))
         torch.set_rng_state(random_state)
         train(model, step, data[5:])
-        return first + [p.detach().clone() for p in model.parameters()]
+        return first + clones(model.parameters())
 
     read, write = os.pipe()
     child = os.fork()

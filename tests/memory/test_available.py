@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-import types
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,23 +50,17 @@ def test_control_groups_of_version_2_and_those_above(tmp_path: Path) -> None:
         f"{top}/memory.stat": "anon 5\n",  # the top group has no limit
         f"{top}/user.slice/memory.max": f"{4 * GB}\n",
         f"{top}/user.slice/memory.current": f"{3 * GB}\n",
-        f"{top}/user.slice/memory.stat": (
-            f"anon {GB}\nfile_mapped {200 * MB}\ninactive_file {GB}\nactive_file {500 * MB}\n"
-        ),
+        f"{top}/user.slice/memory.stat": f"file_mapped {200 * MB}\ninactive_file {GB}\nactive_file {500 * MB}\n",
         f"{top}/user.slice/job/memory.max": "max\n",
         f"{top}/user.slice/job/memory.high": f"{2 * GB}\n",
         f"{top}/user.slice/job/memory.current": f"{500 * MB}\n",
         f"{top}/user.slice/job/memory.stat": "",
     }
-    groups = found(tmp_path, files)
-    assert [*groups] == [
-        "this machine",
-        "the control group user.slice/job (memory.high)",
-        "the control group user.slice (memory.max)",
-    ]
-    assert [(limit.total, limit.free) for limit in groups.values()][1:] == [
-        (2 * GB, 1_500 * MB),
-        (4 * GB, 4 * GB - (3 * GB - 1_300 * MB)),
+    job, above = "the control group user.slice/job (memory.high)", "the control group user.slice (memory.max)"
+    assert [*found(tmp_path, files).values()] == [
+        Limit("this machine", TOTAL, FREE),
+        Limit(job, 2 * GB, 1_500 * MB),
+        Limit(above, 4 * GB, 4 * GB - (3 * GB - 1_300 * MB)),
     ]
     job = "sys/fs/cgroup/job"  # which holds more than its limit
     files = {"proc/self/cgroup": "0::/../job\n", f"{job}/memory.max": "100\n", f"{job}/memory.current": "101\n"}
@@ -110,9 +103,8 @@ def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_left_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena's first mapping is a quarter larger than the plan, and malloc takes twice as much."""
-    monkeypatch.setattr(
-        module, "limits", lambda: [Limit("this machine", 4 * GB, 2 * GB), Limit("a group", 9 * GB, 3 * GB)]
-    )
+    here = [Limit("this machine", 4 * GB, 2 * GB), Limit("a group", 9 * GB, 3 * GB)]
+    monkeypatch.setattr(module, "limits", lambda: here)
     arena, malloc = available(CPU, 100 * MB), available(CPU, 100 * MB, in_arena=False)
     assert arena.bytes == 100 * MB + int((2 * GB - SCRATCH) / 1.25)
     assert malloc.bytes == 100 * MB + (2 * GB - SCRATCH) // 2
@@ -130,22 +122,17 @@ def test_what_is_left_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (60 * GB, 80 * GB))
     assert available(xpu, 0) == Available(Limit("xpu:0", 80 * GB, 60 * GB), 3 * GB, 5 * GB)
     assert available(xpu, 0).bytes == 58 * GB
-    fraction = types.SimpleNamespace(now=1.0)
+    fraction = Mock(return_value=1.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 * GB, 4 * GB + 4))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction.now)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction)
     assert available(cuda, 0) == Available(Limit("cuda:0", 4 * GB + 4, 1 * GB), 3 * GB, LEAST_MARGIN)
-    fraction.now = 0.5
+    fraction.return_value = 0.5
     assert available(cuda, 0).limit.free == 2 * GB + 2 - 3 * GB
     assert available(cuda, 0).bytes == 2 * GB + 2 - LEAST_MARGIN
-
-    def refuse(device: Any) -> Any:
-        raise RuntimeError("not implemented")
-
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse)
-    with pytest.raises(
-        BudgetError, match="xpu:0 does not say how much memory is free: name the bytes, such as budget="
-    ):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", Mock(side_effect=RuntimeError("not implemented")))
+    says = "xpu:0 does not say how much memory is free: name the bytes, such as budget="
+    with pytest.raises(BudgetError, match=says):
         available(xpu, 0)
 
 

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from checkmate.memory.cuda_allocator import BLOCK, CudaAllocator, DeviceState, Used, replay, replay_steps
 from checkmate.memory.lives import Lives
-from tests.support.sampling import in_turn
 from tests.support.simulated_cuda import install
 
 MIB = 1 << 20
 OTHER = torch.device("cuda", 1)  # which no other test uses
-EXPANDABLE = pytest.mark.parametrize("expandable", [False, True])
-EXAMPLES = 150
 
 simulated = pytest.mark.skipif(not install.is_installed(), reason="addresses are those of the simulated CUDA device")
 sizes = st.one_of(
@@ -37,7 +34,6 @@ events = st.lists(
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """A device on which nothing is."""
     gc.collect()
     with torch.cuda.device(OTHER):
         torch.cuda.empty_cache()
@@ -60,8 +56,8 @@ def on_device() -> Used:
 
 @pytest.mark.cuda
 @simulated
-@EXPANDABLE
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("expandable", [False, True])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=events, then=events)
 def test_each_event_leaves_the_bytes_of_the_simulated_device(
     device: torch.device, expandable: bool, before: Any, then: Any
@@ -83,7 +79,6 @@ def test_each_event_leaves_the_bytes_of_the_simulated_device(
         elif kind == "empty":
             torch.cuda.empty_cache()
     state, both = DeviceState.now(device), list[tuple[Tensor, Any]]()
-    assert state is not None
     follows = state.allocator
     assert Used(follows.allocated, follows.reserved) == on_device()
     torch.cuda.reset_peak_memory_stats(device)
@@ -112,23 +107,20 @@ def lives(*blocks: tuple[float, int, int]) -> Lives:
     return Lives((sizes * MIB).astype(np.int64), born, died)
 
 
-@in_turn(
-    nbytes_allocated_reserved=[
+def test_blocks_and_segments() -> None:
+    """As the simulated device has them: tests/support/simulated_cuda/test_allocator.py."""
+    for nbytes, *taken in (
         *((1, 512, 2 * MIB), (513, 1024, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB)),
         *((10 * MIB - 512, 10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB, 10 * MIB)),
         *((11 * MIB, 12 * MIB, 12 * MIB), (33 * MIB - 5, 34 * MIB, 34 * MIB)),
-    ]
-)
-def test_blocks_and_segments(nbytes_allocated_reserved: tuple[int, int, int]) -> None:
-    """As the simulated device has them: tests/support/simulated_cuda/test_allocator.py."""
-    nbytes, *taken = nbytes_allocated_reserved
-    allocator = CudaAllocator()
-    block = allocator.take(nbytes)
-    assert [allocator.allocated, allocator.reserved] == taken
-    allocator.free(block)
-    allocator.empty_cache()
-    assert (allocator.allocated, allocator.reserved) == (0, 0)
-    assert [*allocator.peaks] == taken
+    ):
+        allocator = CudaAllocator()
+        block = allocator.take(nbytes)
+        assert [allocator.allocated, allocator.reserved] == taken
+        allocator.free(block)
+        allocator.empty_cache()
+        assert (allocator.allocated, allocator.reserved) == (0, 0)
+        assert [*allocator.peaks] == taken
 
 
 def test_a_replay_ends_with_nothing_in_use_and_the_next_step_finds_what_is_cached() -> None:

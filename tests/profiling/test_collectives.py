@@ -45,7 +45,7 @@ def test_a_fit_finds_the_link_that_made_the_points(collective: str, latency: flo
     assert found.latency == pytest.approx(latency, abs=1e-12)
 
 
-def test_a_fit_has_no_latency_below_zero() -> None:
+def test_a_fit_has_no_latency_below_zero_and_sizes_are_positive() -> None:
     """Seconds that grow faster than bytes: a line through them would begin below zero."""
     found = fitted(ALL_GATHER, [(1e6, 1e-4), (2e6, 4e-4), (4e6, 1.6e-3)], 2)
     assert found.latency == 0.0
@@ -53,6 +53,8 @@ def test_a_fit_has_no_latency_below_zero() -> None:
     for points in ([(1e6, 1e-3)], [(1e6, 1e-3), (1e6, 2e-3)], [(1e6, 2e-3), (2e6, 1e-3)]):  # no link explains them
         with pytest.raises(ValueError, match="rate"):
             fitted(ALL_GATHER, points, 2)
+    with pytest.raises(ValueError, match="positive"):
+        mesh.measure_collectives(sizes=[4096, 0])
 
 
 def test_a_table_gives_back_its_points_and_lines_between() -> None:
@@ -207,8 +209,3 @@ def test_a_group_has_only_what_was_measured_on_one_like_it(tmp_path: Path, monke
     other = there.table(load(conditions))
     assert other.points == {ALL_GATHER: ((2**20, 1e-2),)}
     assert other.seconds(ALL_GATHER, 2**20) is None, "one point is no line"
-
-
-def test_sizes_are_positive() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        mesh.measure_collectives(sizes=[4096, 0])

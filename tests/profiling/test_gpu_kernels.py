@@ -19,19 +19,12 @@ import checkmate
 from checkmate.profiling.data_sheets import DEVICES, Device
 from checkmate.profiling.gpu_kernels import PASSES, product_seconds, queued
 from checkmate.profiling.roofline import roofline_seconds
+from tests.profiling.test_roofline import PLAIN
 from tests.support.sampling import in_turn
 
 aten = torch.ops.aten
-UNIT = Device(  # 1 byte and 1 FLOP a second, no cache, tiles that cost nothing beside their FLOP: to read these off
-    "unit",
-    dict.fromkeys(("float32", "float16", "bfloat16", "tf32"), 1.0),
-    bandwidth=1.0,
-    latency=0.0,
-    compute_efficiency=1.0,
-    memory_efficiency=1.0,
-    processors=1,
-    clock=1.0,
-)
+# 1 byte and 1 FLOP a second, no cache, tiles that cost nothing beside their FLOP: to read these off
+UNIT = replace(PLAIN, flops={**PLAIN.flops, "tf32": 1.0}, processors=1, clock=1.0)
 BYTES = replace(UNIT, flops=dict.fromkeys(UNIT.flops, 1e18))
 FLOP = replace(UNIT, bandwidth=1e18)
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
-import io
-import re
-import sys
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import checkmate
-from checkmate import statusline
 from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.devices import KERNELS
@@ -34,12 +27,15 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import cost_cache
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
-from checkmate.profiling.cost_cache import OpCost
+from checkmate.profiling.cost_cache import OpCost, conditions_on
 from checkmate.profiling.measure import fill, measure_ops
+from checkmate.profiling.one_op import call_of
 from checkmate.profiling.roofline import DEVICES, roofline_seconds
 from checkmate.profiling.source import profile_of
 from tests.support.bits import assert_same_bits
-from tests.support.processes import own_cache
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +43,10 @@ def _few_repeats() -> None:
     """As many as wherever steps are measured: these tests are about them."""
 
 
-@pytest.fixture(autouse=True)
-def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cost_cache, "_known", {})
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", own_cache(tmp_path / "cache"))
-
-
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ops whose inputs are made up from now on, each time that they are."""
     names: list[str] = []
-    call_of = measuring.call_of
     monkeypatch.setattr(measuring, "call_of", lambda node: names.append(node.name) or call_of(node))
     return names
 
@@ -69,6 +58,18 @@ def x() -> Tensor:
 
 def _tanh(x: Tensor) -> Tensor:
     return torch.tanh(x).sum()
+
+
+def _nodes(step: object, *args: Tensor) -> list[torch.fx.Node]:
+    """The nodes of a captured step that run."""
+    found: list[torch.fx.Node] = []
+
+    def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        found.extend(node for node in joint_of(problem).nodes if node is not None)
+        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=DEVICES["laptop"]))(*args)
+    return found
 
 
 def _products(count: int, width: int) -> Callable[[Tensor], Tensor]:
@@ -92,10 +93,14 @@ def test_ops_are_measured_as_they_run() -> None:
     assert traced == {False}
 
 
-def test_every_op_has_a_time() -> None:
-    net = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 50))
+def test_every_op_has_a_time_and_neither_the_random_state_nor_a_tensor_is_touched() -> None:
+    net = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 8), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(8, 50))
     step = lambda tokens: F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())  # noqa: E731
-    problem = checkmate.trace(step, torch.randint(50, (8, 16)))
+    tokens = torch.randint(50, (8, 16))
+    state, before = torch.get_rng_state(), {name: t.clone() for name, t in net.state_dict().items()}
+    problem = checkmate.trace(step, tokens)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits(net.state_dict(), before)
     real = [k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]
     assert (problem.seconds[real] > 0).all()
     assert problem.seconds.sum() < 1
@@ -129,39 +134,25 @@ def test_workspace_is_what_an_op_allocates_beyond_its_outputs(one_thread: None) 
 def test_only_one_ops_tensors_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole step needs many times what measuring it does."""
     x = torch.randn(20_000, 64)
-    level = peak = 0
-    made = inputs.make_up
-
-    def gone(size: int) -> None:
-        nonlocal level
-        level -= size
+    alive, levels, made = weakref.WeakSet[Tensor](), [0], inputs.make_up
 
     def count(leaf: object, bound: int | None = None) -> object:
-        nonlocal level, peak
         result = made(leaf, bound)
         if isinstance(result, torch.Tensor):
-            level += result.nbytes
-            peak = max(peak, level)
-            weakref.finalize(result, gone, result.nbytes)
+            alive.add(result)
+            levels.append(sum(tensor.nbytes for tensor in alive))
         return result
 
     monkeypatch.setattr(inputs, "make_up", count)
     problem = checkmate.trace(_products(20, 64), x)
     assert problem.keep_all_peak > 15 * x.nbytes
-    assert peak <= 3 * x.nbytes
+    assert 0 < max(levels) <= 3 * x.nbytes
 
 
 def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    x: Tensor, tanh_fails: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = measuring.call_of
-
-    def fail_on_tanh(node: torch.fx.Node) -> object:
-        if "tanh" in str(node.target):
-            raise RuntimeError("not on its own")
-        return made(node)
-
-    monkeypatch.setattr(measuring, "call_of", fail_on_tanh)
+    tanh_fails("not on its own")
     problem = checkmate.trace(_tanh, x)
     assert problem.profile.source.endswith("; 2 ops estimated")
     assert "aten.tanh.default, aten.tanh_backward.default" in caplog.text
@@ -169,16 +160,6 @@ def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
     assert problem.profile.estimated == tuple(tanhs)
     assert (problem.seconds[tanhs] > 0).all()
     assert (problem.workspace[tanhs] > 0).all()
-
-
-def test_what_one_process_measured_the_next_does_not(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = checkmate.trace(_tanh, x)
-    monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, "call_of", lambda node: pytest.fail(f"{node} is measured again"))
-        again = checkmate.trace(_tanh, x)
-    assert again.seconds.tolist() == first.seconds.tolist()
-    assert again.workspace.tolist() == first.workspace.tolist()
 
 
 def test_ops_are_recorded_a_few_at_a_time_and_long_ones_timed_where_their_bytes_are_counted(
@@ -198,62 +179,37 @@ def test_ops_are_recorded_a_few_at_a_time_and_long_ones_timed_where_their_bytes_
         found = list(measure_ops(nodes))
         assert [i for i, _ in found] == list(range(len(nodes)))
         assert [cost and cost.allocated_bytes for _, cost in found] == expected
-        assert all(cost is not None and cost.seconds > 0 for _, cost in found)
+        assert all(cost.seconds > 0 for _, cost in found)
         assert len(called) == times * len(nodes)
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("file", "quiet_seconds", "shown"), [(_Terminal, 0.0, True), (_Terminal, 60.0, False), (io.StringIO, 0.0, False)]
-)
-def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
-    file: type[io.StringIO], quiet_seconds: float, shown: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = file()
-    importlib.import_module("tqdm.auto")  # which the first line takes time for
-    monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet_seconds)
-    monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
-    call_of = measuring.call_of
-
-    def call_slowly(node: torch.fx.Node) -> Callable[[], Any]:
-        end = time.monotonic() + (60.0 if shown else 0.05)
-        while "measuring" not in printed.getvalue() and time.monotonic() < end:
-            time.sleep(0.001)
-        return call_of(node)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, "call_of", call_slowly)
-        patch.setattr(sys, "stderr", printed)
-        checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
-    assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
 
 
 def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
     for name in KERNELS:
         monkeypatch.delenv(name, raising=False)
-    conditions = cost_cache.conditions_on(torch.device("cpu"))
+    conditions = conditions_on(CPU)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    lesser = cost_cache.conditions_on(torch.device("cpu"))
     settings = ", ".join(filter(None, [conditions.settings, "ONEDNN_MAX_CPU_ISA=AVX2"]))
-    assert lesser == replace(conditions, settings=settings)
+    assert conditions_on(CPU) == replace(conditions, settings=settings)
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2\n")
-    one = cost_cache.conditions_on(torch.device("cpu"))
+    one = conditions_on(CPU)
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2 amx_tile\n")
-    other = cost_cache.conditions_on(torch.device("cpu"))
+    other = conditions_on(CPU)
     assert one.device.split()[:2] == other.device.split()[:2] == ["cpu", "one"]
     assert one.device != other.device
 
 
 @pytest.mark.slow
-def test_without_the_cache_nothing_is_taken_and_nothing_kept(x: Tensor, called: list[str]) -> None:
-    checkmate.trace(_tanh, x)
-    conditions = cost_cache.conditions_on(torch.device("cpu"))
-    before = cost_cache.load(conditions)
+def test_the_next_process_takes_what_was_measured_and_without_the_cache_nothing_is_taken_and_nothing_kept(
+    x: Tensor, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, times = checkmate.trace(_tanh, x), len(called)
+    monkeypatch.setattr(cost_cache, "_known", {})  # as in another process
+    again = checkmate.trace(_tanh, x)
+    assert len(called) == times > 0
+    assert again.seconds.tolist() == first.seconds.tolist()
+    assert again.workspace.tolist() == first.workspace.tolist()
+    before = cost_cache.load(conditions_on(CPU))
     assert before
     for times in (1, 2):
         called.clear()
@@ -261,19 +217,7 @@ def test_without_the_cache_nothing_is_taken_and_nothing_kept(x: Tensor, called: 
         assert len(called) == 2 * 3, times
     checkmate.compile(_tanh, budget="1 MB", cache=False)(x)
     assert len(called) == 4 * 3
-    assert cost_cache.load(conditions) == before
-
-
-def _nodes(step: object, *args: Tensor) -> list[torch.fx.Node]:
-    """The nodes of a captured step that run."""
-    found: list[torch.fx.Node] = []
-
-    def plan(problem: checkmate.Problem) -> checkmate.Solution:
-        found.extend(node for node in joint_of(problem).nodes if node is not None)
-        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
-
-    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=DEVICES["laptop"]))(*args)
-    return found
+    assert cost_cache.load(conditions_on(CPU)) == before
 
 
 def test_ops_run_on_inputs_made_up_for_them() -> None:
@@ -339,22 +283,16 @@ def test_ops_that_make_no_sense_alone_do_not_run() -> None:
     assert inputs.runs_alone(graph.call_function(torch.ops.aten.copy_.default, (x, x)))
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), "allocate memory"),
-        (
-            torch.AcceleratorError("CUDA error: device-side assert triggered\nand more"),
-            r"^aten\.sin\.default .* has stopped the device.*assert triggered Start it",
-        ),
-    ],
-    ids=["no memory", "after a device-side assert every call on the device fails"],
-)
-def test_what_is_no_property_of_an_op_is_an_error(error: Exception, says: str) -> None:
+def test_what_is_no_property_of_an_op_is_an_error() -> None:
+    """After a device-side assert every call on the device fails."""
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),))
-    with pytest.raises(RuntimeError, match=says):
-        inputs.attempt(node, Mock(side_effect=error))
+    no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    stopped = torch.AcceleratorError("CUDA error: device-side assert triggered\nand more")
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        inputs.attempt(node, Mock(side_effect=no_memory))
+    with pytest.raises(RuntimeError, match=r"^aten\.sin\.default .* has stopped the device.*assert triggered Start it"):
+        inputs.attempt(node, Mock(side_effect=stopped))
 
 
 def test_an_estimate_is_scaled_to_what_was_measured() -> None:
@@ -385,16 +323,13 @@ def test_the_median_is_taken_until_it_is_stable() -> None:
             assert measuring._is_enough(seconds) == stable, (count, spread)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("512K\n", 2**19), ("", measuring.USUAL_SECOND_LEVEL), (None, measuring.USUAL_SECOND_LEVEL)]
-)
-def test_the_second_level_cache_as_the_system_describes_it(
-    text: str | None, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if text is not None:
-        (tmp_path / "size").write_text(text)
+def test_the_second_level_cache_as_the_system_describes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "SECOND_LEVEL", tmp_path / "size")
-    assert measuring._second_level_bytes.__wrapped__() == size
+    second_level = measuring._second_level_bytes.__wrapped__
+    assert second_level() == measuring.USUAL_SECOND_LEVEL  # there is no such file
+    for text, size in (("512K\n", 2**19), ("", measuring.USUAL_SECOND_LEVEL)):
+        (tmp_path / "size").write_text(text)
+        assert second_level() == size
 
 
 def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,36 +342,24 @@ def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.Monkey
     assert seen == [-1, *(i % 256 for i in range(1, len(seen)))]  # the first run is not timed
 
 
-def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    x = torch.randn(16, 8)
-    state, before = torch.get_rng_state(), {name: t.clone() for name, t in net.state_dict().items()}
-    checkmate.trace(lambda x: net(x).sum(), x, cache=False)
-    assert_same_bits(torch.get_rng_state(), state)
-    assert_same_bits(net.state_dict(), before)
-
-
 @pytest.mark.cuda
 @pytest.mark.long  # products of 4096 rows, which the simulated device makes on the CPU, some fifty times
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a CUDA device, and there is none")
 def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
-    x = torch.randn(512, 512, device="cuda", requires_grad=True)
-    nodes = _nodes(lambda x: (x @ x).tanh().sum(), x)
-    large = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(4096, 4096, device="cuda", requires_grad=True))
-    small_costs, large_costs = dict(measure_ops(dict(enumerate(nodes)))), dict(measure_ops(dict(enumerate(large))))
+    step = lambda x: (x @ x).tanh().sum()  # noqa: E731
+    x, larger = (torch.randn(n, n, device="cuda", requires_grad=True) for n in (512, 4096))
+    nodes = _nodes(step, x)
+    small_costs, large_costs = (dict(measure_ops(dict(enumerate(of)))) for of in (nodes, _nodes(step, larger)))
     for i, cost in small_costs.items():
-        larger = large_costs[i]
-        assert cost is not None
-        assert larger is not None
         assert 0 < cost.seconds
         assert cost.allocated_bytes % 512 == 0
-        assert larger.seconds > cost.seconds or "expand" in str(nodes[i].target)
-    problem = checkmate.trace(lambda x: (x @ x).tanh().sum(), x)
+        assert large_costs[i].seconds > cost.seconds or "expand" in str(nodes[i].target)
+    problem = checkmate.trace(step, x)
     assert problem.profile.source == "measured on cuda"
     assert (problem.seconds[[k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]] > 0).all()
 
 
-def test_tensors_without_data_are_refused() -> None:
+def test_tensors_without_data_and_other_devices_are_refused() -> None:
     layer, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta")
     says = r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
     with pytest.raises(checkmate.Unsupported, match=says):
@@ -447,9 +370,6 @@ def test_tensors_without_data_are_refused() -> None:
         layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
         checkmate.trace(layer, x)
-
-
-def test_other_devices_are_refused() -> None:
     graph = torch.fx.Graph()
     node = graph.placeholder("x")
     node.meta["val"] = torch.ones(2, device="meta")

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import checkmate
 from benchmarks.networks import CASES
-from checkmate import Problem
+from checkmate import Problem, Unsupported
 from checkmate.capture import rewrite
 from checkmate.profiling.roofline import DEVICES, STATED, Device
 from tests.support.sampling import in_turn, long
@@ -38,45 +38,43 @@ def _seconds(problem: Problem, target: str) -> list[float]:
     return [float(seconds) for op, seconds in pairs if op.target.partition(".")[2] == target]
 
 
-@pytest.mark.parametrize(
-    ("rows", "least"),
-    [(4096, 2 * 4096 * 1024 * 2048 / (0.7 * 0.768e12)), (1, 4 * (1024 + 1024 * 2048 + 2048) / (0.8 * 76.8e9))],
-    ids=["bound by FLOP", "bound by memory"],
-)
-def test_a_matrix_product_by_hand(rows: int, least: float) -> None:
-    x, weight = torch.empty(rows, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
-    problem = checkmate.trace(lambda x, weight: (x @ weight).sum(), x, weight, profile="roofline:laptop")
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + least, rel=1e-12)
+def _traced(device: str, step: Callable[..., Tensor], *inputs: Tensor) -> Problem:
+    return checkmate.trace(step, *inputs, profile=f"roofline:{device}")
+
+
+def test_a_matrix_product_by_hand() -> None:
+    weight = torch.empty(1024, 2048, device="meta", requires_grad=True)
+    by_flop, by_bytes = 2 * 4096 * 1024 * 2048 / (0.7 * 0.768e12), 4 * (1024 + 1024 * 2048 + 2048) / (0.8 * 76.8e9)
+    for rows, least in ((4096, by_flop), (1, by_bytes)):
+        problem = _traced("laptop", lambda x: (x @ weight).sum(), torch.empty(rows, 1024, device="meta"))
+        assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + least, rel=1e-12)
 
 
 def test_a_convolution_by_hand() -> None:
     net = nn.Conv2d(64, 128, 3, padding=1, bias=False, device="meta")
     x = torch.empty(32, 64, 56, 56, device="meta", requires_grad=True)
     flop = 2 * 32 * 128 * 56 * 56 * 64 * 9
-    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:laptop")
-    assert _seconds(problem, "convolution.default") == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)]
-    both = _seconds(problem, "convolution_backward.default") + _seconds(problem, "convolution_backward_input")
-    assert both == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)] * 2
+    problem = _traced("laptop", lambda x: net(x).sum(), x)
+    for op in ("convolution.default", "convolution_backward.default", "convolution_backward_input"):
+        assert _seconds(problem, op) == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)]
 
 
-@pytest.mark.parametrize("groups", [1, 4, 16])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_flop_of_a_grouped_convolution_and_its_backward(groups: int, transposed: bool) -> None:
-    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+@in_turn(kind=[nn.Conv2d, nn.ConvTranspose2d], groups=[1, 4, 16])
+def test_flop_of_a_grouped_convolution_and_its_backward(kind: type[nn.Module], groups: int) -> None:
     net = kind(16, 16, 3, padding=1, groups=groups, bias=False)
     x = torch.ones(8, 16, 10, 10)
     flop = 2 * 8 * 16 * 10 * 10 * (16 // groups) * 9
-    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:flop")
+    problem = _traced("flop", lambda x: net(x).sum(), x)
     assert _seconds(problem, "convolution.default") == [flop]
     assert _seconds(problem, "convolution_backward.default") == [flop]  # of the weight only
-    problem = checkmate.trace(lambda x: net(x).sum(), x.requires_grad_(), profile="roofline:flop")
+    problem = _traced("flop", lambda x: net(x).sum(), x.requires_grad_())
     assert _seconds(problem, "convolution_backward.default") == [flop]
     assert _seconds(problem, "convolution_backward_input") == [flop]
 
 
 def test_flop_of_attention_on_the_cpu() -> None:
     q = torch.ones(2, 4, 128, 64, requires_grad=True)
-    problem = checkmate.trace(lambda q: F.scaled_dot_product_attention(q, q, q).sum(), q, profile="roofline:flop")
+    problem = _traced("flop", lambda q: F.scaled_dot_product_attention(q, q, q).sum(), q)
     product = 2 * 2 * 4 * 128 * 128 * 64
     op = "_scaled_dot_product_flash_attention_for_cpu"
     assert _seconds(problem, f"{op}.default") == [pytest.approx(2 * product, rel=1e-6)]
@@ -86,8 +84,7 @@ def test_flop_of_attention_on_the_cpu() -> None:
 def test_bytes_are_what_is_read_and_written() -> None:
     """An expanded tensor is read once."""
     x, row = torch.ones(10, 20, requires_grad=True), torch.ones(20)
-    step = lambda x: ((x.exp() + x[:1]) * row.expand(10, 20)).sum()  # noqa: E731
-    problem = checkmate.trace(step, x, profile="roofline:bytes")
+    problem = _traced("bytes", lambda x: ((x.exp() + x[:1]) * row.expand(10, 20)).sum(), x)
     assert _seconds(problem, "exp.default") == [2 * 800]
     assert _seconds(problem, "add.Tensor")[0] == _seconds(problem, "mul.Tensor")[0] == 800 + 80 + 800
     assert _seconds(problem, "sum.default") == [800 + 4]
@@ -95,8 +92,7 @@ def test_bytes_are_what_is_read_and_written() -> None:
 
 def test_a_lookup_reads_what_it_picks() -> None:
     table, tokens = nn.Embedding(1000, 64), torch.zeros(128, dtype=torch.long)
-    step = lambda tokens: F.cross_entropy(table(tokens), tokens)  # noqa: E731
-    problem = checkmate.trace(step, tokens, profile="roofline:bytes")
+    problem = _traced("bytes", lambda tokens: F.cross_entropy(table(tokens), tokens), tokens)
     rows = 128 * 64 * 4
     assert _seconds(problem, "embedding.default") == [2 * (128 * 8 + rows)]  # at most as much of the table as the rest
     assert _seconds(problem, "nll_loss_forward.default") == [2 * (128 * 8 + 4 + 4)]
@@ -106,7 +102,7 @@ def test_a_lookup_reads_what_it_picks() -> None:
 @pytest.mark.slow
 def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     _, step, batch = CASES["mlp"].make(0)
-    problem = checkmate.trace(step, *batch, profile="roofline:l4")
+    problem = _traced("l4", step, *batch)
     free = [op.target for op, seconds in zip(problem.graph.ops, problem.seconds, strict=True) if seconds == 0]
     assert set(free) == {"autograd"}
     assert not problem.workspace.any()
@@ -144,14 +140,10 @@ def test_a_device_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {value.size_bytes for value in problem.graph.values} == {256}
 
 
-def test_a_type_that_the_device_has_no_rate_for_is_refused_by_name() -> None:
+def test_impossible_devices_and_types_that_a_device_has_no_rate_for_are_refused_by_name() -> None:
     layer, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
-    says = "unit has no rate for float64, only for float32, float16, bfloat16"
-    with pytest.raises(checkmate.Unsupported, match=says):
-        checkmate.trace(layer, x, profile="roofline:flop")
-
-
-def test_impossible_devices_are_refused() -> None:
+    with pytest.raises(Unsupported, match="unit has no rate for float64, only for float32, float16, bfloat16"):
+        _traced("flop", layer, x)
     negative: dict[str, object] = {"latency": -1e-6, "flops": {"float32": -1.0}, "host": -1e-6}
     for name, value in {"bandwidth": 0.0, "block_bytes": 0, **negative}.items():
         with pytest.raises(ValueError, match="must be positive"):
@@ -164,7 +156,7 @@ def test_impossible_devices_are_refused() -> None:
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
     names = {*DEVICES} - {"flop", "bytes"}
-    costs = {name: checkmate.trace(step, *batch, profile=f"roofline:{name}").keep_all_cost for name in names}
+    costs = {name: _traced(name, step, *batch).keep_all_cost for name in names}
     assert len(names) == 13  # each is below
     assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
     assert costs["a100"] <= costs["a100-40gb"] <= costs["v100"] <= costs["t4"] < costs["laptop"]
@@ -173,10 +165,10 @@ def test_faster_devices_take_less_time() -> None:
     assert costs["a100"] <= costs["v100"] < costs["laptop"]
 
 
-def _by_graphs(run: Callable[[Tensor], Tensor], profile: str) -> tuple[float, int]:
+def _by_graphs(device: str, run: Callable[[Tensor], Tensor]) -> tuple[float, int]:
     """Seconds and workspace of the higher-order op of a forward."""
     w = torch.randn(8, 8, requires_grad=True)
-    problem = checkmate.trace(lambda x: run(x @ w).sum(), torch.randn(4, 8), profile=profile)
+    problem = _traced(device, lambda x: run(x @ w).sum(), torch.randn(4, 8))
     ops = enumerate(problem.graph.ops)
     (k,) = (k for k, op in ops if op.target in ("cond", "map_impl") and op.phase == "forward")
     return float(problem.seconds[k]), int(problem.workspace[k])
@@ -187,14 +179,14 @@ def test_of_two_graphs_that_counts_which_takes_longer() -> None:
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x @ x.t().sin() @ x, (x,))
 
     sine, products = 2 * 4 * 4 * 8, 4 * (4 * 8 + 8 * 4 + 4 * 4)
-    assert _by_graphs(run, "roofline:bytes")[0] == pytest.approx(sine + 2 * products)
-    seconds, workspace = _by_graphs(run, "roofline:flop")
+    assert _by_graphs("bytes", run)[0] == pytest.approx(sine + 2 * products)
+    seconds, workspace = _by_graphs("flop", run)
     assert seconds == pytest.approx(2 * 2 * 4 * 4 * 8)
     assert workspace == 4 * 4 * 4  # the sine beside the result
 
 
 def test_a_graph_counts_once_for_each_row() -> None:
-    seconds, workspace = _by_graphs(lambda x: map_rows(lambda row: (row.sin() * 2).cos(), x), "roofline:bytes")
+    seconds, workspace = _by_graphs("bytes", lambda x: map_rows(lambda row: (row.sin() * 2).cos(), x))
     assert seconds == pytest.approx(4 * 3 * 2 * 8 * 4)
     assert workspace == 4 * 8 * 4 + 8 * 4  # the rows of the result before they are one tensor, and what is within one
 
@@ -204,7 +196,7 @@ def test_flop_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.ones(1, requires_grad=True).sum().backward()  # autograd has its threads from then on, and none for a GPU
     with torch.device("meta"):
         q = torch.randn(2, 4, 256, 32, requires_grad=True)
-    problem = checkmate.trace(lambda q: flex_attention(q, q, q).sum(), q, profile="roofline:flop")
+    problem = _traced("flop", lambda q: flex_attention(q, q, q).sum(), q)
     seconds = {op.target: s for op, s in zip(problem.graph.ops, problem.seconds.tolist(), strict=True)}
     product = 2 * 2 * 4 * 256 * 256 * 32
     assert seconds["flex_attention"] == pytest.approx(2 * product)

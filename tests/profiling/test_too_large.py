@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from checkmate.memory import room
 from checkmate.memory.room import within_memory
 from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
+from checkmate.profiling.one_op import call_of
 from checkmate.profiling.trial import same_in_two
 from tests.profiling.test_trial import backward_of
 
@@ -32,11 +32,8 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 
 
 @pytest.fixture(autouse=True)
-def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module, name in ((cost_cache, "_known"), (trial, "_known")):
-        monkeypatch.setattr(module, name, {})
+def _measured_anew(nothing_known: None) -> None:
     room._warn.cache_clear()
-    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def no_memory(*_: Any, **__: Any) -> Any:
@@ -82,8 +79,8 @@ def with_room() -> Iterator[Callable[[float], None]]:
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
 @on_cuda
+@pytest.mark.slow
 @pytest.mark.parametrize(("whole", "estimated"), [(3.7, "aten.gelu_backward.default"), (2.6, "aten.gelu.default")])
 def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
     whole: float, estimated: str, with_room: Callable[[float], None], caplog: pytest.LogCaptureFixture
@@ -102,8 +99,8 @@ def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
 @on_cuda
+@pytest.mark.slow
 def test_the_largest_batch_is_found_though_its_ops_cannot_be_measured(with_room: Callable[[float], None]) -> None:
     net = Wide().cuda()
     with_room(2.6 * 4 * ROWS * WIDTH)
@@ -136,39 +133,33 @@ def test_what_runs_out_of_memory_is_gone_and_said_once(caplog: pytest.LogCapture
         within_memory(partial(torch.mm, torch.ones(2, 3), torch.ones(2, 3)), "mm", "it is left out")
 
 
-def test_on_the_cpu_it_is_estimated_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_the_cpu_it_is_estimated_too(
+    tanh_fails: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And measured as soon as there is memory: nothing is kept of it."""
-    call_of = measuring.call_of
-
-    def fail_on_tanh(node: torch.fx.Node) -> Any:
-        if "tanh" in str(node.target):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-        return call_of(node)
-
+    tanh_fails("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
     x = torch.randn(8, 8, requires_grad=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, "call_of", fail_on_tanh)
-        problem = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
+    problem = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
     assert _estimated(problem) == {"aten.tanh.default", "aten.tanh_backward.default"}
     assert problem.profile.source.endswith("; 2 ops estimated, 2 too large to run alone in the memory that was free")
     assert caplog.text.count("so its cost is estimated") == 2
+    monkeypatch.setattr(measuring, "call_of", call_of)
     assert checkmate.trace(lambda x: torch.tanh(x).sum(), x).profile.estimated == ()
 
 
 def test_without_memory_for_a_trial_an_op_is_measured_and_writes_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process tries again, and keeps the seconds."""
     x = torch.randn(64, 64, requires_grad=True)
-    without = {**TABLE, aten.tanh.default: Written(no_memory, (0,))}
+    step = lambda x: torch.tanh(x.exp()).sum()  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(rules, "TABLE", without)
-        problem = checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
+        patch.setattr(rules, "TABLE", {**TABLE, aten.tanh.default: Written(no_memory, (0,))})
+        problem = checkmate.trace(step, x)
         assert problem.profile.estimated == ()
         assert problem.profile.source.endswith("; 1 too large to be tried over an input")
-        with patch.context() as again:
-            again.setattr(measuring, "measure_ops", lambda *_: pytest.fail("it is tried again in the same process"))
-            checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
+        patch.setattr(measuring, "measure_ops", lambda *_: pytest.fail("it is tried again in the same process"))
+        checkmate.trace(step, x)
     monkeypatch.setattr(cost_cache, "_known", {})
-    later = checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
+    later = checkmate.trace(step, x)
     assert "too large" not in later.profile.source
     assert later.seconds.tolist() == problem.seconds.tolist()
     tanh = next(k for k, op in enumerate(later.graph.ops) if op.target == "aten.tanh.default")
