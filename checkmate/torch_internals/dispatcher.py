@@ -12,7 +12,6 @@ _TWICE = "weights that are used twice under autocast are not captured"
 _FLEX = "torch._higher_order_ops.flex_attention"
 _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 _KERNELS = "steps that launch kernels of Triton's are refused"
-_BATCHES = "products of batches, LSTMs, max, min, median and prod are not captured"
 
 NAMES = Table(
     Name("OpOverload", "torch._ops", "what a node of a graph calls"),
@@ -25,7 +24,7 @@ NAMES = Table(
     Name("DispatchKey", "torch._C", "the kernels of an op that tracing is to find"),
     Name("DispatchKeySet", "torch._C", "several of them", _FORMULAS),
     Name("_AutoDispatchBelowAutograd", "torch._C", "calls an op without recording it", "LSTMs are not captured"),
-    Name("_DisablePythonDispatcher", "torch._C", "calls an op's own kernel while a step is traced", _BATCHES),
+    Name("_DisablePythonDispatcher", "torch._C", "calls an op's own kernel while a step is traced"),
     Name("_ForceDispatchKeyGuard", "torch._C", "differentiates while a step is traced", _FORMULAS),
     Name("_dispatch_tls_local_exclude_set", "torch._C", "the keys that are off", _FORMULAS),
     Name("_dispatch_tls_local_include_set", "torch._C", "the keys that are on", _FORMULAS),
