@@ -14,8 +14,6 @@ from checkmate.memory import build
 from checkmate.profiling import cost_cache
 from checkmate.units import format_bytes
 
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 class Pooled(nn.Module):
     """Its first op takes much more memory than it makes."""
@@ -36,7 +34,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cost_cache, "_known", {})
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, on_cuda])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("stale", [False, True], ids=["costs that hold", "costs that do not"])
 def test_a_step_that_takes_more_than_its_plan_says_so_and_its_ops_are_measured_anew(
     device: str, stale: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -28,7 +28,6 @@ from tests.profiling.test_trial import backward_of
 MIB = 2**20
 ROWS = WIDTH = 1664  # of 11 MB, which is a segment of PyTorch's allocator for itself
 aten = torch.ops.aten
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +78,6 @@ def with_room() -> Iterator[Callable[[float], None]]:
 
 
 @pytest.mark.cuda
-@on_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "estimated"), [(3.7, "aten.gelu_backward.default"), (2.6, "aten.gelu.default")])
 def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
@@ -99,7 +97,6 @@ def test_a_step_whose_ops_do_not_fit_is_planned_by_estimates(
 
 
 @pytest.mark.cuda
-@on_cuda
 @pytest.mark.slow
 def test_the_largest_batch_is_found_though_its_ops_cannot_be_measured(with_room: Callable[[float], None]) -> None:
     net = Wide().cuda()
@@ -178,7 +175,6 @@ def test_without_memory_for_two_gradients_they_are_computed_at_once(
 
 
 @pytest.mark.cuda
-@on_cuda
 def test_a_convolution_that_is_known_and_has_no_room_now_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what its library chooses with so little memory it may take other bytes than the file of costs says."""
     net, x = nn.Conv2d(3, 8, 3).cuda(), torch.randn(2, 3, 16, 16, device="cuda")

@@ -25,7 +25,7 @@ from tests.support.sampling import long
 from tests.support.simulated_cuda.install import is_installed, set_waver
 from tests.support.whole_steps import assert_as_plain, training
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.cuda
 SECONDS = 0.3  # to plan
 
 
