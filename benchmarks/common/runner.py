@@ -60,7 +60,7 @@ class Benchmark:
 
     @property
     def path(self) -> Path:
-        """Of the rows that are committed."""
+        """The file of the rows that are committed."""
         return RESULTS / self.file
 
     def parser(self) -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ class Benchmark:
         return parser
 
     def cases(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        """All that is asked for, name by name, in the order of the options."""
+        """The cases that are asked for, name by name, in the order of the options."""
         given = {name: getattr(args, name) for name in self.options}
         many = {name: given[name] for name, (default, _) in self.options.items() if isinstance(default, (tuple, dict))}
         for name in args.names if self.names else [None]:
