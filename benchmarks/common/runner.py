@@ -72,7 +72,7 @@ class Benchmark:
             kind: dict[str, Any] = {"type": type(default)}
             values = next(iter(default.values())) if isinstance(default, dict) else default
             if isinstance(values, (tuple, list)):
-                kind = {"type": type(values[0]) if values else str, "nargs": "+"}
+                kind = {"type": type(values[0]), "nargs": "+"}
             elif isinstance(default, bool):
                 kind = {"action": "store_true"}
             parser.add_argument("--" + name.replace("_", "-"), default=default, help=told, **kind)
