@@ -29,13 +29,13 @@ from benchmarks.common.rows import Column, Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Made
-from benchmarks.peers.subjects import NETWORKS, Network, Subject
+from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.demo.tasks import Task, digits_task, text_task
 from checkmate.memory import build
 
 
-def _compared(network: Network) -> Made:
-    subject = Subject.of(network, torch.device("cpu"))
+def _compared(name: str) -> Made:
+    subject = Subject.of(NETWORKS[name], torch.device("cpu"))
     return subject.module, subject.plain, subject.batch
 
 
@@ -53,7 +53,7 @@ def _wide() -> Made:
 
 
 CASES: dict[str, Callable[[], Made]] = {
-    **{name: partial(_compared, network) for name, network in NETWORKS.items()},
+    **{name: partial(_compared, name) for name in NETWORKS},
     "demo-digits": partial(_of_the_demo, digits_task),
     "demo-text": partial(_of_the_demo, text_task),
     "wide": _wide,
@@ -89,25 +89,15 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
     grown = {kind: growth(module, run, let_go) for kind, run in runs.items()}
     seconds = seconds_in_turn(runs, rounds, module.zero_grad)
     plan, (use,) = steps["arena"].plans[0], steps["arena"].memory().rows
-    planned = plan.peak - plan.problem.resident
-    yield {
-        "model": name,
-        "threads": threads,
-        "share": share,
-        "budget": budget,
-        "planned_bytes": planned,
-        "live_peak": use.counted,
-        "arena_bytes": use.arena,
-        "first_bytes": first.resident,
-        "outside_bytes": use.outside,
-        "served": use.served,
-        "fallbacks": use.fallbacks,
-        **{f"{kind}_growth": grown[kind] for kind in steps},
-        **{f"{kind}_seconds": statistics.median(seconds[kind]) for kind in steps},
-        "time_ratio": median_ratio(seconds["arena"], seconds["allocator"]),
-        "plain_ratio": median_ratio(seconds["arena"], seconds["plain"]),
-        "rounds": rounds,
-    }
+    row: Row = {"model": name, "threads": threads, "share": share, "budget": budget, "rounds": rounds}
+    row |= {"planned_bytes": plan.peak - plan.problem.resident, "live_peak": use.counted, "arena_bytes": use.arena}
+    row |= {"first_bytes": first.resident, "outside_bytes": use.outside}
+    row |= {"served": use.served, "fallbacks": use.fallbacks}
+    row |= {f"{kind}_growth": grown[kind] for kind in steps}
+    row |= {f"{kind}_seconds": statistics.median(seconds[kind]) for kind in steps}
+    row["time_ratio"] = median_ratio(seconds["arena"], seconds["allocator"])
+    row["plain_ratio"] = median_ratio(seconds["arena"], seconds["plain"])
+    yield row
 
 
 def _planned(key: str) -> Column:

@@ -19,14 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import checkmate
 from benchmarks.common.rows import add_names, documented
@@ -76,15 +69,7 @@ def _integers(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.long)
 
 
-def _gpt2(layers: int, width: int, heads: int) -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads, use_cache=False))
-
-
-def _t5() -> nn.Module:
-    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config)
-
-
+T5 = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0}
 GRAPHS: dict[str, Make] = {
     "vgg16": _images(lambda: VGG16(CLASSES)),
     "resnet18": _images(lambda: resnet18(CLASSES)),
@@ -94,9 +79,9 @@ GRAPHS: dict[str, Make] = {
     "unet": _unet,
     "vit-b16": _images(lambda: ViT(224, 16, width=768, layers=12, heads=12, classes=CLASSES)),
     "bert-base": _text(lambda: BertForMaskedLM(BertConfig())),
-    "gpt2-12": _text(lambda: _gpt2(12, 768, 12)),
-    "gpt2-48": _text(lambda: _gpt2(48, 1600, 25)),
-    "t5-base": _text(_t5),
+    "gpt2-12": _text(lambda: GPT2LMHeadModel(GPT2Config(use_cache=False))),
+    "gpt2-48": _text(lambda: GPT2LMHeadModel(GPT2Config(n_layer=48, n_embd=1600, n_head=25, use_cache=False))),
+    "t5-base": _text(lambda: T5ForConditionalGeneration(T5Config(**T5, use_cache=False))),
 }
 
 
@@ -127,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PROBLEMS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = []
+    lines = []
     for name in args.names:
         began = time.perf_counter()
         problem = plain_problem_of(name, args.device)
@@ -136,8 +121,8 @@ def main() -> None:
         sizes = (problem.resident, problem.keep_all_peak, problem.unavoidable_bytes.max())
         cells = [name, str(len(problem.graph.ops)), str(len(problem.graph.values)), *map(format_bytes, sizes)]
         took = format_seconds(time.perf_counter() - began)
-        rows.append([*cells, format_seconds(problem.keep_all_cost), format_bytes(path.stat().st_size), took])
-    print(Table(HEADER, rows, HEADER[1:]))
+        lines.append([*cells, format_seconds(problem.keep_all_cost), format_bytes(path.stat().st_size), took])
+    print(Table(HEADER, lines, HEADER[1:]))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ WIDTHS = (8, 20, 12, 28, 16, 36, 10, 24, 40, 14, 32, 18, 22, 12, 26, 36, 16, 30,
 
 
 class Training:
-    """One way to train, in this process: narrow layers of many widths for many rows, much to hold, little to compute.
+    """A way to train, in this process: narrow layers of many widths for many rows, much to hold, little to compute.
 
     Args:
         kind: of `KINDS`.
@@ -102,7 +102,7 @@ class Training:
             yield {"loss": loss.hex()}
 
     def digest(self) -> str:
-        """Of the bits of all parameters and their last gradients."""
+        """A hash of the bits of all parameters and their last gradients."""
         tensors = [t for p in self.module.parameters() for t in (p, p.grad) if t is not None]
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
@@ -148,7 +148,7 @@ def told(call: Callable[..., Iterator[Row]], *arguments: Any) -> Row:
 
 
 def rows(steps: int, share: float) -> Iterator[Row]:
-    """One for each way."""
+    """A row for each way."""
     planned = told(plan, share)
     if planned["error"] is not None:
         raise SystemExit(planned["error"])

@@ -40,7 +40,7 @@ def step_of(name: str, length: int, layers: int) -> Problem:
 
 
 def pinned(problem: Problem) -> Problem:
-    """The step with its higher-order ops and kernels of Triton's run once."""
+    """Pin ops that run a graph or a kernel of Triton's, so that they run once."""
     ops = [replace(op, pinned="as it was") if is_higher(op.target) else op for op in problem.graph.ops]
     return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
 
@@ -57,26 +57,13 @@ def planned(name: str, length: int, layers: int, time_limit: float) -> Iterator[
     budget = int(HALF * problem.keep_all_peak)
     for form, one in zip(FORMS, (pinned(problem), problem), strict=True):
         ends, plan = min_budget(one, time_limit=time_limit), solve(one, budget, time_limit=time_limit, progress=False)
-        yield {
-            "network": name,
-            "form": form,
-            "device": DEVICE,
-            "batch": BATCH,
-            "length": length,
-            "layers": layers,
-            "ops": len(one.graph.ops),
-            "higher": sum(is_higher(op.target) for op in one.graph.ops),
-            "keep_all": one.keep_all_peak,
-            "resident": one.resident,
-            "seconds": one.keep_all_cost,
-            "smallest": ends.peak,
-            "bound": ends.bound,
-            "time_limit": time_limit,
-            "budget": budget,
-            "overhead": plan.overhead if plan.plan else None,
-            "gap": plan.gap if plan.plan else None,
-            "source": one.profile.source,
-        }
+        row: Row = {"network": name, "form": form, "device": DEVICE, "source": one.profile.source}
+        row |= {"batch": BATCH, "length": length, "layers": layers, "time_limit": time_limit}
+        row |= {"ops": len(one.graph.ops), "higher": sum(is_higher(op.target) for op in one.graph.ops)}
+        row |= {"keep_all": one.keep_all_peak, "resident": one.resident, "seconds": one.keep_all_cost}
+        row |= {"smallest": ends.peak, "bound": ends.bound, "budget": budget}
+        row |= {"overhead": plan.overhead, "gap": plan.gap} if plan.plan else {"overhead": None, "gap": None}
+        yield row
 
 
 BENCHMARK = Benchmark(

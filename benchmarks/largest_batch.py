@@ -25,8 +25,6 @@ from benchmarks.networks.convolutional import VGG16, MobileNetV2, resnet50
 from benchmarks.networks.pixels import FCN8, SegNet, UNet
 
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
-
-
 PAPER = ("paper_size", "paper_ratio", "paper_source")  # the largest batch, and to that of keeping everything
 
 
@@ -67,15 +65,9 @@ def rows(name: str, budget: str, device: str, time_limit: float) -> Iterator[Row
     torch._dynamo.reset()
     costs: dict[str, Any] = {"profile": f"roofline:{device}", "time_limit": time_limit}
     found = checkmate.max_batch_size(make_step, make_batch, budget=budget, baselines=BASELINES, **costs)
-    yield {
-        "device": device,
-        "time_limit": time_limit,
-        "network": name,
-        "ops": len(found.solution.problem.graph.ops),
-        "ratio": None if found.keep_all is None else found.size / found.keep_all,
-        **dict(zip(PAPER, network.paper, strict=True)),
-        **found.summary(),
-    }
+    row: Row = {"device": device, "time_limit": time_limit, "network": name}
+    row |= {"ops": len(found.solution.problem.graph.ops), **dict(zip(PAPER, network.paper, strict=True))}
+    yield {**row, "ratio": None if found.keep_all is None else found.size / found.keep_all, **found.summary()}
 
 
 def _paper(row: Row) -> str:

@@ -61,6 +61,14 @@ class Head(nn.Module):
 
 def ways(rounds: int, small: bool) -> list[Row]:
     """A row for each way to train the head."""
+
+    def trained(step: Callable[..., Tensor]) -> list[Tensor]:
+        loss = step(x, y)
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return [loss.detach(), *grads]
+
     torch.manual_seed(0)
     rows, depth, classes = (128, 32, 2000) if small else (1024, 256, 16_000)
     model = Head(depth, classes)
@@ -82,9 +90,9 @@ def ways(rounds: int, small: bool) -> list[Row]:
             continue
         steps[name] = step
         found[name] |= {"budget": budget, "splits": list(step.plans[0].problem.splits), "planned": step.plans[0].peak}
-    plain = _trained(model, model.plain, x, y)
+    plain = trained(model.plain)
     for way, step in steps.items():
-        results = _trained(model, step, x, y)
+        results = trained(step)
         found[way] |= {"same_bits": not differing(results, plain), "difference": distance(results, plain)}
     runs = {way: partial(step_and_back, model, step, (x, y)) for way, step in steps.items()}
     seconds = seconds_in_turn(runs, rounds, model.zero_grad)
@@ -93,14 +101,6 @@ def ways(rounds: int, small: bool) -> list[Row]:
         row["ratio"] = median_ratio(seconds[way], seconds["plain"])
         row |= {"rows": rows, "depth": depth, "classes": classes, "threads": torch.get_num_threads()}
     return [*found.values()]
-
-
-def _trained(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-    loss = step(x, y)
-    loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return [loss.detach(), *grads]
 
 
 BENCHMARK = Benchmark(

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 
 import checkmate
-from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, plan_facts
 from benchmarks.common.runner import Benchmark
+from benchmarks.common.timing import budget_at, nothing_on_disk, paired_times
 from benchmarks.networks import CASES
 from checkmate.backends.tensor_state import differing
 from checkmate.demo.training import peak_of_step, train
@@ -34,35 +34,20 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
     expected = train(*case.make(0)[:2], [batch] * 3)
     for share in shares:
         module, plain, batch = case.make(0)
-        budget = measuring.budget_at(share, lowest, keep_all)
+        budget = budget_at(share, lowest, keep_all)
         compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit, wait="best")
+        row: Row = {"model": name, "ops": len(problem.graph.ops), "threads": threads, "share": share, "budget": budget}
+        row |= {"min_budget": lowest, "keep_all_peak": keep_all, "plain_peak": plain_peak}
         began = time.perf_counter()
-        with measuring.nothing_on_disk():
+        with nothing_on_disk():
             found = train(module, compiled, [batch] * 3)
-        first_steps = time.perf_counter() - began
+        row |= {"first_three_steps_seconds": time.perf_counter() - began, "bitwise": not differing(found, expected)}
         solution = compiled.plans[0]
-        peak = peak_of_step(module, compiled, batch)
-        plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, plain, compiled, batch, pairs)
-        yield {
-            "model": case.name,
-            "ops": len(problem.graph.ops),
-            "threads": threads,
-            "share": share,
-            "budget": budget,
-            "min_budget": lowest,
-            "keep_all_peak": keep_all,
-            "plain_peak": plain_peak,
-            "predicted_peak": solution.peak,
-            "measured_peak": solution.problem.resident + peak,
-            "resident": problem.resident,
-            **plan_facts(solution),
-            "plain_seconds": plain_seconds,
-            "compiled_seconds": compiled_seconds,
-            "time_ratio": ratio,
-            "pairs": pairs,
-            "first_three_steps_seconds": first_steps,
-            "bitwise": not differing(found, expected),
-        }
+        measured = solution.problem.resident + peak_of_step(module, compiled, batch)
+        row |= {"predicted_peak": solution.peak, "measured_peak": measured, "resident": problem.resident}
+        row |= plan_facts(solution)
+        theirs, ours, ratio = paired_times(module, plain, compiled, batch, pairs)
+        yield {**row, "plain_seconds": theirs, "compiled_seconds": ours, "time_ratio": ratio, "pairs": pairs}
 
 
 BENCHMARK = Benchmark(

@@ -65,7 +65,7 @@ def counted(tests: Mapping[str, Sequence[str]], *options: str, environment: Mapp
 
 
 def _counted(markers: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Row:
-    """By pytest's report in JUnit's form."""
+    """Run one kind, and count by pytest's report in JUnit's form."""
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -116,11 +116,9 @@ def _last(rows: Sequence[Row], of: str) -> list[Row]:
 
 def needed() -> list[str]:
     """Packages that checkmate needs, by pyproject.toml."""
-    found = re.search(
-        r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    assert found is not None
-    return re.findall(r'^ *"([\w-]+)', found[1], flags=re.MULTILINE)
+    project = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r'^ *"([\w-]+)', listed, flags=re.MULTILINE)
 
 
 def _plain(version: str) -> str:

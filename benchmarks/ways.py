@@ -42,15 +42,9 @@ def row_of(problem: Problem, time_limit: float) -> Row:
     """The smallest budget of one form."""
     in_parts = min_budget(problem, time_limit=time_limit)
     ends = min_budget(replace(problem, next_split=None), time_limit=time_limit)
-    return {
-        "ops": len(problem.graph.ops),
-        "ways": len(problem.profile.ways),
-        "time_limit": time_limit,
-        "keep_all_peak": problem.keep_all_peak,
-        "smallest": ends.peak,
-        "smallest_bound": ends.bound,
-        "smallest_in_parts": in_parts.peak,
-    }
+    row: Row = {"ops": len(problem.graph.ops), "ways": len(problem.profile.ways), "time_limit": time_limit}
+    row |= {"keep_all_peak": problem.keep_all_peak, "smallest": ends.peak, "smallest_bound": ends.bound}
+    return row | {"smallest_in_parts": in_parts.peak}
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -33,7 +33,7 @@ from benchmarks.common.rows import Column, Row, latest
 from benchmarks.common.runner import Benchmark, document, table_of
 from benchmarks.common.timing import median_ratio, seconds_in_turn
 from benchmarks.graphs import DEVICE, GRAPHS
-from benchmarks.peers.settings import _blocks as checkpointed
+from benchmarks.peers.settings import checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.backends.tensor_state import differing, tensors_within
 from checkmate.memory import measure_peak
@@ -67,7 +67,7 @@ Loop = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a whole step, and what it leaves in the optimizers, by parameter."""
+    """A way to train: a whole step, and what it leaves in the optimizers, by parameter."""
 
     step: Loop
     state: Callable[[], list[Any]]
@@ -117,16 +117,14 @@ def _compiled(subject: Subject, time_limit: float) -> Way:
     return _plain(subject, checkmate.compile(subject.plain, budget=budget, time_limit=time_limit, wait="best"))
 
 
-def _ours(subject: Subject, budget: int, time_limit: float, clip_norm: float | None = None) -> Way:
-    """At a budget; at the smallest where that is more."""
+def _ours(subject: Subject, budget: int, time_limit: float) -> Way:
+    """A whole step at a budget; at the smallest where that is more."""
     optimizer = _adamw(subject.module.parameters())
-    options: Any = {"clip_norm": clip_norm, "time_limit": time_limit, "wait": "best"}
     try:
-        step = checkmate.training_step(subject.plain, optimizer, budget=budget, **options)
+        step = checkmate.training_step(subject.plain, optimizer, budget=budget, time_limit=time_limit, wait="best")
         step(*subject.batch)
     except checkmate.InfeasibleBudget as error:
-        step = checkmate.training_step(subject.plain, optimizer, budget=error.min_budget, **options)
-        step(*subject.batch)
+        return _ours(subject, error.min_budget, time_limit)
     return Way(lambda: step(*subject.batch), partial(_state, optimizer), step.plans[0])
 
 
@@ -157,18 +155,13 @@ def rows(name: str, size: str, time_limit: float, rounds: int) -> list[Row]:
         way, left = _trained(subject, make)
         peak = max(measure_peak(way.step).peak for _ in range(STEPS))
         seconds = seconds_in_turn({"plain": plain.step, "way": way.step}, rounds)
-        row: Row = {
-            "model": name,
-            "way": way_name,
-            "budget": None if way.plan is None else way.plan.budget,
-            "predicted_peak": None if way.plan is None else way.plan.peak,
-            "recomputed": None if way.plan is None else way.plan.overhead,
-            "gap": None if way.plan is None else way.plan.gap,
-            "peak": resident + peak,
-            "same_bits": not differing(left, expected),
-            "time_ratio": median_ratio(seconds["way"], seconds["plain"]),
-        }
-        if way.plan is not None or way_name == "plain":
+        plan = way.plan
+        row: Row = {"model": name, "way": way_name, "peak": resident + peak, "same_bits": not differing(left, expected)}
+        row["time_ratio"] = median_ratio(seconds["way"], seconds["plain"])
+        row |= dict.fromkeys(("budget", "predicted_peak", "recomputed", "gap"))
+        if plan is not None:
+            row |= {"budget": plan.budget, "predicted_peak": plan.peak, "recomputed": plan.overhead, "gap": plan.gap}
+        if plan is not None or way_name == "plain":
             row["process"] = resident + growth(subject.module, way.step, small_step())
         found.append(row)
 
@@ -200,24 +193,17 @@ def floor(name: str, time_limit: float) -> Row:
 
     state = Updates([_adamw(parameters)]).held_bytes
     apart, found, clipped = smallest(step), whole(), whole(clip_norm=1.0)
-    return {
-        "model": name,
-        "way": FLOOR,
-        "state_bytes": state,
-        "apart": apart.peak + state,
-        "whole": found.peak,
-        "whole_bound": found.bound,
-        "clipped": clipped.peak,
-        "clipped_bound": clipped.bound,
-    }
+    row = {"model": name, "way": FLOOR, "state_bytes": state, "apart": apart.peak + state}
+    row |= {"whole": found.peak, "whole_bound": found.bound}
+    return row | {"clipped": clipped.peak, "clipped_bound": clipped.bound}
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The document of the last row of each way to train a network."""
+    """A document of the last row of each way to train a network."""
     last = latest((row for row in rows if row["way"] != FLOOR), "model", "way")
     floors = latest((row for row in rows if row["way"] == FLOOR), "model")
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in last))
-    intro = INTRO.format(commits=commits, cpu=last[-1]["cpu"].removesuffix(" Processor"))
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in last or floors))
+    intro = INTRO.format(commits=commits, cpu=rows[-1]["cpu"].removesuffix(" Processor"))
     return document("Whole training steps", intro, BENCHMARK.table(last), OF_FLOORS, table_of(FLOORS, floors))
 
 

@@ -32,10 +32,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.census import images as census_images
-from benchmarks.census import report as census_report
-from benchmarks.census import study as census_study
-from benchmarks.census import text as census_text
+from benchmarks.census import images, report, study, text
 from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row, append, documented, origin
 
@@ -46,8 +43,8 @@ WAIT = 6.0  # times its own seconds is how long a process is waited for, on a bu
 
 def listed() -> dict[str, tuple[str, ...]]:
     """Every model by name: its library, and what it is there."""
-    text = {name: ("transformers", *tasks) for name, tasks in census_text.models().items()}
-    return text | {name: ("timm", family) for name, family in census_images.models().items()}
+    of_text = {name: ("transformers", *tasks) for name, tasks in text.models().items()}
+    return of_text | {name: ("timm", family) for name, family in images.models().items()}
 
 
 def _studied(name: str, seconds: int) -> Iterator[Row]:
@@ -58,11 +55,11 @@ def _studied(name: str, seconds: int) -> Iterator[Row]:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say of hundreds of models
     at = "plain"
     try:
-        for row in census_study.study(name):
+        for row in study.study(name):
             at = row.get("at", at)
             yield row
     except Exception as error:  # noqa: BLE001  # whatever it is, it is what came of the model
-        row = census_study.failure(error, at)
+        row = study.failure(error, at)
     yield {**row, "seconds": round(time.process_time(), 1)}
 
 
@@ -91,9 +88,8 @@ def chosen(names: Sequence[str], again: Sequence[str], rows: dict[str, Row]) -> 
 
 def run(names: Sequence[str], jobs: int, seconds: int) -> Iterator[Row]:
     """The row of each model, as they end."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["benchmarks.census.study", "torch._dynamo", "torch._functorch.aot_autograd"]
-    )
+    preloaded = ["benchmarks.census.study", "torch._dynamo", "torch._functorch.aot_autograd"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     about, kinds = origin(), listed()
     versions = {library: metadata.version(library) for library in {kind[0] for kind in kinds.values()}}
     with ThreadPoolExecutor(jobs) as pool:
@@ -119,21 +115,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     kinds = listed()
-    if census_images.MISSING:
-        print(census_images.MISSING)
+    if images.MISSING:
+        print(images.MISSING)
     if unknown := set(args.models) - set(kinds):
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
     if args.here:
         for name in args.models:
-            for row in census_study.study(name):
+            for row in study.study(name):
                 print(json.dumps(row, indent=1))
         return
     if not args.report:
-        names = chosen(args.models, [s for s in args.again.split(",") if s], census_report.by_model(args.out))
+        names = chosen(args.models, [s for s in args.again.split(",") if s], report.by_model(args.out))
         for i, row in enumerate(run(names, args.jobs, args.seconds), 1):
             append(args.out, row)
-            print(f"{i:>3}/{len(names)}  {row['model']}: {census_report.short(row)}", flush=True)
-    rows = census_report.by_model(args.out)
-    print("\n" + census_report.counts(rows))
+            print(f"{i:>3}/{len(names)}  {row['model']}: {report.short(row)}", flush=True)
+    rows = report.by_model(args.out)
+    print("\n" + report.counts(rows))
     if args.report and args.out == RESULTS:
-        census_report.write(rows)
+        report.write(rows)

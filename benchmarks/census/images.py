@@ -1,4 +1,4 @@
-"""One network of each family of timm, with few layers, on small images.
+"""Networks of timm, one of each family, with few layers, on small images.
 
 timm is no part of the environment: `benchmarks.census.count` says how to have it beside PyTorch for the CPU. Where it
 cannot be imported, `MISSING` says so and why, and no network of it is listed. A family is a module of `timm.models`;
@@ -20,42 +20,29 @@ Made = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 CLASSES, BATCH = 10, 4
 
 
-def _declare_ops_of_torchvision() -> torch.library.Library:
-    """Say what two ops of torchvision take, which it describes to PyTorch when it is imported.
-
-    Its wheels hold them in a library that loads beside PyTorch for CUDA only. No network of timm runs them.
-    """
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+_ops = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as this module
 
 
-def _import() -> tuple[Any, Any, str]:
-    """timm, what must live as long as it, and why it is not there."""
+def _import() -> tuple[Any, str]:
+    """timm, or why it is not there."""
     if importlib.util.find_spec("timm") is None:
-        return None, None, "timm is left out: it is not installed. CONTRIBUTING.md says how it is."
-    ops = None
+        return None, "timm is left out: it is not installed. --help says how it is."
     try:
         if importlib.util.find_spec("torchvision") is not None:
-            ops = _declare_ops_of_torchvision()
-        return importlib.import_module("timm"), ops, ""
+            # torchvision describes two ops to PyTorch when it is imported. Its wheels hold them in a library that loads
+            # beside PyTorch for CUDA only, and no network of timm runs them.
+            for name in ("nms", "qnms"):
+                _ops.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return importlib.import_module("timm"), ""
     except Exception as error:  # noqa: BLE001  # whatever it is, it is why
-        return None, ops, f"timm is left out: it cannot be imported. {type(error).__name__}: {error}"
+        return None, f"timm is left out: it cannot be imported. {type(error).__name__}: {error}"
 
 
-_timm, _ops, MISSING = _import()
+_timm, MISSING = _import()
 
 
 class Tiny:
-    """Options that make a family's network small.
-
-    Args:
-        name: of a model that timm registers, or of the class, where a registered one takes no such options.
-        size: of an image's sides.
-        fixed: whether the model is told the size.
-        options: others that it takes.
-    """
+    """A small network: a model that timm registers, or a class; the size of an image, which a ``fixed`` one is told."""
 
     def __init__(self, name: str, size: int, *, fixed: bool = False, **options: Any) -> None:
         self.name, self.size, self.fixed, self.options = name, size, fixed, options

@@ -31,7 +31,7 @@ def by_model(path: Path) -> dict[str, Row]:
 
 
 def counted(rows: Rows) -> list[Row]:
-    """Of those that plain PyTorch trains, and repeats bit for bit."""
+    """Rows of models that plain PyTorch trains, and repeats bit for bit."""
     return [row for row in rows.values() if row["status"] not in NOT_COUNTED]
 
 
@@ -57,12 +57,10 @@ def counts(rows: Rows) -> str:
     heads = ["", "run", "counted", *KINDS.values()]
     lines = []
     for library, called in LIBRARIES.items():
-        own = {name: row for name, row in rows.items() if row["library"] == library}
-        if not own:
-            continue
-        some = counted(own)
-        kinds = [sum(row["status"] == kind for row in some) for kind in KINDS]
-        lines.append([called, *map(str, (len(own), len(some), *kinds))])
+        if own := {name: row for name, row in rows.items() if row["library"] == library}:
+            some = counted(own)
+            kinds = [sum(row["status"] == kind for row in some) for kind in KINDS]
+            lines.append([called, *map(str, (len(own), len(some), *kinds))])
     return Table(heads, lines, heads[1:]).markdown()
 
 
@@ -93,15 +91,13 @@ def section(rows: Rows) -> str:
     if wrong:
         cells = [(f"`{row['model']}`", KINDS[row["status"]], reason(row)) for row in wrong]
         lines += ["", Table(("model", "result", "why"), cells).markdown()]
-    aside = [row for row in rows.values() if row["status"] in NOT_COUNTED]
+    aside = {row["model"]: reason(row) for row in rows.values() if row["status"] in NOT_COUNTED}
     if aside:
         lines += ["", "Not counted, for what plain PyTorch says, or because they could not be made small:", ""]
-        lines += [f"- `{row['model']}`: {_cell(reason(row) or 'other bits the second time')}" for row in aside]
+    for model, why in aside.items():
+        text = (why or "other bits the second time").replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"- `{model}`: {text}")
     return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def write(rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""One model of the census: two steps plainly, the same again, and compiled, and what came of it as a row."""
+"""Study one model of the census: two steps plainly, two again, and two compiled; the row of what came of it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import checkmate
-from benchmarks.census import images as census_images
-from benchmarks.census import text as census_text
-from benchmarks.common import timing as measuring
+from benchmarks.census import images, text
 from benchmarks.common.rows import Row
+from benchmarks.common.timing import budget_at, nothing_on_disk
 from checkmate.backends.tensor_state import same_bits
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
@@ -46,7 +45,7 @@ class Outcome:
 def make(name: str) -> Built:
     """A model with its step and batch, always the same."""
     torch.manual_seed(0)
-    return census_text.make(name) if name in census_text.models() else census_images.make(name)
+    return text.make(name) if name in text.models() else images.make(name)
 
 
 class _Warnings(logging.Handler):
@@ -61,7 +60,7 @@ class _Warnings(logging.Handler):
 
 
 def train(module: nn.Module, step: Callable[..., Tensor], batch: dict[str, Tensor]) -> Outcome:
-    """Two steps of SGD with momentum; the first is not metered, a compiled one plans in it."""
+    """Train two steps by SGD with momentum; the first is not metered, a compiled one plans in it."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
     tensors: dict[str, Tensor] = {}
@@ -170,7 +169,8 @@ def _study(name: str) -> Iterator[Row]:
     expected = again = None
     yield {"at": "plain"}
     expected, again = train(*make(name)), train(*make(name))
-    about: Row = {"parameters": sum(p.numel() for p in make(name)[0].parameters()), "plain_seconds": _since(began)}
+    about: Row = {"parameters": sum(p.numel() for p in make(name)[0].parameters())}
+    about["plain_seconds"] = round(time.process_time() - began, 2)
     if any(not bool(tensor.isfinite().all()) for key, tensor in expected.tensors.items() if key.startswith("loss")):
         yield {**about, "status": "untrained", "error": "the loss is no finite number"}
         return
@@ -179,20 +179,15 @@ def _study(name: str) -> Iterator[Row]:
         return
     yield {"at": "capture"}
     trace: Callable[..., Problem] = checkmate.trace  # its own options have other names than a batch's tensors
-    with measuring.nothing_on_disk():
+    with nothing_on_disk():
         _, step, batch = make(name)
         with entered() as always:  # whatever is captured
             trace(lambda x: (x * x).sum(), torch.ones(2, requires_grad=True))
         with entered() as patches:
             problem = trace(step, **batch)
         lowest, keep_all = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
-        about |= {
-            "patches": sorted(patches - always),
-            "ops": len(problem.graph.ops),
-            "min_budget": lowest,
-            "keep_all_peak": keep_all,
-        }
-        about |= {"budget": measuring.budget_at(SHARE, lowest, keep_all)}
+        about |= {"patches": sorted(patches - always), "ops": len(problem.graph.ops)}
+        about |= {"min_budget": lowest, "keep_all_peak": keep_all, "budget": budget_at(SHARE, lowest, keep_all)}
         yield {"at": "compiled steps"}
         earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
         module, step, batch = make(name)
@@ -200,21 +195,12 @@ def _study(name: str) -> Iterator[Row]:
         found = train(module, compiled, batch)
         own = bytes_of(tensor for tensor in constants() if id(tensor) not in earlier)
     wrong, plan = differing(found, expected), compiled.plans[-1]
-    about |= {
-        "graphs": len(compiled.plans),
-        "overhead": plan.overhead,
-        "gap": plan.gap,
-        "predicted_peak": plan.peak,
-        "measured_peak": found.resident + own + found.peak,
-    }
+    about |= {"graphs": len(compiled.plans), "overhead": plan.overhead, "gap": plan.gap}
+    about |= {"predicted_peak": plan.peak, "measured_peak": found.resident + own + found.peak}
     if wrong:
         about |= {"wrong": len(wrong), "differs": dict(list(wrong.items())[:8])}
     right = about["measured_peak"] == about["predicted_peak"]
     yield {**about, "status": "wrong" if wrong else "right" if right else "peak"}
-
-
-def _since(began: float) -> float:
-    return round(time.process_time() - began, 2)
 
 
 def failure(error: Exception, at: str) -> Row:
@@ -227,6 +213,6 @@ def failure(error: Exception, at: str) -> Row:
     return {"status": status, "at": at, "class": type(error).__name__, "error": plain(said), "where": where}
 
 
-def plain(text: str) -> str:
+def plain(message: str) -> str:
     """A message without what differs from machine to machine: where packages are installed, addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}/", ""))
+    return re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"/\S*/site-packages/", "", message).replace(f"{ROOT}/", ""))

@@ -1,18 +1,21 @@
-"""Work in a process of its own: what it tells arrives as it is told, and what ends it early is an error here."""
+"""Work in processes: what each tells arrives as it is told, what ends one early is an error here, and a lock."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 T = TypeVar("T")
+LOCK = "CHECKMATE_BENCHMARK_LOCK"  # of the environment: the file that `alone` locks; without it nobody waits
 OUT_OF_SECONDS = (-signal.SIGXCPU, -signal.SIGVTALRM)  # exit codes of processes that a limit of their own time ended
 
 
@@ -81,3 +84,14 @@ def _tell(work: Callable[[], Iterable[Any]], pipe: Connection) -> None:
         pipe.send((None, (said, traceback.format_exc())))
     else:
         pipe.send((None, None))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let no other process that shares the file be in such a block meanwhile: what is timed or measured waits."""
+    if (name := os.environ.get(LOCK)) is None:
+        yield
+        return
+    with Path(name).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -11,7 +11,7 @@ PATIENCE = 40.0  # times as long as asked for may HiGHS take on the wall: it is 
 
 
 def count_own_seconds() -> None:
-    """Have all limits and durations of this process counted in seconds that it computes, of all its threads together.
+    """Count all limits and durations of this process in seconds that it computes, of all its threads together.
 
     So a limit stands for as much work on a busy machine as on an idle one, and what a test says of seconds holds there
     too. HiGHS has a clock of its own: its limit is set so late that ours ends it.

@@ -26,6 +26,12 @@ def give_back() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def warm_up(one: Callable[[], object]) -> None:
+    """Run some steps."""
+    for _ in range(WARM):
+        one()
+
+
 def growth(module: nn.Module, one: Callable[[], object], let_go: Callable[[], object] = lambda: None) -> int:
     """Bytes by which the peak resident set grows over some steps, from no gradients.
 
@@ -34,28 +40,16 @@ def growth(module: nn.Module, one: Callable[[], object], let_go: Callable[[], ob
         one: a step of it.
         let_go: called before the measurement; whatever holds memory from one step to the next gives it back.
     """
-    for _ in range(WARM):
-        one()
+    warm_up(one)
     module.zero_grad()
     let_go()
     give_back()
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
-    for _ in range(STEPS):
-        one()
-    return status("VmHWM") - before
+    return most_above(status("VmRSS"), one)
 
 
 def most_above(level: int, one: Callable[[], object]) -> int:
-    """Bytes by which the peak of the resident set over some steps is above what it was at another time.
-
-    Args:
-        level: bytes resident then: before the model was made, so that what making and planning it left behind counts.
-        one: a step.
-    """
-    for _ in range(WARM):
-        one()
-    Path("/proc/self/clear_refs").write_text("5")
+    """Bytes by which the peak of the resident set over some steps is above a level."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
     for _ in range(STEPS):
         one()
     return status("VmHWM") - level

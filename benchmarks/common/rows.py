@@ -22,7 +22,7 @@ Column = str | Callable[[Row], str]
 
 
 def origin(*packages: str) -> dict[str, str]:
-    """Where and when a row was made, with the versions of packages; by default of PyTorch."""
+    """The place and time at which a row was made, with the versions of packages; by default of PyTorch."""
     root = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -56,7 +56,7 @@ def read(path: Path) -> list[Row]:
 
 
 def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """Of the rows that have the same values under some keys, the last."""
+    """The last of the rows that have the same values under some keys."""
     return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 

@@ -60,7 +60,7 @@ class Benchmark:
 
     @property
     def path(self) -> Path:
-        """Of the rows that are committed."""
+        """The file of the rows that are committed."""
         return RESULTS / self.file
 
     def parser(self) -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ class Benchmark:
             kind: dict[str, Any] = {"type": type(default)}
             values = next(iter(default.values())) if isinstance(default, dict) else default
             if isinstance(values, (tuple, list)):
-                kind = {"type": type(values[0]) if values else str, "nargs": "+"}
+                kind = {"type": type(values[0]), "nargs": "+"}
             elif isinstance(default, bool):
                 kind = {"action": "store_true"}
             parser.add_argument("--" + name.replace("_", "-"), default=default, help=told, **kind)
@@ -84,7 +84,7 @@ class Benchmark:
         return parser
 
     def cases(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        """All that is asked for, name by name, in the order of the options."""
+        """The cases that are asked for, name by name, in the order of the options."""
         given = {name: getattr(args, name) for name in self.options}
         many = {name: given[name] for name, (default, _) in self.options.items() if isinstance(default, (tuple, dict))}
         for name in args.names if self.names else [None]:

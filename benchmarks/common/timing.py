@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step
 from checkmate.core.files import VARIABLE
+from checkmate.memory import CPU
 
 
 def budget_at(share: float, smallest: int, keep_all: int) -> int:
@@ -45,6 +47,12 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def let_go() -> None:
+    """Collect garbage, and have PyTorch give back what it keeps of a GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
     """A forward and a backward, from no gradients."""
     module.zero_grad(set_to_none=True)
@@ -67,7 +75,10 @@ def add_up(owner: Any, name: str, spent: dict[str, float], part: str) -> Any:
 
 
 def seconds_in_turn(
-    steps: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+    device: torch.device = CPU,
 ) -> dict[str, list[float]]:
     """Seconds of each step in each round, in which all take turns, so that what else the machine does meets all.
 
@@ -77,13 +88,16 @@ def seconds_in_turn(
         steps: by name.
         rounds: how many count.
         before: is called before each step, and is not timed.
+        device: is waited for, before each step and at its end.
     """
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 1):
         for name in [*steps][:: 1 if i % 2 else -1]:
             before()
+            finish(device)
             began = time.perf_counter()
             steps[name]()
+            finish(device)
             taken[name].append(time.perf_counter() - began)
     return {name: seconds[1:] for name, seconds in taken.items()}
 
@@ -94,27 +108,9 @@ def median_ratio(these: Sequence[float], those: Sequence[float]) -> float:
 
 
 def paired_times(
-    module: nn.Module,
-    plain: Step,
-    compiled: Step,
-    batch: Batch,
-    pairs: int,
-    finish: Callable[[], object] = lambda: None,
+    module: nn.Module, plain: Step, compiled: Step, batch: Batch, pairs: int, device: torch.device = CPU
 ) -> tuple[float, float, float]:
-    """Median seconds of a plain and a compiled step, and the median of their ratios, pair by pair.
-
-    ``finish`` waits for what a step has started: a GPU works on while Python goes ahead.
-    """
-
-    def run(step: Step) -> None:
-        step(*batch).backward()
-        finish()
-
-    def begin() -> None:
-        module.zero_grad(set_to_none=True)
-        finish()
-
-    steps = {"plain": partial(run, plain), "compiled": partial(run, compiled)}
-    plain_times, compiled_times = seconds_in_turn(steps, pairs, begin).values()
-    ratio = median_ratio(compiled_times, plain_times)
-    return statistics.median(plain_times), statistics.median(compiled_times), ratio
+    """Median seconds of a plain and a compiled step, and the median of their ratios."""
+    steps = {"plain": lambda: plain(*batch).backward(), "compiled": lambda: compiled(*batch).backward()}
+    theirs, ours = seconds_in_turn(steps, pairs, module.zero_grad, device).values()
+    return statistics.median(theirs), statistics.median(ours), median_ratio(ours, theirs)

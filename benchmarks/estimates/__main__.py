@@ -1,6 +1,5 @@
-"""``python -m benchmarks.estimates``: estimates held against measured steps."""
+"""``python -m benchmarks.estimates``: hold estimates against measured steps."""
 
 from benchmarks.estimates.comparison import BENCHMARK
 
-if __name__ == "__main__":
-    BENCHMARK.run()
+BENCHMARK.run()

@@ -65,19 +65,14 @@ def as_before(device: Device) -> Device:
     )
 
 
-def error(row: Row, estimated: str = "estimated") -> float:
-    """By which share the estimate is off, of what was measured."""
-    return float(abs(row[estimated] / row["measured"] - 1))
-
-
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Of rows: how many, the error that half of them stay within, and the worst."""
-    errors = [error(row) for row in rows]
+    """Count rows: how many, the error that half of them stay within as a share of what was measured, and the worst."""
+    errors = [abs(row["estimated"] / row["measured"] - 1) for row in rows]
     return {"cases": len(errors), "median": statistics.median(errors), "worst": max(errors)}
 
 
 def kept_back(rows: Sequence[Row]) -> list[Row]:
-    """The steps that say what estimates are worth."""
+    """The last row of each step that says what estimates are worth."""
     return [row for row in latest(rows, "case") if row.get("kept_back")]
 
 
@@ -92,7 +87,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "what is measured is what others published, with its source in `benchmarks/estimates/steps.py`. A ratio above "
         "1: the estimate is too fast. Plain: the same ratio by the roofline alone.",
         BENCHMARK.table(steps),
-        Table(KINDS, [_total(name, those) for name, those in said.items()], KINDS[1:]),
+        Table(KINDS, [_total(name, those) for name, those in said.items() if those], KINDS[1:]),
     )
 
 

@@ -174,9 +174,9 @@ def _all() -> dict[str, Step]:
     def add(name: str, source: str, milliseconds: float, make: Callable[[], Made]) -> None:
         found[name] = Step(name.partition(" ")[0], source, milliseconds, make, name not in KEPT_BACK)
 
+    make: Callable[..., Made]
     for name, (_, images, plain, last) in TIMM.items():
-        size = 384 if name.endswith("-384") else 224
-        make: Callable[..., Made] = partial(_classifier, name, images, torch.float16, size)
+        make = partial(_classifier, name, images, torch.float16, 384 if name.endswith("-384") else 224)
         add(f"rtx3090 {name}", "timm", plain, make)
         if last is not None:
             add(f"rtx3090 {name} channels last", "timm", last, partial(make, channels_last=True))

@@ -29,9 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.common.apart import EndedEarly, apart
+from benchmarks.common.apart import LOCK, EndedEarly, apart
 from benchmarks.common.rows import Row, append, documented, origin, read
-from benchmarks.gpu.alone import VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,7 @@ SHOWN = 400  # characters of a row in a table
 
 
 def origin_of(device: torch.device) -> Row:
-    """Where and when a row was made, with the GPU and what drives it."""
+    """The place and time at which a row was made, with the GPU and what drives it."""
     import torch
 
     facts: Row = {**origin(), "device": str(device)}
@@ -68,7 +67,7 @@ def rows_of(name: str, asked: Asked, until: float, lock: str) -> Iterator[Row]:
         row = {"ended": "not begun: no time was left"}
     else:
         with tempfile.TemporaryDirectory() as folder:
-            work = partial(run_item, name, asked, {VARIABLE: lock, CACHE: folder})
+            work = partial(run_item, name, asked, {LOCK: lock, CACHE: folder})
             rows = apart(work, patience=until - began)
             try:
                 for found in rows:
@@ -91,8 +90,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small networks, few pairs")
     parser.add_argument("--seconds", type=float, default=440.0, help="for everything")
     parser.add_argument("--jobs", type=int, default=5, help="items at a time")
-    parser.add_argument("--pairs", type=int, default=10, help="timed pairs of steps")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
     parser.add_argument("--out", type=Path, help="by default gpu.jsonl of benchmarks/results, for a CUDA device")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the rows of a file instead")
     args = parser.parse_args()
@@ -109,7 +106,7 @@ def main() -> None:
     if device.type != "cuda" and args.out is None:
         sys.exit("Say where rows of another device than CUDA go: --out FILE.")
     device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    asked = Asked(device, args.small, 2 if args.small else args.pairs, 1.0 if args.small else args.time_limit, 0.0)
+    asked = Asked(device, args.small, pairs=2 if args.small else 10, time_limit=1.0 if args.small else 5.0, seconds=0.0)
     names = [name for name in ITEMS if args.only is None or any(name.startswith(one) for one in args.only)]
     last = [name for name in names if ITEMS[name].alone]
     end, writes, failed = time.monotonic() + args.seconds, threading.Lock(), list[str]()

@@ -7,9 +7,8 @@ does not repeat its own numbers, the row says by how much its runs differ, and t
 
 from __future__ import annotations
 
-import gc
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.common import timing as measuring
+from benchmarks.common.apart import alone
 from benchmarks.common.rows import Row, plan_facts
-from benchmarks.gpu.alone import alone
+from benchmarks.common.timing import budget_at, distance, let_go, nothing_on_disk, paired_times, step_and_back
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
 from benchmarks.networks.convolutional import resnet18, resnet50
 from benchmarks.networks.gpt2 import GPT2
@@ -54,7 +53,7 @@ def _gpt2(vocabulary: int, positions: int, width: int, layers: int, heads: int, 
 
 
 def _llama(small: bool, *, flex: bool = False, triton: bool = False) -> tuple[nn.Module, Batch]:
-    """Of eight layers of TinyLlama, with `flex_attention` or with norms by Triton."""
+    """Eight layers of TinyLlama, with `flex_attention` or with norms by Triton."""
     from benchmarks.networks.llama import Llama
 
     if triton:
@@ -64,11 +63,6 @@ def _llama(small: bool, *, flex: bool = False, triton: bool = False) -> tuple[nn
     module = Llama(*([TritonRMSNorm] if triton else []), flex=flex, length=length, layers=2 if small else 8, **sizes)
     (words,) = tokens(4, length, sizes.get("words", 32000))
     return module, (words[:, :-1].contiguous(), words[:, 1:].contiguous())
-
-
-def _by_itself(module: nn.Module) -> Step:
-    """Of a module that gives its loss."""
-    return module
 
 
 NETWORKS = {
@@ -88,9 +82,19 @@ NETWORKS = {
         lambda: (UNet(20, depth=4, base=64), images(8, 384, 20, pixels=True)),
         lambda: (UNet(4, depth=2, base=4), images(2, 32, 4, pixels=True)),
     ),
-    "llama flex": Network(partial(_llama, False, flex=True), partial(_llama, True, flex=True), _by_itself),
-    "llama triton": Network(partial(_llama, False, triton=True), partial(_llama, True, triton=True), _by_itself),
+    **{  # each gives its loss
+        f"llama {kind}": Network(
+            partial(_llama, False, **{kind: True}), partial(_llama, True, **{kind: True}), lambda module: module
+        )
+        for kind in ("flex", "triton")
+    },
 }
+
+GROWING = Network(  # the largest batch of it is looked for
+    lambda: _gpt2(8192, 1024, 1024, layers=24, heads=16, batch=1),
+    lambda: _gpt2(512, 64, 64, layers=2, heads=1, batch=1),
+    language_model,
+)
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ def compare(found: list[Tensor], plain: list[list[Tensor]]) -> Row:
     return {
         "plain_repeats": all(not differing(plain[0], run) for run in plain[1:]),
         "bitwise": any(not differing(found, run) for run in plain),
-        "difference": min(measuring.distance(found, run) for run in plain),
-        "plain_spread": max(measuring.distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
+        "difference": min(distance(found, run) for run in plain),
+        "plain_spread": max(distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
     }
 
 
@@ -156,7 +160,7 @@ def measured_plain(setting: Setting) -> Row:
         problem = checkmate.trace(step, *batch)
         traced = time.perf_counter() - began
     runs = [outcome(module, step, batch, optimizer)]
-    use = measure_peak(partial(measuring.step_and_back, module, step, batch), setting.device)
+    use = measure_peak(partial(step_and_back, module, step, batch), setting.device)
     seconds = LEAST_SECONDS_SMALL if setting.small else LEAST_SECONDS
     facts = {
         "ops": len(problem.graph.ops),
@@ -183,53 +187,40 @@ def rows(setting: Setting, pairs: int, time_limit: float, host: str | None = Non
     for share in SHARES:
         torch._dynamo.reset()
         try:
-            yield row(setting, plain, share, pairs, time_limit, host)
+            yield budget_row(setting, plain, share, pairs, time_limit, host)
         except (checkmate.CheckmateError, RuntimeError) as error:
             yield {"share": share, "error": f"{type(error).__name__}: {error}"}
 
 
-def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: float, host: str | None = None) -> Row:
+def budget_row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: float, host: str | None) -> Row:
     """Measure a network within one budget; ``host``: bytes of a second memory for it."""
     facts = plain["facts"]
-    budget = measuring.budget_at(share, facts["min_budget"], facts["keep_all_peak"])
+    budget = budget_at(share, facts["min_budget"], facts["keep_all_peak"])
+    row: Row = {**facts, "share": share, "budget": budget, "pairs": pairs}
     module, step, batch = setting.make()
     optimizer = adam(module)
     compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best", host_budget=host)
     began = time.perf_counter()
-    with measuring.nothing_on_disk():
+    with nothing_on_disk():
         found = outcome(module, compiled, batch, optimizer)
-    first_steps = time.perf_counter() - began
-    held = reserved_now(setting.device)
-    use = measure_peak(partial(measuring.step_and_back, module, compiled, batch), setting.device)
+    row["first_two_steps_seconds"] = time.perf_counter() - began  # capture again, plan, write code, two steps
+    row |= compare(found, plain["runs"])
+    let_go()
+    held = torch.cuda.memory_reserved(setting.device) if setting.device.type == "cuda" else None
+    use = measure_peak(partial(step_and_back, module, compiled, batch), setting.device)
     solution = compiled.plans[0]
     measured, predicted = peak_of(use, solution.problem.resident), solution.peak
     assert predicted is not None  # compile raises where there is no plan
     assert solution.plan is not None
-    elsewhere = {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
-    finish = partial(measuring.finish, setting.device)
+    row |= {"predicted_peak": predicted, "measured_peak": measured, "reserved": use.reserved}
+    row["planned_bytes"] = predicted - solution.problem.resident  # beyond what is there before the step
+    row["reserved_growth"] = None if use.reserved is None or held is None else use.reserved - held
+    row |= {"off": abs(measured - predicted) / predicted, "within": measured <= budget}
+    row |= {**plan_facts(solution), "runs_again": _runs_again(solution)}
+    row |= {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
     with alone():
-        plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
-    return {
-        **facts,
-        "share": share,
-        "budget": budget,
-        "predicted_peak": predicted,
-        "measured_peak": measured,
-        "reserved": use.reserved,
-        "planned_bytes": predicted - solution.problem.resident,  # what the step takes beyond what is there before it
-        "reserved_growth": None if use.reserved is None or held is None else use.reserved - held,
-        "off": abs(measured - predicted) / predicted,
-        "within": measured <= budget,
-        **plan_facts(solution),
-        "runs_again": _runs_again(solution),
-        **elsewhere,
-        "plain_seconds": plain_seconds,
-        "compiled_seconds": compiled_seconds,
-        "time_ratio": ratio,
-        "pairs": pairs,
-        "first_two_steps_seconds": first_steps,  # capture again, plan, write code, two steps
-        **compare(found, plain["runs"]),
-    }
+        theirs, ours, ratio = paired_times(module, step, compiled, batch, pairs, setting.device)
+    return {**row, "plain_seconds": theirs, "compiled_seconds": ours, "time_ratio": ratio}
 
 
 def _by_kind(problem: Problem, step: Step, batch: Batch) -> dict[str, list[float]]:
@@ -244,21 +235,11 @@ def _by_kind(problem: Problem, step: Step, batch: Batch) -> dict[str, list[float
 
 def _runs_again(solution: Solution) -> dict[str, int]:
     """For each kind of op how often one runs again."""
-    schedule, found = solution.schedule, dict[str, int]()
-    assert schedule is not None
-    for op, again in zip(solution.problem.graph.ops, schedule.recomputed.tolist(), strict=True):
-        if again:
-            found[op.target] = found.get(op.target, 0) + again
-    return found
-
-
-def reserved_now(device: torch.device) -> int | None:
-    """Bytes that PyTorch's allocator has of a device once it has given back what nothing lies in; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    assert solution.schedule is not None
+    found: Counter[str] = Counter()
+    for op, again in zip(solution.problem.graph.ops, solution.schedule.recomputed.tolist(), strict=True):
+        found[op.target] += again
+    return dict(+found)
 
 
 def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
@@ -266,8 +247,7 @@ def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
     facts, total = plain["facts"], torch.cuda.get_device_properties(setting.device).total_memory
     least, most = facts["min_budget"], facts["plain_peak"]
     budget, limit = least + (most - least) // 4, least + (most - least) // 2
-    gc.collect()
-    torch.cuda.empty_cache()
+    let_go()
     torch.cuda.set_per_process_memory_fraction(limit / total, setting.device)
     try:
         try:
@@ -277,22 +257,18 @@ def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
         except torch.OutOfMemoryError:
             died = True
         module = step = batch = None  # type: ignore[assignment]  # what the failed step held
-        gc.collect()
-        torch.cuda.empty_cache()
+        let_go()
         module, step, batch = setting.make()
-        optimizer = adam(module)
-        found = outcome(
-            module, checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best"), batch, optimizer
-        )
+        compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best")
+        found = outcome(module, compiled, batch, adam(module))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
-    losses = found[0].tolist(), plain["runs"][0][0].tolist()
     return {
         "limit": limit,
         "budget": budget,
         "plain_peak": most,
         "plain_ran_out_of_memory": died,
-        "losses": losses[0],
-        "plain_losses": losses[1],
+        "losses": found[0].tolist(),
+        "plain_losses": plain["runs"][0][0].tolist(),
         **compare(found, plain["runs"]),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import time
@@ -13,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 import checkmate
-from benchmarks.common.apart import apart
+from benchmarks.common.apart import alone, apart
 from benchmarks.common.rows import Row
-from benchmarks.common.timing import finish
-from benchmarks.gpu.alone import alone
-from benchmarks.gpu.budgets import NETWORKS, Setting, limited_row, measured_plain, rows
-from benchmarks.networks.batches import Batch, Step, language_model, tokens
-from benchmarks.networks.gpt2 import GPT2
+from benchmarks.common.timing import finish, let_go, seconds_in_turn
+from benchmarks.gpu.budgets import GROWING, NETWORKS, Network, Setting, limited_row, measured_plain, rows
+from benchmarks.networks.batches import Step, tokens
 from benchmarks.peers import comparison as peers
 from benchmarks.peers.subjects import on_a_gpu
 from checkmate.core.files import VARIABLE as CACHE
@@ -41,6 +39,10 @@ class Asked:
     pairs: int  # of timed steps
     time_limit: float  # seconds to plan for one budget
     seconds: float  # that an item has
+
+    def setting(self, network: Network, amp: bool) -> Setting:
+        """A network in one precision."""
+        return Setting(network, self.device, amp, self.small)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,12 @@ def without_triton(device: torch.device) -> str:
 
 def within_budgets(name: str, amp: bool, host: str | None, asked: Asked) -> Iterator[Row]:
     """Bytes, bits and seconds of a network within budgets."""
-    setting = Setting(NETWORKS[name], asked.device, amp, asked.small)
-    return rows(setting, asked.pairs, asked.time_limit, host)
+    return rows(asked.setting(NETWORKS[name], amp), asked.pairs, asked.time_limit, host)
 
 
 def limited(asked: Asked) -> Iterator[Row]:
-    """With the memory that PyTorch may take halved, plain GPT-2 runs out of it, and the planned step trains."""
-    setting = Setting(NETWORKS["gpt2"], asked.device, False, asked.small)
+    """Rows of GPT-2 in half of its memory, where plain PyTorch runs out of it and the planned step trains."""
+    setting = asked.setting(NETWORKS["gpt2"], amp=False)
     yield limited_row(setting, measured_plain(setting), asked.time_limit)
 
 
@@ -108,7 +109,7 @@ def whole_steps(asked: Asked) -> Iterator[Row]:
     """`training_step` with AdamW, which compares itself with plain PyTorch; once without a number of bytes."""
     for fused, share in ((False, None), (asked.device.type == "cuda", 0.2)):
         torch._dynamo.reset()
-        module, step, batch = Setting(NETWORKS["gpt2"], asked.device, True, asked.small).make()
+        module, step, batch = asked.setting(NETWORKS["gpt2"], amp=True).make()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=fused)
         about: dict[str, Any] = {"clip_norm": 1.0, "time_limit": asked.time_limit, "verify": True}
         trained = checkmate.training_step(step, optimizer, "fit" if share is None else f"{share:.0%}", **about)
@@ -127,7 +128,7 @@ def second_start(asked: Asked) -> Iterator[Row]:
 
 
 def _started(name: str, asked: Asked) -> Iterator[Row]:
-    _, step, batch = Setting(NETWORKS[name], asked.device, True, asked.small).make()
+    _, step, batch = asked.setting(NETWORKS[name], amp=True).make()
     compiled = checkmate.compile(step, budget="50%" if asked.device.type == "cuda" else "1 GB")
     began = time.perf_counter()
     compiled(*batch).backward()
@@ -137,45 +138,29 @@ def _started(name: str, asked: Asked) -> Iterator[Row]:
 
 def largest_batch(asked: Asked) -> Iterator[Row]:
     """The largest batch that trains, and samples a second: plainly, with each block checkpointed, planned."""
-    layers, width, length, words = (2, 64, 64, 512) if asked.small else (24, 1024, 1024, 8192)
-    most = 8 if asked.small else 1024
-
-    def make() -> tuple[nn.Module, Step]:
-        torch.manual_seed(0)
-        with asked.device:
-            module = GPT2(words, length, width, layers, heads=width // 64, attention="sdpa")
-        loss = language_model(module)
-
-        def step(*batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(asked.device.type, torch.bfloat16):
-                return loss(*batch)
-
-        return module, step
+    length, words, most = (64, 512, 8) if asked.small else (1024, 8192, 1024)
+    make = asked.setting(GROWING, amp=True).make
 
     def rate(module: nn.Module, step: Step, optimizer: torch.optim.Optimizer, size: int) -> float:
         """Samples a second; 0 where it runs out of memory."""
+
+        def train() -> None:
+            step(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
         try:
             with asked.device:
-                batch: Batch = tokens(size, length, words)
-            seconds = []
-            for _ in range(3):
-                began = time.perf_counter()
-                step(*batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                finish(asked.device)
-                seconds.append(time.perf_counter() - began)
-            return size / min(seconds)
+                batch = tokens(size, length, words)
+            return size / min(seconds_in_turn({"it": train}, 2, device=asked.device)["it"])
         except torch.OutOfMemoryError:
             return 0.0
         finally:
             optimizer.zero_grad()
-            gc.collect()
-            if asked.device.type == "cuda":
-                torch.cuda.empty_cache()
+            let_go()
 
     def largest(way: str, step_of: Callable[[nn.Module, Step], Step]) -> Row:
-        module, plain = make()
+        module, plain, _ = make()
         step, optimizer = step_of(module, plain), torch.optim.AdamW(module.parameters(), lr=1e-5)
         low, high, rates = 0, 1, dict[int, float]()
         while high <= most and (found := rate(module, step, optimizer, high)):
@@ -190,8 +175,6 @@ def largest_batch(asked: Asked) -> Iterator[Row]:
         return {"way": way, "largest": low, "samples_a_second": rates}
 
     def checkpointed(module: nn.Module, step: Step) -> Step:
-        from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-
         blocks = {type(block) for block in module.modules() if type(block).__name__.endswith("Block")}
         checkpoint_wrapper.apply_activation_checkpointing(module, check_fn=lambda part: type(part) in blocks)
         return step
@@ -206,14 +189,12 @@ def largest_batch(asked: Asked) -> Iterator[Row]:
         with alone():
             yield largest(way, step_of)
     profile = "roofline:h100" if asked.device.type == "cpu" else "measure"
-    module, step = make()
+    module, step, _ = make()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
     whole = checkmate.training_step(step, optimizer, budget=budget, time_limit=asked.time_limit)
+    options: Any = {"budget": budget, "profile": profile, "time_limit": min(60.0, asked.seconds / 4)}
     with asked.device:
-        found = checkmate.max_batch_size(
-            lambda: whole, lambda n: tokens(n, length, words), budget=budget, profile=profile, largest=most,
-            time_limit=min(60.0, asked.seconds / 4),
-        )  # fmt: skip
+        found = checkmate.max_batch_size(lambda: whole, lambda n: tokens(n, length, words), largest=most, **options)
     yield {"way": "planned, by its plans", "largest": found.size, "keep_all": found.keep_all, "budget": budget}
 
 
@@ -235,21 +216,17 @@ def machine(asked: Asked) -> Iterator[Row]:
     n = 256 if asked.small else 8192
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(n, n, device=asked.device).to(dtype) for _ in range(2))
-        with alone():
-            seconds = min(_seconds(partial(torch.matmul, a, b), asked.device) for _ in range(9))
+        seconds = _seconds(partial(torch.matmul, a, b), asked.device)
         yield {"product": n, "dtype": str(dtype), "flops_a_second": 2 * n**3 / seconds}
     a = torch.empty(1 << (20 if asked.small else 31), dtype=torch.uint8, device=asked.device)
-    with alone():
-        seconds = min(_seconds(a.clone, asked.device) for _ in range(9))
+    seconds = _seconds(a.clone, asked.device)
     yield {"copy": a.nbytes, "bytes_a_second": 2 * a.nbytes / seconds}
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    finish(device)
-    began = time.perf_counter()
-    run()
-    finish(device)
-    return time.perf_counter() - began
+    """The fewest of nine calls."""
+    with alone():
+        return min(seconds_in_turn({"it": run}, 9, device=device)["it"])
 
 
 ITEMS = {

@@ -56,7 +56,7 @@ def _tried(numbers: range, seconds: int) -> Iterator[Row]:
 
 
 def _outcomes(numbers: range, seconds: int) -> Iterator[Row]:
-    """The outcome of each program, from processes of which the next goes on where one has ended."""
+    """Give the outcome of each program, from processes of which the next goes on where one has ended."""
     while numbers:
         try:
             for row in apart(partial(_tried, numbers, seconds), patience=WAIT * seconds):
@@ -71,9 +71,8 @@ def _outcomes(numbers: range, seconds: int) -> Iterator[Row]:
 def block(numbers: range, seconds: int) -> Row:
     """The row of a block of programs."""
     began, found = time.monotonic(), [*_outcomes(numbers, seconds)]
-    by_reason: dict[str, Counter[str]] = {
-        kind: Counter(row["why"] for row in found if row["outcome"] == kind) for kind in ("refused", "raw", "no end")
-    }
+    kinds = ("refused", "raw", "no end")
+    by_reason = {kind: Counter[str](row["why"] for row in found if row["outcome"] == kind) for kind in kinds}
     return {
         "first": numbers.start,
         "programs": len(numbers),
@@ -124,13 +123,9 @@ def main() -> None:
     if args.programs:
         return
     known = {(row["first"], row["programs"]) for row in read(args.out)}
-    blocks = [range(i, min(i + args.block, args.count)) for i in range(0, args.count, args.block)]
-    blocks = [] if args.report else [numbers for numbers in blocks if (numbers.start, len(numbers)) not in known]
+    every = (range(i, min(i + args.block, args.count)) for i in range(0, args.count, args.block))
+    blocks = [numbers for numbers in every if not args.report and (numbers.start, len(numbers)) not in known]
     for row in run(blocks, args.jobs, args.seconds):
         append(args.out, row)
         print(f"{row['first']:>6} to {row['first'] + row['programs'] - 1}: {dict(row['outcomes'])}", flush=True)
     print(counts(read(args.out)))
-
-
-if __name__ == "__main__":
-    main()

@@ -62,7 +62,7 @@ def lstm(t: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Scaled(torch.autograd.Function):
-    """With an argument that is no tensor."""
+    """Takes an argument that is no tensor."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, factor: float) -> Tensor:
@@ -104,7 +104,7 @@ class Writing(torch.autograd.Function):
 
 
 class Parted(torch.autograd.Function):
-    """Two results."""
+    """Gives two results."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ class Parted(torch.autograd.Function):
 
 
 class WithIndex(torch.autograd.Function):
-    """A result that has no gradient beside one that has; undefined gradients stay undefined."""
+    """Gives a result without a gradient beside one with; undefined gradients stay undefined."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class Viewed(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """The gradient of another function than the one it computes."""
+    """Gives the gradient of another function than the one it computes."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Straight(torch.autograd.Function):
 
 
 class OnlyFirst(torch.autograd.Function):
-    """No gradient of the second argument."""
+    """Gives no gradient of the second argument."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One program, trained plainly and compiled at three budgets: its outcome."""
+"""Train one program plainly and compiled at three budgets: its outcome."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 import random
 import re
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -56,10 +56,7 @@ class _Module(nn.Module):
 def train(
     text: str, wrap: Callable[..., Any] | None, between: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], Any]:
-    """All that three steps leave behind, by name, and the step; ``wrap`` compiles it.
-
-    ``between`` is called before each step.
-    """
+    """Run three steps, of which ``wrap`` compiles one, with ``between`` before each: all that they leave, by name."""
     scope = load(text, "program")
     how, fn = scope["HOW"], scope["fn"]
     p, x, b = scope["make"]()
@@ -151,19 +148,8 @@ def _backward(how: dict[str, Any], step: Callable[..., Any], p: list[Tensor], x:
         loss.backward(retain_graph=True)
         loss.backward()
     elif kind == "thread":
-        failed: list[BaseException] = []
-
-        def back() -> None:
-            try:
-                loss.backward()
-            except BaseException as error:  # noqa: BLE001  # told where the thread was started
-                failed.append(error)
-
-        thread = threading.Thread(target=back)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
     elif kind == "two calls":
         other = _flat(step(*x))
         (loss + other[0] * 2).backward()
@@ -215,12 +201,9 @@ def _plain_whole(fn: Callable[..., Any], optimizer: Any, clip: float | None, acc
 def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
     """A function that compiles a step as its settings say."""
     options: dict[str, Any] = {"budget": budget, "time_limit": PLANNING, "wait": "first"}
-    if "memory" in how:
-        options["memory"] = how["memory"]
-    if how.get("host"):
-        options |= {"host_budget": "1 GB", "host": f"file:{tempfile.gettempdir()}"}
-    if "rules" in how:
-        options["rules"] = {"*": how["rules"]}
+    options |= {"memory": how["memory"]} if "memory" in how else {}
+    options |= {"host_budget": "1 GB", "host": f"file:{tempfile.gettempdir()}"} if how.get("host") else {}
+    options |= {"rules": {"*": how["rules"]}} if "rules" in how else {}
 
     def wrap(fn: Any, optimizer: Any, accumulate: int) -> Any:
         if how.get("whole"):
@@ -231,7 +214,7 @@ def compiling(how: dict[str, Any], budget: Any) -> Callable[..., Any]:
 
 
 def outcome(text: str) -> Row:
-    """The outcome of a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
+    """Run a program: ``same``, ``plain``, ``refused``, ``wrong`` or ``raw``, at which budget, and why."""
     how = load(text, "program")["HOW"]
     torch.set_num_threads(how["threads"])
     began = time.process_time()
@@ -243,7 +226,7 @@ def outcome(text: str) -> Row:
 
 
 class _Turns:
-    """Stands for planning that goes on beside the training: what it finds are plans of less and less memory."""
+    """Stands for a search beside the training, and finds plans of less and less memory."""
 
     def __init__(self, unfinished: UnfinishedSearch) -> None:
         self.unfinished, self.failure, self.goes_on = unfinished, "", True
@@ -255,18 +238,16 @@ class _Turns:
         self.plans = [plan for plan in plans if plan is not None]
 
     def offer(self) -> None:
-        """The next plan."""
         if self.plans:
             self.news = self.better = News(self.unfinished.start.cost, 0.0, len(self.plans), self.plans.pop(0))
 
     def start(self) -> None:
-        """Nothing runs."""
+        pass  # nothing runs
 
     def end(self) -> None:
-        """No more comes."""
+        pass
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell that it has ended."""
         return True
 
 
@@ -292,27 +273,27 @@ def taking_turns() -> Iterator[Callable[[], None]]:
 
 
 def _outcome(text: str, how: dict[str, Any]) -> Row:
-    """One capture, each step by another plan; and, where no other can take over or one in three times, each alone."""
+    """Capture once, each step by another plan; where none can take over, or one in three times, each plan alone."""
     expected, refusal = _plain(text)
     if refusal is None and (off := differing(_plain(text)[0], expected)):
         return {"outcome": "wavering", "why": off[0]}
-    swaps = 0
 
-    def compiled(budget: int | str, place: str, between: Callable[[], None]) -> tuple[Row, Any]:
+    def compiled(budget: int | str, place: str, between: Callable[[], None] = lambda: None) -> tuple[Row, Any]:
+        """Train within a budget: the row, empty if the bits are the same, and the step."""
         try:
             found, step = train(text, compiling(how, budget), between)
         except CheckmateError as error:
-            kind = "plain" if refusal is not None else "refused"
-            return {"outcome": kind, "at": place, "why": reason(error)}, None
+            return {"outcome": "refused" if refusal is None else "plain", "at": place, "why": reason(error)}, None
         except Exception as error:  # noqa: BLE001  # whatever it is, it is what came of the program
-            kind = "plain" if refusal is not None else "raw"
             why = f"{type(error).__name__}: {reason(error)}"
+            kind = "raw" if refusal is None else "plain"
             return {"outcome": kind, "at": place, "why": why, "where": _where(error)}, None
         if refusal is not None:
             return {"outcome": "trained", "at": place, "why": reason(refusal)}, None
-        if off := differing(found, expected):
-            if any(differing(_plain(text)[0], expected) for _ in range(AGAIN)):
-                return {"outcome": "wavering", "why": off[0]}, None
+        off = differing(found, expected)
+        if off and any(differing(_plain(text)[0], expected) for _ in range(AGAIN)):
+            return {"outcome": "wavering", "why": off[0]}, None
+        if off:
             splits = [split for plan in step.plans for split in plan.problem.splits]
             why = f"{len(off)} differ: {', '.join(off[:4])}"
             return {"outcome": "wrong", "at": place, "why": why, "splits": splits}, None
@@ -327,10 +308,11 @@ def _outcome(text: str, how: dict[str, Any]) -> Row:
         problem = step.plans[-1].problem
         smallest, most = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
         del step
-        for place, budget in (("smallest", smallest), ("between", (smallest + most) // 2)):
-            if budget < most and (place == "smallest" or not swaps):
+        budgets = {"smallest": smallest} if swaps else {"smallest": smallest, "between": (smallest + most) // 2}
+        for place, budget in budgets.items():
+            if budget < most:
                 torch._dynamo.reset()
-                row, _ = compiled(budget, place, lambda: None)
+                row, _ = compiled(budget, place)
                 if row:
                     return row
     return {"outcome": "same", "swaps": swaps}

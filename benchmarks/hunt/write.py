@@ -223,7 +223,7 @@ class _Filled(string.Formatter):
         return self._tensor(self.KINDS[key]) if key in self.KINDS else self.format(self._draw.choice(lines_of(key)))
 
     def _tensor(self, is_one: Callable[[str, Tensor], bool]) -> str:
-        """One of those there are, rather a late one of the shape of the first."""
+        """Choose a tensor, rather a late one of the shape of the first."""
         draw, values = self._draw, self._values
         fits = [key for key, t in values.items() if is_one(key, t)]
         if not fits:

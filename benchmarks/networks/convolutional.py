@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,10 @@ RELU6 = partial(nn.ReLU6, inplace=True)
 
 
 def conv_norm(
-    before: int,
-    after: int,
-    kernel: int = 1,
-    stride: int = 1,
-    *,
-    groups: int = 1,
-    act: Make | None = nn.ReLU,
-    bias: bool = False,
+    before: int, after: int, kernel: int = 1, stride: int = 1, act: Make | None = nn.ReLU, **options: Any
 ) -> nn.Sequential:
     """A convolution that keeps the size of images, but for its stride, a batch norm, and an activation."""
-    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=groups, bias=bias)
+    convolution = nn.Conv2d(before, after, kernel, stride, kernel // 2, **{"bias": False, **options})
     return nn.Sequential(convolution, nn.BatchNorm2d(after), *([] if act is None else [act()]))
 
 
@@ -165,17 +159,9 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(
-        self,
-        before: int,
-        after: int,
-        stride: int,
-        expansion: int = 3,
-        *,
-        kernel: int = 3,
-        act: Make = RELU6,
-        gate: Make | None = None,
-        drop: float = 0.0,
-    ) -> None:
+        self, before: int, after: int, stride: int, expansion: int = 3, *, kernel: int = 3,
+        act: Make = RELU6, gate: Make | None = None, drop: float = 0.0
+    ) -> None:  # fmt: skip
         super().__init__()
         wide = before * expansion
         body = [conv_norm(before, wide, act=act)] if expansion > 1 else []
@@ -291,7 +277,6 @@ class DenseLayer(nn.Module):
         self.filter = _norm_relu_conv(4 * growth, growth, 3)
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """The new channels."""
         return self.filter(self.narrow(torch.cat(features, dim=1)))
 
 
@@ -327,5 +312,4 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images."""
         return self.head(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))

@@ -44,15 +44,9 @@ class Tape:
     grads: dict[int, int] = field(default_factory=dict)  # value -> its gradient so far
 
     def run(
-        self,
-        target: str,
-        inputs: list[int],
-        sizes: list[int],
-        *,
-        flops: float = 0.0,
-        workspace: int = 0,
-        pinned: str | None = None,
-    ) -> list[int]:
+        self, target: str, inputs: list[int], sizes: list[int],
+        *, flops: float = 0.0, workspace: int = 0, pinned: str | None = None,
+    ) -> list[int]:  # fmt: skip
         """Append an op; the values it makes."""
         k = len(self.ops)
         outputs = list(range(len(self.values), len(self.values) + len(sizes)))
@@ -65,7 +59,6 @@ class Tape:
         return outputs
 
     def size(self, v: int) -> int:
-        """Bytes of a value."""
         return self.values[v].size_bytes
 
     def send(self, v: int, grad: int) -> None:
@@ -86,17 +79,9 @@ class Tape:
         return Problem(graph, Profile(np.array(self.seconds), np.array(self.workspace), self.resident, "roofline"))
 
     def layer(
-        self,
-        target: str,
-        x: int,
-        sizes: list[int],
-        *,
-        saves: str = "x",
-        flops: float = 0.0,
-        weights: int = 0,
-        workspace: int = 0,
-        pinned: str | None = None,
-    ) -> list[int]:
+        self, target: str, x: int, sizes: list[int],
+        *, saves: str = "x", flops: float = 0.0, weights: int = 0, workspace: int = 0, pinned: str | None = None,
+    ) -> list[int]:  # fmt: skip
         """An op of one input whose backward reads the gradient and what it saves: x (input), y (first), rest."""
         outputs = self.run(target, [x], sizes, flops=flops, workspace=workspace, pinned=pinned)
         saved = [x] * ("x" in saves) + outputs[:1] * ("y" in saves) + outputs[1:] * ("r" in saves)
@@ -250,34 +235,25 @@ def _attention(tape: Tape, x: int, batch: int, tokens: int, wide: int, heads: in
     flops, scores = 2.0 * rows * tokens * wide, 4 * batch * heads * tokens * tokens
     q, k, v = (tape.run("copy", [qkv], [4 * rows * wide])[0] for _ in range(3))
     (raw,) = tape.run("bmm", [q, k], [scores], flops=flops)
-    p = _softmax(tape, raw, q, k, qkv, flops)
-    p = tape.dropout(p) if drop else p
-    (y,) = tape.run("bmm", [p, v], [4 * rows * wide], flops=flops)
+    (p,) = tape.run("softmax", [raw], [scores])
 
-    def step() -> None:
-        grad = tape.grads.pop(y)
-        tape.grads[v] = tape.run("bmm_v", [grad, p], [tape.size(v)], flops=flops)[0]
-        tape.send(p, tape.run("bmm_p", [grad, v], [scores], flops=flops)[0])
-
-    # the dropout's step was recorded before and so runs after this one
-    tape.backward.append(step)
-    return y
-
-
-def _softmax(tape: Tape, raw: int, q: int, k: int, qkv: int, flops: float) -> int:
-    (p,) = tape.run("softmax", [raw], [tape.size(raw)])
-
-    def step() -> None:
-        (grad,) = tape.run("softmax_backward", [tape.grads.pop(p), p], [tape.size(raw)])
+    def to_queries_and_keys() -> None:
+        (grad,) = tape.run("softmax_backward", [tape.grads.pop(p), p], [scores])
         (gq,) = tape.run("bmm_q", [grad, k], [tape.size(q)], flops=flops)
         (gk,) = tape.run("bmm_k", [grad, q], [tape.size(k)], flops=flops)
-        gv = next(g for v, g in list(tape.grads.items()) if tape.values[v].name.startswith("copy"))
-        for v in [v for v in tape.grads if tape.values[v].name.startswith("copy")]:
-            del tape.grads[v]
-        tape.send(qkv, tape.run("cat", [gq, gk, gv], [tape.size(qkv)])[0])
+        tape.send(qkv, tape.run("cat", [gq, gk, tape.grads.pop(v)], [tape.size(qkv)])[0])
 
-    tape.backward.append(step)
-    return p
+    tape.backward.append(to_queries_and_keys)
+    weights = tape.dropout(p) if drop else p
+    (y,) = tape.run("bmm", [weights, v], [4 * rows * wide], flops=flops)
+
+    def to_weights_and_values() -> None:
+        grad = tape.grads.pop(y)
+        tape.grads[v] = tape.run("bmm_v", [grad, weights], [tape.size(v)], flops=flops)[0]
+        tape.send(weights, tape.run("bmm_p", [grad, v], [scores], flops=flops)[0])
+
+    tape.backward.append(to_weights_and_values)
+    return y
 
 
 SHAPES: dict[str, Callable[[], Problem]] = {shape.__name__: shape for shape in (vgg, resnet, mobilenet, unet, gpt)}

@@ -85,17 +85,17 @@ def _tree() -> Made:
     return module, classifier(module), (torch.randint(VOCABULARY, (16, 5)), torch.randint(CLASSES, (16,)))
 
 
-def _named(module: nn.Module, batch: dict[str, Tensor]) -> Made:
+def _named(module: nn.Module, batch: dict[str, Tensor], **options: Any) -> Made:
     """A model of transformers, which gives its loss, on tensors by their names."""
 
     def step(*tensors: Tensor) -> Tensor:
-        return module(**dict(zip(batch, tensors, strict=True))).loss
+        return module(**dict(zip(batch, tensors, strict=True)), **options).loss
 
     return module, step, tuple(batch.values())
 
 
 def _padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With a mask: each sequence ends a little earlier than the one before."""
+    """Add a mask: each sequence ends a little earlier than the one before."""
     rows, length = batch["input_ids"].shape
     mask = (torch.arange(length) < length - torch.arange(rows)[:, None]).long()
     return {**batch, "input_ids": batch["input_ids"] * mask, "attention_mask": mask}
@@ -112,17 +112,14 @@ def _of_images(name: str, **config: Any) -> Made:
     return _named(module, {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(CLASSES, (4,))})
 
 
-class _LearningCLIP(transformers.CLIPModel):
-    def forward(self, **batch: Tensor) -> Any:
-        return super().forward(**batch, return_loss=True)
-
-
 def _clip() -> Made:
     words = text.small(transformers.CLIPTextConfig())
     config = transformers.CLIPConfig(text_config=words.to_dict(), vision_config=SEEING, projection_dim=16)
     tokens = torch.randint(10, 40, (4, 8))
     tokens[:, 4] = words.eos_token_id  # each text ends somewhere
-    return _named(_LearningCLIP(config), {**_padded({"input_ids": tokens}), "pixel_values": torch.randn(4, 3, 16, 16)})
+    module = transformers.CLIPModel(config)
+    batch = {**_padded({"input_ids": tokens}), "pixel_values": torch.randn(4, 3, 16, 16)}
+    return _named(module, batch, return_loss=True)
 
 
 def _whisper() -> Made:

@@ -87,17 +87,9 @@ class ViT(nn.Module):
     """A vision transformer (Dosovitskiy et al. 2021): patches as tokens, a class token, blocks, a linear classifier."""
 
     def __init__(
-        self,
-        image: int,
-        patch: int,
-        width: int,
-        layers: int,
-        heads: int,
-        classes: int,
-        dropout: float = 0.1,
-        *,
-        fused: bool = True,
-    ) -> None:
+        self, image: int, patch: int, width: int, layers: int, heads: int, classes: int, dropout: float = 0.1,
+        *, fused: bool = True
+    ) -> None:  # fmt: skip
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))

@@ -18,7 +18,7 @@ def _is_before(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def _real_device() -> torch.device:
-    """Where tensors are made; the CPU instead of meta, where no mask could be computed."""
+    """The device of new tensors; the CPU instead of meta, where no mask could be computed."""
     device = torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> Tensor:
-        """(batch, length, width) to the same; ``mask``: of `flex_attention`, None for PyTorch's own."""
+        # without a mask attention is PyTorch's own
         heads, groups, each = self.sizes
         made = self.qkv(self.norms[0](x)).unflatten(-1, (heads + 2 * groups, each)).transpose(1, 2)
         q, k, v = made.split([heads, groups, groups], dim=1)
@@ -51,21 +51,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """By default of the size of TinyLlama."""
+    """A language model, by default of the size of TinyLlama, that gives its loss."""
 
     def __init__(
-        self,
-        norm: MakeNorm = nn.RMSNorm,
-        *,
-        flex: bool = False,
-        length: int = 2048,
-        layers: int = 22,
-        width: int = 2048,
-        inner: int = 5632,
-        heads: int = 32,
-        groups: int = 4,
-        words: int = 32000,
-    ) -> None:
+        self, norm: MakeNorm = nn.RMSNorm, *, flex: bool = False, length: int = 2048, layers: int = 22,
+        width: int = 2048, inner: int = 5632, heads: int = 32, groups: int = 4, words: int = 32000
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width, inner, heads, groups, norm) for _ in range(layers))
@@ -77,7 +68,6 @@ class Llama(nn.Module):
         self.register_buffer("sin", torch.cat([angles, angles], -1).sin())
 
     def forward(self, words: Tensor, targets: Tensor) -> Tensor:
-        """The loss of (batch, length) words."""
         x = self.embed(words)
         for block in self.blocks:
             x = block(x, self.cos, self.sin, self.mask)

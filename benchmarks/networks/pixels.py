@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -25,9 +26,7 @@ class UNet(nn.Module):
     def __init__(self, classes: int, depth: int = 3, base: int = 16) -> None:
         super().__init__()
         widths = [base * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(
-            _double_conv(before, after) for before, after in zip([3, *widths], widths, strict=False)
-        )
+        self.down = nn.ModuleList(_double_conv(*pair) for pair in pairwise([3, *widths]))
         self.pool = nn.MaxPool2d(2)
         self.raise_ = nn.ModuleList(
             nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
@@ -84,14 +83,12 @@ class AttentionUNet(nn.Module):
 
         widths = [base, 2 * base, 4 * base]
         self.stem, self.head = nn.Conv2d(3, base, 3, padding=1), nn.Conv2d(base, 3, 3, padding=1)
-        self.down = nn.ModuleList(blocks(before, after) for before, after in zip([base, *widths], widths, strict=False))
+        self.down = nn.ModuleList(blocks(*pair) for pair in pairwise([base, *widths]))
         self.halve = nn.ModuleList(nn.Conv2d(width, width, 3, stride=2, padding=1) for width in widths[:-1])
         self.bottom = nn.Sequential(blocks(widths[-1], widths[-1]), _Residual(widths[-1], widths[-1]))
         self.enlarge = nn.Upsample(scale_factor=2.0)
-        self.up = nn.ModuleList(
-            blocks(before + after, after)
-            for before, after in zip(reversed([*widths, widths[-1]]), reversed(widths), strict=False)
-        )
+        ways_up = pairwise(reversed([*widths, widths[-1]]))
+        self.up = nn.ModuleList(blocks(before + after, after) for before, after in ways_up)
 
     def forward(self, x: Tensor) -> Tensor:
         x, skips = self.stem(x), []
@@ -140,7 +137,6 @@ class FCN8(nn.Module):
         self.last = nn.ConvTranspose2d(classes, classes, 16, stride=8, padding=4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of pixels."""
         eighth = self.to_8(x)
         sixteenth = self.to_16(eighth)
         scores = self.widen[0](self.to_32(sixteenth)) + self.scores_16(sixteenth)
@@ -151,19 +147,13 @@ class SegNet(nn.Module):
     """VGG-16 with batch norms down and, by the places of the maxima, up again (Badrinarayanan et al. 2017)."""
 
     def __init__(
-        self,
-        classes: int,
-        widths: tuple[int, ...] = (64, 128, 256, 512, 512),
-        depths: tuple[int, ...] = (2, 2, 3, 3, 3),
+        self, classes: int, widths: Sequence[int] = (64, 128, 256, 512, 512), depths: Sequence[int] = (2, 2, 3, 3, 3)
     ) -> None:
         super().__init__()
         down, up = [], []
-        before = 3
-        for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):
-            steps = [before, *[width] * depth]
-            down.append(self._stage(steps))
-            up.append(self._stage([width] * depth + [widths[i - 1] if i else width]))
-            before = width
+        for before, width, depth in zip([3, *widths], widths, depths, strict=False):
+            down.append(self._stage([before, *[width] * depth]))
+            up.append(self._stage([*[width] * depth, width if before == 3 else before]))
         self.down, self.up = nn.ModuleList(down), nn.ModuleList(reversed(up))
         self.head = nn.Conv2d(widths[0], classes, 3, padding=1)
 
@@ -175,7 +165,6 @@ class SegNet(nn.Module):
         return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of pixels."""
         places = []
         for stage in self.down:
             x = stage(x)

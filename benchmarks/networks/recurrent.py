@@ -70,7 +70,6 @@ class LSTM(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList(Segment(cell) for _ in range(segments)) for cell in cells)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of tokens."""
         x = self.embedding(tokens)
         layers: Any = self.layers
         for layer in layers:

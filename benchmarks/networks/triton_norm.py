@@ -77,5 +77,4 @@ class TritonRMSNorm(nn.Module):
         self.eps, self.block = eps, triton.next_power_of_2(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) normed."""
         return Norm.apply(x, self.weight, self.eps, self.block)

@@ -1,6 +1,6 @@
 """Ours beside what people use today: peak, time of a step, time to plan and equality of bits, in one run.
 
-    python -m benchmarks.peers [NETWORK ...] [--minutes 6]
+    python -m benchmarks.peers [NETWORK ...] [--minutes 6] [--only peers ours]
     python -m benchmarks.peers --report     # from the rows: results/peers.md, and a picture of each network
 
 For each network every way of `benchmarks.peers.settings` trains the same parameters on the same batch. Peaks are the
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 import checkmate
-from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
+from benchmarks.common.timing import budget_at, distance, nothing_on_disk, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Step
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.settings import EAGER, HEURISTICS, Setting, front, inductor_peers, ours, peers
@@ -78,24 +78,13 @@ class Entry:
     ratios: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    @property
-    def exact(self) -> bool:
-        """Whether loss, gradients and buffers are those of the plain step, bit for bit."""
-        return peers_report.same_bits(self.facts)
-
     def row(self) -> Row:
-        """All that is known, with the quartiles of the ratios."""
+        """The row of all that is known, with the quartiles of the ratios."""
         timed = self.timed_with or self
-        low, middle, high = np.quantile(timed.ratios, (0.25, 0.5, 0.75))
-        return {
-            **self.facts,
-            "timed_with": timed.setting.name,
-            "ratio": float(middle),
-            "ratio_low": float(low),
-            "ratio_high": float(high),
-            "seconds": statistics.median(timed.seconds),
-            "ratios": [round(ratio, 4) for ratio in timed.ratios],
-        }
+        low, middle, high = map(float, np.quantile(timed.ratios, (0.25, 0.5, 0.75)))
+        found = {"timed_with": timed.setting.name, "ratio": middle, "ratio_low": low, "ratio_high": high}
+        found |= {"seconds": statistics.median(timed.seconds), "ratios": [round(ratio, 4) for ratio in timed.ratios]}
+        return self.facts | found
 
 
 class Comparison:
@@ -114,34 +103,16 @@ class Comparison:
         assert eager is not None
         self.entries = [eager]
 
-    @property
-    def about(self) -> Row:
-        """Facts that all rows of the network have in common."""
-        return {
-            "model": self.subject.network.name,
-            "device": str(self.device),
-            "threads": torch.get_num_threads(),
-            "ops": len(self.problem.graph.ops),
-            "resident": self.problem.resident,
-            "gradients": self.subject.gradient_bytes,
-            "min_budget": self.smallest,
-            "keep_all_peak": self.problem.keep_all_peak,
-            "time_limit": self.options.time_limit,
-            "plain_off": self.waver,
-        }
-
     def budget(self, share: float) -> int:
         """Bytes at a share of the way from the smallest budget to keeping everything."""
-        return measuring.budget_at(share, self.smallest, self.problem.keep_all_peak)
+        return budget_at(share, self.smallest, self.problem.keep_all_peak)
 
     def add(self, settings: Iterable[Setting]) -> None:
         """Compile and measure them; what fails stays behind as a row with its error."""
         for setting in settings:
             if time.monotonic() > self.options.deadline:
                 self.report(f"no time left for {setting.name}")
-                continue
-            entry = self.entry(setting)
-            if entry is not None:
+            elif (entry := self.entry(setting)) is not None:
                 self.entries.append(entry)
 
     def outcome(self, step: Step) -> Outcome:
@@ -161,15 +132,18 @@ class Comparison:
         return found
 
     def entry(self, setting: Setting) -> Entry | None:
-        """The setting compiled, its peak measured, its numbers compared; None if it fails."""
-        about = {"family": setting.family, "knob": setting.knob, "budget": setting.budget}
+        """Compile a setting, measure its peak, compare its numbers with the plain step's; None if it fails."""
+        about: Row = {"family": setting.family, "knob": setting.knob, "budget": setting.budget}
         try:
             began = time.perf_counter()
-            with setting.config(), measuring.nothing_on_disk():
+            with setting.config(), nothing_on_disk():
                 step = setting.build(self.subject)
                 found = self.outcome(step)
-                first = time.perf_counter() - began
-                facts = {**about, **self.compared(found, setting), **self.measured(step), "first_step_seconds": first}
+                first = {"first_step_seconds": time.perf_counter() - began}
+                off = _off(self.expected, found)
+                same = {f"same_{kind}": not differing(self.expected[kind], left) for kind, left in found.items()}
+                numbers = {**same, "off": off, "within_tolerance": off <= TOLERANCE, "exact": setting.exact}
+                facts = {**about, **numbers, **self.measured(step), **first}
         except FAILURES as error:  # a peer that fails is a result
             self.subject.restore()
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
@@ -177,23 +151,14 @@ class Comparison:
             self.report(f"{setting.name}: {reason}")
             return None
         if plans := getattr(step, "plans", None):
-            facts |= {
-                "plan_seconds": plans[-1].seconds,
-                "predicted_peak": plans[-1].peak,
-                "overhead": plans[-1].overhead,
-                "gap": plans[-1].gap,
-            }
+            plan = plans[-1]
+            facts |= {"plan_seconds": plan.seconds, "predicted_peak": plan.peak}
+            facts |= {"overhead": plan.overhead, "gap": plan.gap}
         return Entry(setting, step, facts)
-
-    def compared(self, found: Outcome, setting: Setting) -> Row:
-        """Whether loss, gradients, buffers and random state are those of the plain step, and how far they are off."""
-        off = _off(self.expected, found)
-        same = {f"same_{kind}": not differing(self.expected[kind], left) for kind, left in found.items()}
-        return {**same, "off": off, "within_tolerance": off <= TOLERANCE, "exact": setting.exact}
 
     def measured(self, step: Step) -> Row:
         """The peak of a step, from no gradients; on the CPU with a fingerprint of its allocations."""
-        run = partial(measuring.step_and_back, self.subject.module, step, self.subject.batch)
+        run = partial(step_and_back, self.subject.module, step, self.subject.batch)
         run()
         self.subject.module.zero_grad(set_to_none=True)
         if self.device.type == "cpu":
@@ -210,7 +175,7 @@ class Comparison:
         return {"peak": peak, "beyond": beyond, "fingerprint": prints}
 
     def different(self) -> list[Entry]:
-        """One entry for each sequence of allocations in a family: the others of it do the very same."""
+        """Choose an entry for each sequence of allocations in a family: others of it do the very same."""
         first: dict[tuple[str, str], Entry] = {}
         for i, entry in enumerate(self.entries):
             key = entry.setting.family, entry.facts["fingerprint"] or str(i)
@@ -241,21 +206,18 @@ class Comparison:
         self.subject.restore()
 
     def _seconds(self, step: Step) -> float:
-        """Of the second of two steps, as in training: one finds what another of its kind has left."""
-        seconds = 0.0
-        for _ in range(2):
-            self.subject.module.zero_grad(set_to_none=True)
-            measuring.finish(self.device)
-            began = time.perf_counter()
-            step(*self.subject.batch).backward()
-            measuring.finish(self.device)
-            seconds = time.perf_counter() - began
-        return seconds
+        """Time the second of two steps, which finds what one of its kind has left, as in training."""
+        steps = {"it": lambda: step(*self.subject.batch).backward()}
+        return seconds_in_turn(steps, 1, self.subject.module.zero_grad, self.device)["it"][0]
 
     def rows(self) -> list[Row]:
         """A row for each setting, timed, timed with another one, or failed."""
-        done = [entry.row() for entry in self.entries]
-        return [{**self.about, **facts} for facts in (*done, *self.failed)]
+        about: Row = {"model": self.subject.network.name, "device": str(self.device)}
+        about |= {"threads": torch.get_num_threads(), "ops": len(self.problem.graph.ops)}
+        about |= {"resident": self.problem.resident, "gradients": self.subject.gradient_bytes}
+        about |= {"min_budget": self.smallest, "keep_all_peak": self.problem.keep_all_peak}
+        about |= {"time_limit": self.options.time_limit, "plain_off": self.waver}
+        return [about | facts for facts in (*(entry.row() for entry in self.entries), *self.failed)]
 
 
 def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -263,7 +225,7 @@ def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _off(expected: Outcome, found: Outcome) -> float:
-    return max(measuring.distance(found[kind], expected[kind]) for kind in ("loss", "gradients", "buffers"))
+    return max(distance(found[kind], expected[kind]) for kind in ("loss", "gradients", "buffers"))
 
 
 def plans_worth_running(comparison: Comparison) -> list[Setting]:
@@ -288,7 +250,7 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
         comparison.add(filter(options.takes, peers(comparison.subject)))
         report(f"{len(comparison.entries)} ways of PyTorch")
         comparison.time(comparison.different(), options.minutes, (min(LOOK, options.rounds[0]), LOOK))
-        exact = [entry for entry in comparison.different() if entry.exact]
+        exact = [entry for entry in comparison.different() if peers_report.same_bits(entry.facts)]
         best = front([(entry.facts["peak"], statistics.median(entry.ratios)) for entry in exact])
         budgets |= {exact[i].facts["peak"] for i in best if exact[i].facts["peak"] >= comparison.smallest}
     if "ours" in options.only:
@@ -306,11 +268,10 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
     return comparison.rows()
 
 
-def rows_of(name: str, device: str, threads: int, knobs: Sequence[str], **options: Any) -> list[Row]:
-    """Compare all ways to train one network; ``options``: others of `Options`."""
-    torch.set_num_threads(threads)
-    wanted = Options(torch.device(device), **options, takes=lambda setting: not knobs or setting.knob in knobs)
-    return compare(NETWORKS[name], wanted, partial(print, f"{name}:", file=sys.stderr, flush=True))
+def rows_of(name: str, **options: Any) -> list[Row]:
+    """Compare all ways to train one network, on one thread of the CPU."""
+    torch.set_num_threads(1)
+    return compare(NETWORKS[name], Options(**options), partial(print, f"{name}:", file=sys.stderr, flush=True))
 
 
 BENCHMARK = Benchmark(
@@ -327,14 +288,9 @@ BENCHMARK = Benchmark(
     },
     names=NETWORKS,
     options={
-        "device": ("cpu", "of PyTorch"),
-        "threads": (1, "of PyTorch"),
         "minutes": (Options.minutes, "for the timed rounds of a network"),
-        "rounds": ([*ROUNDS], "the fewest and the most"),
         "time_limit": (Options.time_limit, "seconds to plan for one budget"),
-        "shares": ([*SHARES], "budgets of ours"),
         "only": ([*KINDS], "of these kinds"),
-        "knobs": ([], 'of the peers, for example "each block" "dp 0.5"'),
     },
     report=peers_report.render,
 )

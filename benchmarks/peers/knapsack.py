@@ -30,6 +30,7 @@ from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import add_up, distance, median_ratio, seconds_in_turn
 from benchmarks.networks import Case, images, language_model, tokens
 from benchmarks.networks.convolutional import resnet50
+from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.linear import ViT
 from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import InfeasibleBudget
@@ -41,26 +42,18 @@ SOLVERS = ("dp", "greedy", "ilp", OURS, AT_ITS_BYTES)
 Run = Callable[[], Tensor]
 
 
-def _gpt2() -> nn.Module:
-    from benchmarks.networks.gpt2 import GPT2  # its library takes ten seconds
-
-    return GPT2(vocabulary=512, positions=128, width=128, layers=4, heads=4, attention="sdpa")
-
-
 def _reused() -> nn.Module:
     layers = (nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
     return nn.Sequential(*layers, *layers, *layers)
 
 
-def _mean_square(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: module(x).square().mean()
-
-
 _CASES = (
-    Case("gpt2", _gpt2, partial(tokens, 8, 128, 512), language_model),
+    Case("gpt2", lambda: GPT2(512, 128, 128, 4, 4, "sdpa"), partial(tokens, 8, 128, 512), language_model),
     Case("resnet50", lambda: resnet50(10, base=16), partial(images, 8, 64, 10)),
     Case("vit", lambda: ViT(32, 4, width=128, layers=4, heads=4, classes=10), partial(images, 32, 32, 10)),
-    Case("reused", _reused, lambda: (torch.randn(512, 64),), _mean_square),  # each weight three times
+    Case(  # each weight three times
+        "reused", _reused, lambda: (torch.randn(512, 64),), lambda module: lambda x: module(x).square().mean()
+    ),
 )
 NETWORKS = {case.name: case for case in _CASES}
 

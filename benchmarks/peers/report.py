@@ -38,28 +38,28 @@ STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apar
 def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """For each network the rows of each way from the last run that had it, in the order of the runs."""
     date = {(row["model"], row["family"]): row["date"] for row in rows}
-    last = [row for row in rows if row["date"] == date[row["model"], row["family"]]]
-    return {
-        model: [row for row in last if row["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)
-    }
+    found: dict[str, list[Row]] = {row["model"]: [] for row in rows}
+    for row in rows:
+        if row["date"] == date[row["model"], row["family"]]:
+            found[row["model"]].append(row)
+    return found
 
 
 def joined(rows: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """The rows of the comparison; ``process``, bytes with parameters and batch, where it is known."""
-    known = {_key(one): one for one in measured if "error" not in one}
-    return [
-        row | {"process": _taken(row, known[_key(row)])} if "error" not in row and _key(row) in known else row
-        for row in rows
-    ]
 
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in KEY)
 
-def _taken(row: Row, measured: Row) -> int:
-    """Bytes since before the model was made; where only growth since some steps was counted, with what is resident."""
-    return measured["process"] if "process" in measured else row["resident"] + measured["growth"]
+    def with_process(row: Row) -> Row:
+        found = known.get(key(row))
+        if found is None or "error" in row:
+            return row
+        # older rows have the growth since some steps, which is beyond what is resident
+        return row | {"process": found["process"] if "process" in found else row["resident"] + found["growth"]}
 
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in KEY)
+    known = {key(one): one for one in measured if "error" not in one}
+    return [with_process(row) for row in rows]
 
 
 def same_bits(row: Row) -> bool:
@@ -71,11 +71,12 @@ def same_bits(row: Row) -> bool:
 def compared(peer: Row, rows: Sequence[Row], by: str = "peak") -> tuple[Row, float, str] | None:
     """The fastest of ours at the peer's peak or below, its time to the peer's, which is faster; None where none is.
 
-    Args:
-        peer: of the same run.
-        rows: of a network.
-        by: what is to be as low: ``"peak"``, which PyTorch counts, or ``"process"``, what the machine gives.
+    ``rows`` are of the peer's network; ``by``: what is to be as low, the peak that PyTorch counts or the ``"process"``.
     """
+
+    def is_less(some: list[float], others: list[float]) -> bool:
+        return some != others and bool(wilcoxon(some, others, alternative="less").pvalue < SIGNIFICANT)
+
     run = [row for row in rows if row["family"] == OURS and "error" not in row and row.get("date") == peer.get("date")]
     able = [row for row in run if by in row and row[by] <= peer[by]]
     if not able:
@@ -83,13 +84,7 @@ def compared(peer: Row, rows: Sequence[Row], by: str = "peak") -> tuple[Row, flo
     best = min(able, key=lambda row: row["ratio"])
     ours, theirs = best["ratios"], peer["ratios"]
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    verdict = "even"
-    if ours != theirs:
-        if wilcoxon(ours, theirs, alternative="less").pvalue < SIGNIFICANT:
-            verdict = "faster"
-        elif wilcoxon(ours, theirs, alternative="greater").pvalue < SIGNIFICANT:
-            verdict = "slower"
-    return best, ratio, verdict
+    return best, ratio, "faster" if is_less(ours, theirs) else "slower" if is_less(theirs, ours) else "even"
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -122,6 +117,11 @@ def short(rows: Sequence[Row]) -> str:
 
     What the machine gives decides, where that is known of a network.
     """
+
+    def called(row: Row) -> str:
+        name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
+        return f"**{name}**" if row["family"] == OURS else name
+
     worked = [row for row in rows if "error" not in row]
     by = "process" if any("process" in row for row in worked) else "peak"
     worked = [row for row in worked if by in row]
@@ -133,18 +133,13 @@ def short(rows: Sequence[Row]) -> str:
     least = min((row for row in worked if row["family"] == OURS), key=lambda row: row[by])
     chosen += [least] if there is None or there[0] is least else [there[0], least]
     columns: dict[str, Column] = {
-        chosen[0]["model"]: _called,
+        chosen[0]["model"]: called,
         "process": "{process:MB}",
         "counted": "{peak:MB}",
         "step / plain": "{ratio:.2f}",
         "numbers": numbers,
     }
     return table_of(columns, chosen, {"numbers"}).markdown()
-
-
-def _called(row: Row) -> str:
-    name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
-    return f"**{name}**" if row["family"] == OURS else name
 
 
 def render(rows_file: Path) -> None:
@@ -160,13 +155,8 @@ def render(rows_file: Path) -> None:
 
 def runs_of(rows_file: Path) -> dict[str, list[Row]]:
     """For each network the last rows of a file, with what the file beside it knows of the process."""
-    measured = read(resident_file(rows_file))
+    measured = read(rows_file.with_name(f"{rows_file.stem}_resident.jsonl"))
     return {model: joined(rows, measured) for model, rows in latest(read(rows_file)).items()}
-
-
-def resident_file(rows_file: Path) -> Path:
-    """Where rows of `benchmarks.peers.resident` are that belong to those of a file."""
-    return rows_file.with_name(f"{rows_file.stem}_resident.jsonl")
 
 
 def page(runs: dict[str, list[Row]], folder: str) -> str:
@@ -177,13 +167,12 @@ def page(runs: dict[str, list[Row]], folder: str) -> str:
         f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
         "the machine gives for the same: how far the peak resident set of a process in which nothing else has run is "
         "above that before the model was made, in rows with a `growth` parameters, buffers, batch, and growth since "
-        "some steps have run; ours in an arena (`peers_resident.jsonl`; of ways with other numbers the lowest "
-        "of each family was measured). *Beyond* is the peak less those and all gradients, relative to plain PyTorch. "
-        "*Step* is the median time of a step relative to "
-        "plain steps next to it, *spread* its quartiles. *First step* is everything until one step is done. *Numbers* "
-        "says what differs from plain PyTorch after one step from the same state. *Ours*, for each peer with the same "
-        "bits: the time of our fastest step at its peak or below, relative to its own; *faster* or *slower* where a "
-        "signed-rank test over the rounds says so at 5 %."
+        "some steps have run; ours in an arena (`peers_resident.jsonl`; of ways with other numbers the lowest of each "
+        "family was measured). *Beyond* is the peak less those and all gradients, relative to plain PyTorch. *Step* is "
+        "the median time of a step relative to plain steps next to it, *spread* its quartiles. *First step* is "
+        "everything until one step is done. *Numbers* says what differs from plain PyTorch after one step from the "
+        "same state. *Ours*, for each peer with the same bits: the time of our fastest step at its peak or below, "
+        "relative to its own; *faster* or *slower* where a signed-rank test over the rounds says so at 5 %."
     )
     sections = [part for model, rows in runs.items() for part in _section(model, rows, folder)]
     return document("Beside what people use today", intro, _overall(runs), *sections)
@@ -213,6 +202,13 @@ def _overall(runs: dict[str, list[Row]]) -> str:
 def _section(model: str, rows: Sequence[Row], folder: str) -> list[str | Table]:
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
+
+    def verdict(peer: Row) -> str:
+        if peer["family"] not in PEERS or not same_bits(peer):
+            return ""
+        against = compared(peer, worked)
+        return "out of reach" if against is None else f"{against[1]:.2f} {against[2]}"
+
     columns: dict[str, Column] = {
         "way": "{family}",
         "knob": "{knob}",
@@ -226,7 +222,7 @@ def _section(model: str, rows: Sequence[Row], folder: str) -> list[str | Table]:
         "recomputed": "{overhead:.1%}",
         "gap": "{gap:.1%}",
         "numbers": numbers,
-        "ours": lambda row: _verdict(row, worked),
+        "ours": verdict,
     }
     ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
     parts: list[str | Table] = [
@@ -243,13 +239,6 @@ def _section(model: str, rows: Sequence[Row], folder: str) -> list[str | Table]:
     return [*parts, *(["\n".join(failed)] if failed else [])]
 
 
-def _verdict(peer: Row, rows: Sequence[Row]) -> str:
-    if peer["family"] not in PEERS or not same_bits(peer):
-        return ""
-    against = compared(peer, rows)
-    return "out of reach" if against is None else f"{against[1]:.2f} {against[2]}"
-
-
 def numbers(row: Row) -> str:
     """Differences from the plain step, in words."""
     if same_bits(row):
@@ -260,13 +249,12 @@ def numbers(row: Row) -> str:
     return f"{', '.join(wrong)} differ by {row['off']:.0%}"
 
 
-def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    return [row["peak"] / 1e6 for row in rows], [row["ratio"] for row in rows]
-
-
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Time of a step against peak; hollow and crossed where the numbers are not those of plain PyTorch."""
     from matplotlib.figure import Figure
+
+    def points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+        return [row["peak"] / 1e6 for row in rows], [row["ratio"] for row in rows]
 
     worked = [row for row in rows if "error" not in row]
     figure = Figure(figsize=(9, 5.2), layout="constrained")
@@ -276,11 +264,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         right = [row for row in some if same_bits(row) or (not row["exact"] and row["within_tolerance"])]
         wrong = [row for row in some if row not in right]
         if right:
-            axes.plot(*_points(right), style, color=color, label=family, markersize=7)
+            axes.plot(*points(right), style, color=color, label=family, markersize=7)
         if wrong:
             label = None if right else family
-            axes.plot(*_points(wrong), style.rstrip("-"), color=color, label=label, markersize=7, fillstyle="none")
-            axes.plot(*_points(wrong), "x", color="#b00020", markersize=5, alpha=0.8)
+            axes.plot(*points(wrong), style.rstrip("-"), color=color, label=label, markersize=7, fillstyle="none")
+            axes.plot(*points(wrong), "x", color="#b00020", markersize=5, alpha=0.8)
     ours = [row for row in worked if row["family"] == OURS]
     for row in (min(ours, key=lambda row: row["peak"]),) if ours else ():
         note = f"{row['peak'] / 1e6:.0f} MB, {row['ratio']:.2f}"

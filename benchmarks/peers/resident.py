@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.apart import EndedEarly, apart
-from benchmarks.common.resident import most_above, status
+from benchmarks.common.resident import most_above, status, warm_up
 from benchmarks.common.rows import Row, read
 from benchmarks.common.runner import RESULTS, Benchmark
 from benchmarks.common.timing import step_and_back
@@ -35,9 +35,9 @@ ASKED = ("model", "family", "knob", "budget", "time_limit", "threads")
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:
-    """Of a network's rows those with the bits of plain PyTorch, and of each family the lowest, whatever its numbers.
+    """Choose a network's rows with the bits of plain PyTorch, and the lowest of each family, whatever its numbers.
 
-    Of several with the same allocations one by one, the first.
+    Several with the same allocations one by one are measured once, as the first.
     """
     worked = [row for row in rows if row["family"] in FAMILIES and row.get("fingerprint")]
     lowest = {row["family"]: row["peak"] for row in sorted(worked, key=lambda row: -row["peak"])}
@@ -76,7 +76,8 @@ def one(asked: Row) -> list[Row]:
         run = partial(step_and_back, subject.module, step, subject.batch)
         if setting.family == OURS and failure is not None:
             sys.exit(f"No arena: {failure}.")
-        found = {"process": most_above(level, run)}
+        warm_up(run)
+        found = {"process": most_above(level, run)}  # what making and planning the step left behind counts
         if setting.family == OURS:
             plan, use = step.plans[0], step.memory().rows[0]
             found |= {"planned_bytes": plan.peak - plan.problem.resident}

@@ -48,7 +48,7 @@ _NORMS_WITH_STATE = {  # and what counts their batches
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train, with the value of its knob. ``config`` is in force while the step is compiled."""
+    """A way to train, with the value of its knob. ``config`` is in force while the step is compiled."""
 
     family: str
     knob: str
@@ -73,21 +73,22 @@ EAGER = Setting("eager", "", _plain)
 def peers(subject: Subject) -> Iterator[Setting]:
     """All ways of PyTorch itself that fit the network, at every value of their knobs."""
     for every, knob in BLOCKS.items():
-        yield Setting("checkpoint", knob, partial(_blocks, every=every))
+        yield Setting("checkpoint", knob, partial(checkpointed, every=every))
     for segments in SEGMENTS:
         if any(len(chain) > segments for chain in subject.network.chain(subject.module)):
             yield Setting("checkpoint_sequential", f"{segments} segments", partial(_segments, segments=segments))
     for kept, ops in (("keeps matmuls", _MATMULS), ("keeps matmuls and norms", _MATMULS | _NORMS_WITH_STATE)):
         if ops == _MATMULS or any(isinstance(part, _BatchNorm) for part in subject.module.modules()):
-            yield Setting("selective", kept, partial(_blocks, context_fn=partial(_keeping, ops, 1)))
-    yield Setting("selective", "keeps each second matmul", partial(_blocks, context_fn=partial(_keeping, _MATMULS, 2)))
+            yield Setting("selective", kept, partial(checkpointed, context_fn=partial(_keeping, ops, 1)))
+    yield Setting(
+        "selective", "keeps each second matmul", partial(checkpointed, context_fn=partial(_keeping, _MATMULS, 2))
+    )
     for every, knob in BLOCKS.items():
-        yield Setting("compile + checkpoint", knob, _compiled(partial(_blocks, every=every), "aot_eager"))
+        yield Setting("compile + checkpoint", knob, _compiled(partial(checkpointed, every=every), "aot_eager"))
     for solver in SOLVERS:
         for share in TENTHS:
-            yield Setting(
-                "compile budget", f"{solver} {share:g}", _compiled(_plain, "aot_eager"), _memory_budget(share, solver)
-            )
+            config = partial(_memory_budget, share, solver)
+            yield Setting("compile budget", f"{solver} {share:g}", _compiled(_plain, "aot_eager"), config)
 
 
 def named(subject: Subject, family: str, knob: str, budget: int | None, time_limit: float) -> Setting:
@@ -102,22 +103,21 @@ def named(subject: Subject, family: str, knob: str, budget: int | None, time_lim
 def inductor_peers() -> Iterator[Setting]:
     """`torch.compile` by its default, which runs kernels of its own."""
     for share in INDUCTOR_BUDGETS:
-        yield Setting("inductor", f"dp {share:g}", _compiled(_plain, "inductor"), _memory_budget(share), exact=False)
+        config = partial(_memory_budget, share, "dp")
+        yield Setting("inductor", f"dp {share:g}", _compiled(_plain, "inductor"), config, exact=False)
 
 
 def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
     """`checkmate.compile` within a budget of bytes, in an arena."""
     family = OURS if method == "auto" else "heuristics"
     knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
-    build = partial(_within, budget=budget, time_limit=time_limit, method=method, memory="arena")
-    return Setting(family, knob, build, budget=budget)
+    options: Any = {"time_limit": time_limit, "method": method, "memory": "arena", "wait": "best"}
+    return Setting(
+        family, knob, lambda subject: checkmate.compile(subject.plain, budget=budget, **options), budget=budget
+    )
 
 
-def _within(subject: Subject, **options: Any) -> Step:
-    return checkmate.compile(subject.plain, wait="best", **options)
-
-
-def _blocks(subject: Subject, *, every: int = 1, **options: Any) -> Step:
+def checkpointed(subject: Subject, *, every: int = 1, **options: Any) -> Step:
     """Checkpoints around blocks, by the wrapper that PyTorch has for it."""
     module = subject.twin()
     wrapped = {id(block) for block in subject.network.blocks(module)[::every]}
@@ -161,18 +161,11 @@ def _compiled(build: Callable[[Subject], Step], backend: str) -> Callable[[Subje
     return build_compiled
 
 
-def _memory_budget(share: float, solver: str = "dp") -> Callable[[], AbstractContextManager[Any]]:
+@contextmanager
+def _memory_budget(share: float, solver: str) -> Iterator[None]:
     options = {"activation_memory_budget": share, "activation_memory_budget_solver": solver}
-
-    @contextmanager
-    def config() -> Iterator[None]:
-        with (
-            torch._inductor.config.patch(fallback_random=True),  # it draws other numbers else
-            torch._functorch.config.patch(options),
-        ):
-            yield
-
-    return config
+    with torch._inductor.config.patch(fallback_random=True), torch._functorch.config.patch(options):
+        yield  # without the fallback Inductor draws other numbers
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

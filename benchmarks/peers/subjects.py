@@ -41,7 +41,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Subject:
-    """One network with its parameters and its batch, which all ways to train it share."""
+    """A network with its parameters and its batch, which all ways to train it share."""
 
     network: Network
     module: nn.Module
@@ -92,77 +92,53 @@ class SmallVGG16(VGG16):
         self.features = nn.Sequential(*(nn.Sequential(*stage) for stage in stages if stage))
 
 
-NETWORKS = {
-    network.name: network
-    for network in (
-        Network(
-            "resnet18",
-            lambda: (resnet18(CLASSES), images(8, 96, CLASSES)),
-            blocks=lambda module: list(module.stages),
-            chain=lambda module: [module.stages],
-        ),
-        Network(
-            "resnet50",
-            lambda: (resnet50(CLASSES), images(8, 96, CLASSES)),
-            blocks=lambda module: list(module.stages),
-            chain=lambda module: [module.stages],
-        ),
-        Network(
-            "vgg16",
-            lambda: (SmallVGG16(CLASSES), images(4, 96, CLASSES)),
-            blocks=lambda module: list(module.features),
-            chain=lambda module: [module.features],
-        ),
-        Network(
-            "mobilenetv2",
-            lambda: (MobileNetV2(CLASSES), images(8, 96, CLASSES)),
-            blocks=lambda module: list(module.features),
-            chain=lambda module: [module.features],
-        ),
-        Network(
-            "unet",
-            lambda: (UNet(20, depth=4, base=32), images(4, 96, 20, pixels=True)),
-            blocks=lambda module: [*module.down, *module.up],
-        ),
-        Network(
-            "gpt2",
-            lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), tokens(4, 256, 2048)),
-            blocks=lambda module: list(module.transformer.transformer.h),
-            loss=language_model,
-        ),
-        Network(
-            "vit",
-            lambda: (ViT(96, 8, width=192, layers=12, heads=3, classes=CLASSES), images(8, 96, CLASSES)),
-            blocks=lambda module: list(module.blocks),
-            chain=lambda module: [module.blocks],
-        ),
-        Network(
-            "lstm",
-            lambda: (LSTM(1024, width=256, segments=8), tokens(32, 32, 1024)),
-            blocks=lambda module: [segment for layer in module.layers for segment in layer],
-            loss=language_model,
-        ),
+def _chained(name: str, make: Callable[[], tuple[Any, Batch]], part: str) -> Network:
+    """A network whose blocks are a chain, by the name of that part."""
+    return Network(
+        name, make, blocks=lambda module: list(getattr(module, part)), chain=lambda module: [getattr(module, part)]
     )
-}
+
+
+_ALL = (
+    _chained("resnet18", lambda: (resnet18(CLASSES), images(8, 96, CLASSES)), "stages"),
+    _chained("resnet50", lambda: (resnet50(CLASSES), images(8, 96, CLASSES)), "stages"),
+    _chained("vgg16", lambda: (SmallVGG16(CLASSES), images(4, 96, CLASSES)), "features"),
+    _chained("mobilenetv2", lambda: (MobileNetV2(CLASSES), images(8, 96, CLASSES)), "features"),
+    Network(
+        "unet",
+        lambda: (UNet(20, depth=4, base=32), images(4, 96, 20, pixels=True)),
+        blocks=lambda module: [*module.down, *module.up],
+    ),
+    Network(
+        "gpt2",
+        lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), tokens(4, 256, 2048)),
+        blocks=lambda module: list(module.transformer.transformer.h),
+        loss=language_model,
+    ),
+    _chained("vit", lambda: (ViT(96, 8, 192, layers=12, heads=3, classes=CLASSES), images(8, 96, CLASSES)), "blocks"),
+    Network(
+        "lstm",
+        lambda: (LSTM(1024, width=256, segments=8), tokens(32, 32, 1024)),
+        blocks=lambda module: [segment for layer in module.layers for segment in layer],
+        loss=language_model,
+    ),
+)
+NETWORKS = {network.name: network for network in _ALL}
 
 
 def on_a_gpu(*, small: bool) -> dict[str, Network]:
     """Networks at sizes that fill a GPU of 80 GB, trained plainly; ``small`` for a test on the CPU."""
-
-    def gpt2() -> tuple[nn.Module, Batch]:
-        if small:
-            return GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), tokens(2, 32, 64)
-        return GPT2(50257, 1024, width=1024, layers=24, heads=16, attention="sdpa"), tokens(16, 1024, 50257)
-
-    def unet() -> tuple[nn.Module, Batch]:
-        if small:
-            return UNet(4, depth=2, base=4), images(2, 32, 4, pixels=True)
-        return UNet(20, depth=4, base=64), images(32, 384, 20, pixels=True)
-
-    def resnet() -> tuple[nn.Module, Batch]:
-        if small:
-            return resnet18(CLASSES, base=4), images(2, 32, CLASSES)
-        return resnet50(CLASSES), images(256, 224, CLASSES)
-
-    makes = {"gpt2-medium": ("gpt2", gpt2), "resnet50-256": ("resnet50", resnet), "unet-32": ("unet", unet)}
-    return {name: replace(NETWORKS[small_one], name=name, make=make) for name, (small_one, make) in makes.items()}
+    if small:
+        makes: dict[str, Callable[[], tuple[Any, Batch]]] = {
+            "gpt2": lambda: (GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), tokens(2, 32, 64)),
+            "resnet50": lambda: (resnet18(CLASSES, base=4), images(2, 32, CLASSES)),
+            "unet": lambda: (UNet(4, depth=2, base=4), images(2, 32, 4, pixels=True)),
+        }
+    else:
+        makes = {
+            "gpt2": lambda: (GPT2(50257, 1024, 1024, layers=24, heads=16, attention="sdpa"), tokens(16, 1024, 50257)),
+            "resnet50": lambda: (resnet50(CLASSES), images(256, 224, CLASSES)),
+            "unet": lambda: (UNet(20, depth=4, base=64), images(32, 384, 20, pixels=True)),
+        }
+    names = {"gpt2": "gpt2-medium", "resnet50": "resnet50-256", "unet": "unet-32"}
+    return {called: replace(NETWORKS[name], name=called, make=makes[name]) for name, called in names.items()}

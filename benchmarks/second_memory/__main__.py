@@ -2,5 +2,4 @@
 
 from benchmarks.second_memory.planned import BENCHMARK
 
-if __name__ == "__main__":
-    BENCHMARK.run()
+BENCHMARK.run()

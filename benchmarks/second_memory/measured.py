@@ -32,7 +32,7 @@ TIME_LIMIT = 20.0  # seconds to plan
 
 
 def rows_of(name: str, where: Sequence[str], rounds: int) -> Iterator[Row]:
-    """The rows of a network: without a second memory, and with each."""
+    """Measure a network without a second memory, and with each."""
     torch.set_num_threads(1)
     subject = Subject.of(NETWORKS[name], torch.device("cpu"))
     budget = ends_of(checkmate.trace(subject.plain, *subject.batch)).peak

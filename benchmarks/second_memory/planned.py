@@ -36,13 +36,12 @@ def rows_of(name: str, share: float, method: str, time_limit: float) -> Iterator
     """Solve in this process, in seconds that it computes; no row where no plan can fit."""
     plain = load(name)
     budget = int(share * plain.keep_all_peak)
-    problem = plain if method == ALONE else plain.with_host(PCIE_5)
-    if budget < plain.with_host(PCIE_5).unavoidable_bytes.max():
+    with_host = plain.with_host(PCIE_5)
+    if budget < with_host.unavoidable_bytes.max():
         return
     count_own_seconds()
-    solution = solve(
-        problem, budget, method="auto" if method == ALONE else method, time_limit=time_limit, progress=False
-    )
+    problem, by = (plain, "auto") if method == ALONE else (with_host, method)
+    solution = solve(problem, budget, method=by, time_limit=time_limit, progress=False)
     row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **figures(solution)}
     if solution.plan is not None:
         when = timing(solution.plan, problem)

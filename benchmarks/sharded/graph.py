@@ -1,4 +1,4 @@
-"""One training step of Llama-3 8B on one of 64 ranks that share its parameters, as others captured it: a `Problem`.
+"""A training step of Llama-3 8B on one of 64 ranks that share its parameters, as others captured it: a `Problem`.
 
 The graph is of meta-pytorch/autoparallel (BSD-3-Clause, `data/LICENSE`): the repro graphs of its overlap simulator for
 the forward and the backward, joined and given shapes. It holds two sequences of 8,192 tokens for each rank, in bfloat16
@@ -163,9 +163,9 @@ class _Reader:
                 self._add(node, node["op"], read, self._pinned(node, trained))
         results = tuple(self.of[name][0] for name in gradients if name is not None)
         resident = sum(value.size_bytes for value in self.values if value.producer is None)
-        workspace = np.zeros(len(self.ops), dtype=np.int64)
         source = f"roofline estimate for {self.device.name}, collectives at {self.reach.rate / 1e9:.0f} GB/s"
-        estimated = tuple(range(len(self.ops)))
+        count = len(self.ops)
+        workspace, estimated = np.zeros(count, dtype=np.int64), tuple(range(count))
         profile = Profile(np.array(self.seconds), workspace, resident, source, estimated=estimated)
         return Problem(Graph(tuple(self.ops), tuple(self.values), results), profile)
 
@@ -208,7 +208,7 @@ class _Reader:
         return "speaks with other ranks"
 
     def _is_of_parameter(self, node: Node, trained: set[str]) -> bool:
-        """All that it is made of are ops of one input, back to a parameter."""
+        """Whether all that it is made of are ops of one input, back to a parameter."""
         while node["op"] != PARAMETER:
             if len(node["inputs"]) != 1:
                 return False

@@ -59,20 +59,16 @@ def beside(problem: Problem) -> Problem:
             reads[k] = inputs
     kept = [k for k in range(len(old.ops)) if k not in casts]
     values = [v for v, value in enumerate(old.values) if value.producer not in casts]
-    op_at, value_at = ({one: i for i, one in enumerate(of)} for of in (kept, values))
+    op_at: dict[int | None, int | None] = {None: None, **{k: i for i, k in enumerate(kept)}}
+    value_at = {v: i for i, v in enumerate(values)}
     ops = []
     for k in kept:
         op = old.ops[k]
         made, read_by = (tuple(value_at[v] for v in of) for of in (op.outputs, reads.get(k, op.inputs)))
         ops.append(replace(op, inputs=read_by, outputs=made, link=RANKS if graph.is_collective(op) else ""))
-    moved = ((old.values[v], old.values[v].producer) for v in values)
-    new = Graph(
-        tuple(ops),
-        tuple(replace(value, producer=None if made_by is None else op_at[made_by]) for value, made_by in moved),
-        tuple(value_at[v] for v in old.outputs),
-    )
-    profile = Profile(seconds[kept], workspace[kept], problem.resident, problem.profile.source)
-    return Problem(new, profile)
+    moved = (replace(old.values[v], producer=op_at[old.values[v].producer]) for v in values)
+    new = Graph(tuple(ops), tuple(moved), tuple(value_at[v] for v in old.outputs))
+    return Problem(new, Profile(seconds[kept], workspace[kept], problem.resident, problem.profile.source))
 
 
 def rows_of(name: str, link: str, budget: float, time_limit: float) -> Iterator[Row]:
@@ -115,10 +111,9 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     """The table of `docs/comparison.md`: for each budget and link the fastest policy that fits, and ours."""
     rows = in_order(rows)
     ours = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO}
-    heads = [
-        WITHIN,
-        *(head for at in graph.LINKS for head in (f"{at}, fastest choice", "**checkmate**", "gap of ours")),
-    ]
+    heads = [WITHIN]
+    for link in graph.LINKS:
+        heads += [f"{link}, fastest choice", "**checkmate**", "gap of ours"]
     lines = []
     for budget in dict.fromkeys(budget for _, budget in ours):
         line = [format_bytes(budget)]

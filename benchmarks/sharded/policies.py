@@ -38,7 +38,7 @@ def _kept(problem: Problem, gathering: str, checkpointing: str) -> Iterator[int]
     """The values of the forward that the backward finds."""
     graph = problem.graph
     between, of_layers = layers(problem)
-    of_parameters = set(_of_parameters(problem))
+    of_parameters = {*_of_parameters(problem)}
     for k in range(graph.forward_length):
         op = graph.ops[k]
         if k in of_parameters:
@@ -55,9 +55,7 @@ def _of_parameters(problem: Problem) -> Iterator[int]:
     graph = problem.graph
     for k in range(graph.forward_length):
         if ALL_GATHER in graph.ops[k].target and graph.ops[k].pinned is None:
-            while True:
-                yield k
-                made_by = graph.values[graph.ops[k].inputs[0]].producer
-                if made_by is None:
-                    break
-                k = made_by
+            made_by: int | None = k
+            while made_by is not None:
+                yield made_by
+                made_by = graph.values[graph.ops[made_by].inputs[0]].producer

@@ -61,11 +61,8 @@ def rows_of(name: str, share: float, method: str, time_limit: float, memory_limi
     if share == SMALLEST and method == LEAST:
         about = {"graph": name, "share": None, "method": LEAST, "time_limit": LEAST_SECONDS}
         yield {**about, "loaded_rss": peak_rss(), **least(problem, LEAST_SECONDS), "peak_rss": peak_rss()}
-    if (
-        method == LEAST
-        or budget < problem.unavoidable_bytes.max()
-        or len(problem.graph.ops) > MOST_OPS.get(method, sys.maxsize)
-    ):
+    is_large = len(problem.graph.ops) > MOST_OPS.get(method, sys.maxsize)
+    if method == LEAST or is_large or budget < problem.unavoidable_bytes.max():
         return
     most_bytes, most_seconds = parse_bytes(memory_limit), int(LATE[0] + LATE[1] * time_limit)
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
@@ -80,15 +77,9 @@ def least(problem: Problem, time_limit: float) -> Row:
     """The smallest budget: a known plan's peak, and a proven bound."""
     began = time.perf_counter()
     ends = checkmate.min_budget(problem, time_limit=time_limit)
-    return {
-        "ops": len(problem.graph.ops),
-        "keep_all_peak": problem.keep_all_peak,
-        "peak": ends.peak,
-        "peak_bound": ends.bound,
-        "gap": ends.gap,
-        "seconds": time.perf_counter() - began,
-        "status": "proven" if ends.proven else "two ends",
-    }
+    row: Row = {"ops": len(problem.graph.ops), "keep_all_peak": problem.keep_all_peak}
+    row |= {"peak": ends.peak, "peak_bound": ends.bound, "gap": ends.gap}
+    return row | {"seconds": time.perf_counter() - began, "status": "proven" if ends.proven else "two ends"}
 
 
 def ended(case: dict[str, Any], end: EndedEarly) -> Row:
@@ -117,23 +108,13 @@ def facts(solution: Solution) -> Row:
         [seconds, _finite(cost / base), _finite(bound / base)]
         for seconds, cost, bound in solution.details.get("trajectory", [])
     ]
-    return {
-        "ops": len(problem.graph.ops),
-        "budget": solution.budget,
-        "keep_all_peak": problem.keep_all_peak,
-        "keep_all_seconds": base,
-        "profile": problem.profile.source,
-        "status": solution.status.label,
-        "cost_ratio": _finite(solution.cost / base),
-        "bound_ratio": _finite(solution.bound / base),
-        "gap": _finite(solution.gap),
-        "peak": solution.peak,
-        "seconds": solution.seconds,
-        "second_ratio": next((cost for seconds, cost, _ in reversed(trajectory) if seconds <= 1.0), None),
-        "first_plan_seconds": next((seconds for seconds, cost, _ in trajectory if cost is not None), None),
-        "trajectory": trajectory,
-        "message": solution.message,
-    }
+    row: Row = {"ops": len(problem.graph.ops), "budget": solution.budget, "keep_all_peak": problem.keep_all_peak}
+    row |= {"keep_all_seconds": base, "profile": problem.profile.source, "status": solution.status.label}
+    row |= {"cost_ratio": _finite(solution.cost / base), "bound_ratio": _finite(solution.bound / base)}
+    row |= {"gap": _finite(solution.gap), "peak": solution.peak, "seconds": solution.seconds}
+    row["second_ratio"] = next((cost for seconds, cost, _ in reversed(trajectory) if seconds <= 1.0), None)
+    row["first_plan_seconds"] = next((seconds for seconds, cost, _ in trajectory if cost is not None), None)
+    return row | {"trajectory": trajectory, "message": solution.message}
 
 
 def _finite(x: float) -> float | None:

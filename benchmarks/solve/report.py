@@ -38,7 +38,7 @@ LEAST: dict[str, Column] = {
 
 def page(every: Sequence[Row]) -> str:
     """All solves, and the smallest budgets where they were looked for."""
-    rows = in_order(_solves(every))
+    rows = in_order(every)
     profiles = sorted({row["profile"] for row in rows if "profile" in row})
     best = best_bounds(rows)
     parts: list[str | Table] = [
@@ -61,18 +61,15 @@ def page(every: Sequence[Row]) -> str:
 
 def draw_beside(rows_file: Path) -> None:
     """Draw the picture next to a file of rows, with its name."""
-    draw(in_order(_solves(read(rows_file))), rows_file.with_suffix(".png"))
+    draw(in_order(read(rows_file)), rows_file.with_suffix(".png"))
 
 
-def _solves(every: Sequence[Row]) -> list[Row]:
-    return [row for row in every if row["share"] is not None]
-
-
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The last row of each graph, budget, method and time limit; small graphs and large budgets first."""
-    ops = {row["graph"]: row["ops"] for row in rows if "ops" in row}
+def in_order(every: Sequence[Row]) -> list[Row]:
+    """The last solve of each graph, budget, method and time limit; small graphs and large budgets first."""
+    solves = [row for row in every if row["share"] is not None]
+    ops = {row["graph"]: row["ops"] for row in solves if "ops" in row}
     return sorted(
-        latest(rows, "graph", "share", "method", "time_limit"),
+        latest(solves, "graph", "share", "method", "time_limit"),
         key=lambda row: (ops.get(row["graph"], 0), row["graph"], -row["share"], row["method"], row["time_limit"]),
     )
 
@@ -95,7 +92,7 @@ def best_bounds(rows: Sequence[Row]) -> dict[Instance, float]:
 
 
 def _compared(row: Row, best: dict[Instance, float]) -> Row:
-    """The gap to the best bound, and the bytes beyond the loaded problem."""
+    """The gap to the best bound, and the MB beyond the loaded problem."""
     cost = row.get("cost_ratio")
     memory = (row["peak_rss"] - row["loaded_rss"]) / 1e6 if "peak_rss" in row else None
     return {"to_best": None if cost is None else _gap(cost, best[_instance(row)]), "memory": memory}
@@ -116,12 +113,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     best = best_bounds(rows)
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="seconds", ylabel="gap to the best proven bound")
-    methods = sorted({row["method"] for row in rows if row.get("cost_ratio") is not None})
-    for i, method in enumerate(methods):
-        color = colormaps["tab20"](i % 20)
-        ended = [row for row in rows if row["method"] == method and row.get("cost_ratio") is not None]
-        ends = []
-        for row in ended:
+    planned = [row for row in rows if row.get("cost_ratio") is not None]
+    for i, method in enumerate(sorted({row["method"] for row in planned})):
+        color, ends = colormaps["tab20"](i % 20), []
+        for row in (row for row in planned if row["method"] == method):
             bound = best[_instance(row)]
             found = [(seconds, cost) for seconds, cost, _ in row["trajectory"] if cost is not None]
             points = [(s, max(LEAST_GAP, _gap(c, bound))) for s, c in [*found, (row["seconds"], row["cost_ratio"])]]

@@ -1,6 +1,5 @@
-"""``python -m benchmarks.start``: seconds until a script trains. What is timed imports this file first."""
+"""``python -m benchmarks.start``: measure the seconds until a script trains."""
 
-if __name__ == "__main__":
-    from benchmarks.start.seconds import BENCHMARK
+from benchmarks.start.seconds import BENCHMARK
 
-    BENCHMARK.run()
+BENCHMARK.run()

@@ -30,7 +30,7 @@ from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import add_up, budget_at
 from benchmarks.networks import CASES, CLASSES, Case
-from benchmarks.networks.batches import Batch, Step, images, language_model, tokens
+from benchmarks.networks.batches import images, language_model, tokens
 from benchmarks.networks.convolutional import resnet50
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.pixels import AttentionUNet
@@ -58,14 +58,6 @@ def _bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(num_hidden_layers=4)).train()
 
 
-def _noise() -> Batch:
-    return torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)
-
-
-def _sentences() -> Batch:
-    return torch.randint(30522, (8, 128)), torch.randint(2, (8,))
-
-
 def _gpt2() -> nn.Module:
     return GPT2(vocabulary=1024, positions=128, width=192, layers=12, heads=6, attention="sdpa")
 
@@ -73,8 +65,18 @@ def _gpt2() -> nn.Module:
 _MORE = (
     Case("resnet50-wide", lambda: resnet50(CLASSES), lambda: images(8, 96, CLASSES)),
     Case("gpt2-12", _gpt2, lambda: tokens(4, 128, 1024), language_model),
-    Case("unet-attention", AttentionUNet, _noise, lambda unet: lambda x, noise: F.mse_loss(unet(x), noise)),
-    Case("bert-4", _bert, _sentences, lambda bert: lambda x, target: F.cross_entropy(bert(x).logits, target)),
+    Case(
+        "unet-attention",
+        AttentionUNet,
+        lambda: (torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)),
+        lambda unet: lambda x, noise: F.mse_loss(unet(x), noise),
+    ),
+    Case(
+        "bert-4",
+        _bert,
+        lambda: (torch.randint(30522, (8, 128)), torch.randint(2, (8,))),
+        lambda bert: lambda x, target: F.cross_entropy(bert(x).logits, target),
+    ),
 )
 KNOWN = {**CASES, **{case.name: case for case in _MORE}}
 NEAR = (1.02, 1.1, 1.2, 1.5, 2.0)  # times the smallest budget
@@ -84,6 +86,12 @@ TIMES = {**dict.fromkeys(KNOWN, (0.0,)), **dict.fromkeys(CLOSE, NEAR), "bert-4":
 
 def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[Row]:
     """Train two steps; what they took. In a process that has just begun."""
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        step(*batch).backward()
+        return time.perf_counter() - began
+
     _, plain, batch = KNOWN[name].make(0)
     spent = dict.fromkeys(("backend", "measure", "plan", "code"), 0.0)
     step: Any = plain
@@ -97,7 +105,7 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
     elif backend != PLAIN:
         step = torch.compile(plain, backend=backend, fullgraph=True, dynamic=False)
     try:
-        first, second = _seconds(step, batch), _seconds(step, batch)
+        first, second = seconds(), seconds()
     except checkmate.InfeasibleBudget as refusal:  # bytes that a trial decides differ from start to start
         yield {"batch": len(batch[0]), "refused": str(refusal)}
         return
@@ -110,12 +118,6 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
         row |= {"ops": len(solution.problem.graph.ops), "overhead": solution.overhead, "gap": solution.gap}
         row |= {"peak": solution.peak, "from": solution.origin or None}
     yield row
-
-
-def _seconds(step: Step, batch: Batch) -> float:
-    began = time.perf_counter()
-    step(*batch).backward()
-    return time.perf_counter() - began
 
 
 def rows(name: str, times: float, share: float, time_limit: float) -> Iterator[Row]:

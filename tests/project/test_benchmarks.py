@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from benchmarks.common import timing as measuring
-from benchmarks.common.apart import apart
+from benchmarks.common.apart import LOCK, alone, apart
 from benchmarks.common.rows import add_names, append, latest, origin, read
 from benchmarks.gpu import budgets
 from benchmarks.gpu.__main__ import main, rows_of
-from benchmarks.gpu.alone import VARIABLE as LOCK
-from benchmarks.gpu.alone import alone
 from benchmarks.gpu.items import Asked
 from benchmarks.networks import CASES
 from benchmarks.start.script import started
@@ -31,7 +29,7 @@ from tests.support.simulated_cuda.install import environment, is_installed
 
 
 def _run(folder: Path, module: str, *asked: str, **environment: str) -> tuple[str, list[Any]]:
-    """What a benchmark prints in a process of its own, and all rows of its file there."""
+    """Run a benchmark in a process of its own: its output, and all rows of its file."""
     out = folder / "rows.jsonl"
     return run_fresh_python("-m", module, "--out", str(out), *asked, **environment).stdout, read(out)
 
