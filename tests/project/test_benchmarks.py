@@ -136,7 +136,6 @@ def test_what_is_timed_waits_for_others_that_are(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.cuda
 @pytest.mark.long
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_benchmark_for_a_gpu_runs_small_on_one(tmp_path: Path) -> None:
     """Items side by side, each in a process of its own. ``make gpu`` runs it, on the simulated one too."""
     asked = "--small", "--seconds", "600", "--jobs", "2", "--only", "machine", "gpt2 f", "limit"
