@@ -189,7 +189,8 @@ class CaptureCache:
             finally:
                 self.before = before
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        known, reasons = self._nearest(kind, given)
+        near = ((one, why) for one in self._of_kind(kind) if (why := why_not(one.own, given)))
+        known, reasons = next(near, (None, list[Reason]()))
         are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
         if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
@@ -215,13 +216,6 @@ class CaptureCache:
             place = f"the value of a tensor that the step asks for ({other.where})"
             reasons = [Reason(place, other.was, other.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
-
-    def _nearest(self, kind: Any, given: dict[str, Any]) -> tuple[_Capture | None, list[Reason]]:
-        """Find a capture that only values keep from serving a call, and list these values."""
-        for one in self._of_kind(kind):
-            if reasons := why_not(one.own, given):
-                return one, reasons
-        return None, []
 
     def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
         """Capture a call, with some of its numbers as inputs, and keep what was captured."""
@@ -254,12 +248,13 @@ class CaptureCache:
         except BaseException:
             backend.forget(backend.running[planned:])
             raise
-        made.joint, made.answers = call.joint, call.answers
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
+        # Keep what was captured.
+        made.joint, made.answers = call.joint, call.answers
         made.used = next(self._calls)
         self._kept.append(made)
         count = len(self._kept)

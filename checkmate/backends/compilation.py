@@ -30,7 +30,8 @@ from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
+from checkmate.capture.number_inputs import numbers_and_draws, refuse_nested, refuse_sizes_of_data
+from checkmate.capture.op_order import TracedStep
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
@@ -165,7 +166,8 @@ class _Compilation:
                     f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
                     'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
                 )
-        self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
+        # Read what it is given.
+        self.numbers, self.draws = numbers_and_draws(module, self.call.numbers)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
         self.copies = Copies(module, inputs, self.names)  # of weights, that autocast keeps
         self.shards = Shards.among(inputs)
@@ -279,16 +281,12 @@ class _Compilation:
         )
         if not fakes:
             compile_attention(module.graph)
-        read = partial(
-            read_joint,
-            num_fwd_outputs=results,
-            static_inputs=static,
-            input_names=self.names,
-            block_bytes=block_bytes,
-            numbers=self.numbers,
-            draws=self.draws,
-            noted=self.noted,
-        )
+        names, numbers, draws, noted = self.names, self.numbers, self.draws, self.noted
+
+        def read(module: fx.GraphModule) -> Joint:  # without `self`: the problem keeps this
+            step = TracedStep(module, results, static, names, numbers, draws)
+            return read_joint(step, block_bytes=block_bytes, noted=noted)
+
         joint = read(module)
         if self.numbers:
             self.call.check(joint)
@@ -321,14 +319,14 @@ class _Compilation:
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
-        names, layouts, lower = self.names, self.shards.layouts, backend.lower
+        layouts, lower = self.shards.layouts, backend.lower
         modules, self.call.joint = plan.modules, step_problem.joint_of(plan.problem)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)
 
         def share(modules: Any) -> Sharing:
-            return sharing_of(counts, modules.forward, modules.backward, results, names, layouts)
+            return sharing_of(counts, modules, results, names, layouts)
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             if replays is not None:

@@ -29,7 +29,7 @@ import torch
 
 from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
-from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.emit import is_unchecked
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
@@ -48,7 +48,6 @@ from checkmate.torch_internals.aot import (
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
-Run = Callable[[list[Any]], Any]
 Write = Callable[[Solution], tuple[Any, Any] | None]
 _OF_SEVERAL = SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput, ForwardTokenAOTInput, BackwardTokenAOTInput
 

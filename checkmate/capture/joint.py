@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from checkmate.capture.nodes import (
     is_mutating,
     leaf_nodes,
     storage,
+    storages,
     target_name,
     tensors,
     updated,
@@ -72,18 +72,8 @@ class Joint:
         return replace(self, graph=self.graph.in_order(order), nodes=tuple(self.nodes[k] for k in order))
 
 
-def read_joint(
-    module: fx.GraphModule,
-    *,
-    num_fwd_outputs: int,
-    static_inputs: Iterable[int] = (),
-    input_names: Sequence[str] = (),
-    block_bytes: int = 1,
-    numbers: Mapping[int, str] = MappingProxyType({}),
-    draws: Collection[int] = (),
-    noted: Noted = (),
-) -> Joint:
-    """Read a joint graph of AOTAutograd.
+def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> Joint:
+    """Read a joint graph of AOTAutograd, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
 
     Args:
         module: the joint graph, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
@@ -95,6 +85,7 @@ def read_joint(
         draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
 
+    module = step.module
     Raises:
         NotFree: if a shape depends on such a number.
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
@@ -106,8 +97,7 @@ def read_joint(
         if name not in read:
             delattr(module, name)
 
-    step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
-    check_sizes(module.graph, numbers, step.name)
+    check_sizes(module.graph, step.numbers, step.name)
     let_overwrite(step)
     forward, backward = split_forward_backward(step)
 
@@ -161,8 +151,7 @@ class _Contents:
 
     def values_of(self, node: fx.Node) -> tuple[int, ...]:
         """The values that a node's tensors are, or are views of."""
-        keys = dict.fromkeys(storage(t) for t in tensors(node.meta.get("val")))
-        return tuple(self.by_storage[key] for key in keys if key in self.by_storage)
+        return tuple(self.by_storage[key] for key in dict.fromkeys(storages(node)) if key in self.by_storage)
 
     def add_inputs(self) -> None:
         """Add parameters, buffers and inputs, once for each storage."""

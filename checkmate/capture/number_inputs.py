@@ -22,7 +22,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.dependencies import needed_by
-from checkmate.capture.nodes import leaf_nodes, tensors, viewed
+from checkmate.capture.nodes import input_position, leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node
@@ -67,27 +67,20 @@ def as_inputs(sources: Collection[str]) -> Iterator[None]:
         yield
 
 
-def sources_of(module: fx.GraphModule, numbers: Collection[str]) -> dict[int, str]:
-    """Dynamo's names of the inputs of a captured graph that are numbers, by position."""
-    placeholders = module.graph.find_nodes(op="placeholder") if numbers else ()
-    names: list[Any] = [getattr(getattr(node, "_dynamo_source", None), "name", None) for node in placeholders]
-    return {i: name for i, name in enumerate(names) if name in numbers}
-
-
-def draws_of_python(module: fx.GraphModule) -> list[int]:
-    """Positions of the inputs of a captured graph that are drawn by ``random.uniform`` and the like, at each call."""
-    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
-    return [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
+def numbers_and_draws(module: fx.GraphModule, numbers: Collection[str]) -> tuple[dict[int, str], list[int]]:
+    """Positions of the inputs of a captured graph that are ``numbers``, with their names, and of draws of Python."""
+    sources: list[Any] = [getattr(n, "_dynamo_source", None) for n in module.graph.find_nodes(op="placeholder")]
+    names = {i: source.name for i, source in enumerate(sources) if getattr(source, "name", None) in numbers}
+    return names, [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
 
 
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
     """The placeholders of a joint graph that are numbers."""
     primals = [node for node in graph.find_nodes(op="placeholder") if numbers and _is_primal(node)]
-    positions: dict[fx.Node, Any] = {node: getattr(node.meta.get("desc"), "idx", None) for node in primals}
-    return {node: numbers[i] for node, i in positions.items() if i in numbers}
+    return {node: numbers[i] for node in primals if (i := input_position(node)) is not None and i in numbers}
 
 
-def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
+def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[fx.Node], str]) -> None:
     """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
@@ -98,7 +91,8 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
         NotFree: if a shape or a type depends on one of the numbers.
         Unsupported: if it depends on something else.
     """
-    free: set[fx.Node] = {*number_placeholders(graph, numbers)}
+    free: set[fx.Node] = {*numbers}
+    # Symbols are computed from these numbers alone; sizes and strides are known.
     for node in graph.nodes:
         if node.op != "output" and is_sym_node(node):
             if node in free or (node.all_input_nodes and free.issuperset(node.all_input_nodes)):

@@ -20,6 +20,7 @@ from checkmate.codegen.transfers import ending_calls
 from checkmate.torch_internals import kernels
 
 aten = torch.ops.aten
+Run = Callable[[list[Any]], Any]  # of inputs in one list
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
@@ -56,13 +57,13 @@ class Boxed(CodeGen):
         return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
 
 
-def takes_one_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def takes_one_list(run: Run) -> Run:
     """Tell AOTAutograd that a function takes its inputs in one list, which it may clear."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+def boxed(module: fx.GraphModule) -> Run:
     """The function of a module that takes and clears one list, marked as such for AOTAutograd.
 
     It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this

@@ -24,10 +24,11 @@ import torch
 import torch.fx as fx
 from torch.autograd.graph import get_gradient_edge
 
-from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
+from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import arrivals, is_before, reachable, verdicts
-from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.boxed import Run, takes_one_list
+from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
@@ -36,7 +37,6 @@ from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.engine import _current_autograd_node
 
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]
 _BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
     "A batch of gradients (is_grads_batched=True, or vectorize=True) of a compiled step: PyTorch runs its products one "
     "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
@@ -138,12 +138,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 
 
 def sharing_of(
-    counts: list[int],
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    results: int,
-    names: Sequence[str],
-    shards: Collection[int] = (),
+    counts: list[int], modules: Modules, results: int, names: Sequence[str], shards: Collection[int] = ()
 ) -> Sharing:
     """Find the inputs with several contributions, and mark in the backward those that autograd can get one by one.
 
@@ -154,7 +149,7 @@ def sharing_of(
         names: of the inputs, by position.
         shards: positions of those whose gradients become those of a `DTensor`, which one sum does.
     """
-    output = backward.graph.output_node()
+    forward, output = modules.forward, modules.backward.graph.output_node()
     gradients: Any = output.args[0]
     found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
     if len(counts) != len(found):  # gradients of subclasses of tensors, which are several in the graph
@@ -163,12 +158,11 @@ def sharing_of(
     made: Any = forward.graph.output_node().args[0]
     descs: Any = forward.graph.output_node().meta["desc"]
     kept = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
-    views = [n for n in leaf_nodes(made[:results]) if n.op != "placeholder"]
-    shown = {storage(t) for n in views for t in tensors(n.meta.get("val"))}
+    shown = {*storages(*(n for n in leaf_nodes(made[:results]) if n.op != "placeholder"))}
     for node in forward.graph.find_nodes(op="placeholder"):
         is_written = any(is_mutating(user) and user.args[0] is node for user in node.users)
-        if is_written or any(storage(t) in shown for t in tensors(node.meta.get("val"))):
-            kept.add(getattr(node.meta.get("desc"), "idx", None))
+        if is_written or not shown.isdisjoint(storages(node)):
+            kept.add(input_position(node))
     kept.discard(None)
     # Of the others autograd gets the contributions one by one, where the gradient is their sum.
     apart: list[Shared] = []

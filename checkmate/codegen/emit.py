@@ -71,11 +71,7 @@ class Modules:
 
 
 def emit(
-    joint: Joint,
-    plan: Plan,
-    over: Positions = MappingProxyType({}),
-    *,
-    begin: Begin = transfers.no_second_memory,
+    joint: Joint, plan: Plan, over: Positions = MappingProxyType({}), *, begin: Begin = transfers.no_second_memory
 ) -> Modules:
     """Write the modules of a plan.
 
@@ -293,7 +289,8 @@ class _Writer:
             if isinstance(step, Send):
                 self.sent[v] = node
             return
-        landed = self.graph.call_function(transfers.land, (at, v))  # in place of what the value's op made
+        # What lands is at hand in place of what the value's op made.
+        landed = self.graph.call_function(transfers.land, (at, v))
         if len(nodes) == 1:
             landed.meta = dict(nodes[0].meta)
             self.env[nodes[0]] = landed

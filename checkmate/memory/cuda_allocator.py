@@ -221,7 +221,7 @@ class CudaAllocator:
         pool = self._pools.setdefault((key, is_small), _Pool(is_small))
         below, expandable = None, segment["is_expandable"]
         if expandable and pool.unmapped and pool.unmapped[-1].size == ENDLESS:
-            below = pool.unmapped.pop()  # the same range of addresses goes on, with a part that has no memory
+            below = pool.unmapped.pop()
             if gap := segment["address"] - below.begin:
                 below.size = gap
                 insort(pool.unmapped, below)

@@ -201,8 +201,7 @@ class _Writer:
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
     @cached_property
-    def averaged(self) -> set[torch.Tensor]:
-        """The parameters whose gradients are averaged over ranks."""
+    def averaged(self) -> set[torch.Tensor]:  # the parameters whose gradients are averaged over ranks
         return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
 
     def _agreed(self) -> fx.Node | None:

@@ -21,6 +21,7 @@ from checkmate.capture.nodes import tensors
 from checkmate.capture.patches.small_changes import COMPILED, OPTIONS
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.memory import CPU
 from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
 from checkmate.torch_internals.aot import tracing
 from checkmate.torch_internals.descriptions import FakeTensorMode
@@ -33,7 +34,6 @@ from checkmate.torch_internals.dispatcher import (
 )
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
-CPU = torch.device("cpu")
 _kernels: dict[str, Callable[..., Any]] = {}  # by what they compute, as compiled in this process
 _FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 _INSTALL = {

@@ -49,12 +49,7 @@ from checkmate.torch_internals.descriptions import (
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from checkmate.torch_internals.dispatcher import (
-    OpOverload,
-    _get_dispatch_mode,
-    _TorchDispatchModeKey,
-    outside_tracing,
-)
+from checkmate.torch_internals.dispatcher import OpOverload, _get_dispatch_mode, _TorchDispatchModeKey, outside_tracing
 from checkmate.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
 aten = torch.ops.aten
