@@ -100,7 +100,7 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
 
 def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
-    """``hands_back``: a call in which nothing is planned raises `_NothingToPlan`."""
+    """Have Dynamo compile a step by a backend; ``hands_back``: where nothing is planned, raise `_NothingToPlan`."""
     alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
 
     def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -188,6 +188,7 @@ class CaptureCache:
                 return self(*args, **kwargs)
             finally:
                 self.before = before
+        # Find a capture that only values keep from serving the call. If these are numbers, make them inputs.
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
         near = ((one, why) for one in self._of_kind(kind) if (why := why_not(one.own, given)))
         known, reasons = next(near, (None, list[Reason]()))
@@ -211,6 +212,7 @@ class CaptureCache:
             else:
                 self._forget(known)  # the new one is for its numbers too
                 return result
+        # Else capture the call as it is.
         if other is not None and other.place is not None and not reasons:
             advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
             place = f"the value of a tensor that the step asks for ({other.where})"
@@ -218,7 +220,7 @@ class CaptureCache:
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
     def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
-        """Capture a call, with some of its numbers as inputs, and keep what was captured."""
+        """Capture a call, with some of its numbers as inputs, keep the capture, and give the result."""
         (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers:
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
@@ -227,6 +229,7 @@ class CaptureCache:
                 if because and len(same) >= self._most // 2:
                     raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
                 self._forget(kept[0])
+        # Capture it in a code object of its own, and run it.
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
@@ -250,11 +253,11 @@ class CaptureCache:
             raise
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
+        # Keep what was captured.
+        made.joint, made.answers = call.joint, call.answers
         made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
-        # Keep what was captured.
-        made.joint, made.answers = call.joint, call.answers
         made.used = next(self._calls)
         self._kept.append(made)
         count = len(self._kept)

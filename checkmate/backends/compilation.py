@@ -230,7 +230,7 @@ class _Compilation:
         return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Make the function of one of the two modules of the first plan."""
+        """Make the function of one of the first plan's two modules."""
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice
@@ -356,6 +356,7 @@ class _Compilation:
             return planner.limit
         if fakes:
             raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
+        # What is free on the device, and what the step holds of it already; the least of that on all ranks.
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:

@@ -142,6 +142,7 @@ class SwappablePlan:
             accumulating = self._versions == before and any(t.grad is not None for t in leaves)
             if accumulating or self._code.pending:
                 return
+            # Verify and simulate the plan that was found, write its code, and swap that in.
             self._tried = news
             assert news.plan is not None
             problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
@@ -171,11 +172,10 @@ class SwappablePlan:
 
 
 def is_swappable(joint: Joint) -> bool:
-    """Tell whether the forwards of all plans agree in everything that AOTAutograd counts.
+    """Tell whether the forwards of all plans agree in what AOTAutograd counts of the first one's.
 
-    That is how many numbers they save, and how many tensors that autograd does not check: inputs among these are saved
-    by each plan (`checkmate.codegen.emit`), others are not. Nor does it count only saved tensors where subclasses of
-    tensors are taken apart, or tokens order side effects.
+    It counts the numbers that are saved, and the tensors that autograd does not check, of which every plan saves the
+    inputs only (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
     """
     nodes, found = joint.module.graph.nodes, [*joint.forward_descs, *joint.backward_descs]
     found += [node.meta.get("desc") for node in joint.placeholders]

@@ -92,10 +92,7 @@ class Copies:
             module.recompile()
 
     def find(self, graph: fx.Graph) -> None:
-        """Find out, from the joint graph, which weights are converted.
-
-        Refused is one that is converted twice, and written in a way that AOTAutograd traces as a write to another.
-        """
+        """Find the weights that a joint graph converts; refuse one converted twice and overwritten by the step."""
         # Versions of each input: itself, and what writes of the step make of it, one after the other.
         primals = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
         versions = {input_position(n): [n] for n in primals}
@@ -107,6 +104,7 @@ class Copies:
                 written.append(made)
                 made = made.args[0] if made.args else None
 
+        # The conversions of all versions of a weight that is kept.
         for position, of_input in versions.items():
             if position is None or position >= len(self.kept) or not self.kept[position]:
                 continue

@@ -76,22 +76,16 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
     """Read a joint graph of AOTAutograd, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
 
     Args:
-        module: the joint graph, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
-        num_fwd_outputs: how many of its outputs belong to the forward.
-        static_inputs: positions of the inputs that are parameters and buffers.
-        input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
-        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
-        draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
 
-    module = step.module
     Raises:
-        NotFree: if a shape depends on such a number.
+        NotFree: if a shape depends on one of the numbers that are inputs.
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
     # Delete constants that no node reads any more: their bytes would be in no plan.
+    module = step.module
     read = {node.target for node in module.graph.find_nodes(op="get_attr")}
     for name, _ in [*module.named_buffers(recurse=False)]:
         if name not in read:
@@ -109,6 +103,7 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
             "Draw with torch, or draw outside and pass the number in as a tensor."
         )
 
+    # Add inputs, ops and values in the order in which they come to be.
     found = _Contents(step, block_bytes)
     found.add_inputs()
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
@@ -191,6 +186,7 @@ class _Contents:
             name = self.step.name(node) if is_one else f"{node.name}[{i}]"
             made.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
             self.by_storage[storage(tensor)] = made[-1]
+        # Note the nodes that name each.
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
                 if producer is None or v in made:
@@ -244,7 +240,7 @@ class _Contents:
         return made
 
     def read_at_return(self) -> tuple[int, ...]:
-        """Values that the step makes and the caller of the forward reads as soon as it has them, and holds no longer.
+        """Values that the forward makes, and that its caller reads at once and lets go of.
 
         AOTAutograd copies some results into inputs that it cannot overwrite within the graph, such as a parameter whose
         ``.data`` is clamped. Dynamo reads numbers from others.
@@ -262,6 +258,7 @@ class _Contents:
         A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
         op here, and the gradient is free after it.
         """
+        # Pair gradients with their inputs, and add the copies.
         primals = [n for n in self.step.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         pairs = [(g, p) for p, g in zip(primals, self.step.backward_outputs, strict=False) if isinstance(g, fx.Node)]
         stored = [v for g, p in pairs if obeys_layout(g.meta["val"], p.meta["val"]) for v in self.values_of(g)]

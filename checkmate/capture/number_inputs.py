@@ -84,7 +84,7 @@ def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[f
     """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
-        numbers: Dynamo's names of the inputs that may be any number, by position.
+        numbers: placeholders that may be any number.
         name: of a value, as the user knows it.
 
     Raises:
@@ -146,10 +146,10 @@ def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
 
 
 def refuse_sizes_of_data(module: fx.GraphModule) -> None:
-    """Refuse a step that is to be planned and computes with tensors whose sizes depend on data, before it is traced.
+    """Refuse a step that computes with tensors whose sizes depend on data, before it is traced.
 
-    `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many. The
-    guards of the step were taken out: what was only asked for a size is needed no more.
+    `check_sizes` would as well, but tracing with unknown sizes takes minutes where a loop makes many. A step without
+    gradients is not planned, and stays; so does a size that was only asked for, as guards are taken out before.
     """
     described = {node: tensors(node.meta.get("example_value")) for node in module.graph.nodes}
     sized = [n for n, found in described.items() if any(free_unbacked_symbols(size) for t in found for size in t.shape)]
@@ -184,14 +184,11 @@ def value_of(leaf: Any) -> Any:
 def written_out(
     graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
 ) -> list[Any]:
-    """Write out a joint graph with numbers put in, as data that is equal for equal computations.
+    """Write out a joint graph with numbers put in, as data that is equal for equal computations, or raise `NotFree`.
 
     Args:
-        graph: the joint graph; numbers: its placeholders that are numbers; given: their values, by source.
+        numbers: placeholders that are numbers; given: their values, by source.
         results: of the forward, then the gradients of all other placeholders: nodes or constants.
-
-    Raises:
-        NotFree: if the graph holds something that cannot be compared.
     """
     value: dict[fx.Node, Any] = {}  # of numbers, and the place of all else
     lines: list[Any] = []
@@ -203,6 +200,7 @@ def written_out(
     def bits(arg: Any) -> Any:
         return fx.node.map_aggregate(put_in(arg), _bits)
 
+    # A line for each op and input: its target, its arguments with numbers put in, and what it makes.
     for node in graph.nodes:
         if node.op == "output" or hands_out_number(node):
             continue

@@ -52,7 +52,15 @@ _BATCH_NORMS = {torch.ops.aten._native_batch_norm_legit_functional.default, cudn
 
 
 class TracedStep:
-    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs."""
+    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs.
+
+    Args:
+        num_fwd_outputs: how many outputs of the graph belong to the forward.
+        static_inputs: positions of the inputs that are parameters and buffers.
+        input_names: what to call the inputs, by position in what was traced.
+        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
+        draws: positions of the inputs that are draws of Python's generator.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class TracedStep:
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
         self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
+        self.module = module
         self.nodes: list[fx.Node] = list(module.graph.nodes)
         self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
         self.numbers = number_placeholders(module.graph, numbers)
@@ -74,7 +83,6 @@ class TracedStep:
         self.input_names = input_names
         self.after_tangent = after_tangent(self.nodes)
         written_last = (desc.mutated_input for desc in self.forward_descs if isinstance(desc, InputMutationAOTOutput))
-        self.module = module
         at_return = {one for one in written_last if isinstance(one, (PlainAOTInput, ParamAOTInput, BufferAOTInput))}
         stored = [n for n in self.placeholders if n.meta.get("desc") in at_return]  # by AOTAutograd, outside the graph
         targets = (*(target for n in self.nodes for target in written(n)), *stored)
@@ -120,7 +128,7 @@ class TracedStep:
 
 
 def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on an incoming gradient, were put into the backward by hand, or are for gradients there."""
+    """Nodes that depend on an incoming gradient, were put into the backward by hand, or work on gradients there."""
     found: set[fx.Node] = set()
     for n in nodes:
         handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
@@ -137,7 +145,7 @@ def _is_training_norm(node: fx.Node) -> bool:
 def let_overwrite(step: TracedStep) -> None:
     """Save in-place-updated inputs without autograd's version check if the backward does not read them.
 
-    Running statistics by another call; by this step a parameter that is updated from what was written.
+    Running statistics may be written by another call before the backward; a parameter by this step, before its update.
     """
     for node in step.nodes:
         statistics = leaf_nodes(node.args[3:5]) if _is_training_norm(node) else []
@@ -190,7 +198,8 @@ def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
-    """Move the ops on each gradient as early as possible: updates behind the last reader of the parameter."""
+    """Move the ops on gradients as early as possible; updates no further than the last reader of the parameter."""
+    # Where each op stands, and the last reader of each storage.
     updates = [n for n in backward if done_with_gradients(n)]
     place = {n: i for i, n in enumerate(backward)}
     last: dict[int, int] = {}  # reader of a storage

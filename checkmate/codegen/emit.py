@@ -92,11 +92,13 @@ def emit(
         steps.append(step)
         if isinstance(step, (Send, Fetch)):
             going[step.value] = step
+    # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     needed = _saved(joint, after, tangents)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
+    # Write both, the forward first.
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
@@ -172,8 +174,6 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module."""
-
     def __init__(
         self,
         joint: Joint,
@@ -226,6 +226,7 @@ class _Writer:
                 launched.target = node.target.begin
             else:
                 self._transfer(step)
+        # Of a call with a second memory the backward is the end.
         if self.call is not None and self.call.op == "placeholder":
             self.graph.call_function(transfers.finish, (self.call,))
         results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
@@ -280,7 +281,7 @@ class _Writer:
         v, call = step.value, self.call
         assert call is not None
         nodes = self.joint.nodes_of_value[v]
-        # not the call itself: where a part of the backward runs, what is not sent stays
+        # After the send, not the call itself: where a part of the backward runs, what is not sent stays.
         at = call if isinstance(step, Send) else self.sent.get(v, call)
         if not isinstance(step, Land):
             read = map(self._at_hand, nodes) if isinstance(step, (Send, Wait)) else ()

@@ -1,17 +1,16 @@
 """Let ops write their results over inputs that die there, as planned, if nobody else could see it.
 
-A plan's modules are functional: an op that writes over an input stands there as it does in the captured graph, with a
-mark. Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the
-marks. Code is written last, and only then a marked op becomes a call that writes: where in this very module nothing
-reads the storage afterwards. That is told by the storages of the fake tensors, not by the plan.
+A plan's modules are functional: an op that writes over an input stands there as in the captured graph, with a mark.
+Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the marks.
+When code is written, a marked op becomes a call that writes, where nothing in this very module reads the storage
+afterwards. That is told by the storages of the fake tensors, not by the plan.
 
 What else could see a write is looked for at each call. Saved tensors are another's too where the graph is retained for
 a second backward, a hook of the user's keeps what is saved, or somebody has asked autograd's graph for it: then the
 backward writes over none of them. Modes that watch each op may keep what it made: under them nothing is written over,
 nor where a batch of gradients is handed in as one. Bits are the same in each case; only bytes are not.
 
-Nothing is freed by a write, so streams of a device need not be told of it: what is written to was read, and is read
-again, in the order of the one stream on which the step runs.
+Nothing is freed by a write, so streams of a device need not be told of it.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Cou
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
-    """A profile with those ways only that can be written, and the arguments that they write over.
+    """Keep the ways of a profile that can be written, and give the arguments that they write over.
 
-    Left out are those whose bytes others may hold: ops that are not PyTorch's own, which may keep what they read or
-    return it, and collectives, which read and write while later ops run.
+    Left out is what others may hold: ops that are not PyTorch's own may keep what they read or return it, and
+    collectives read and write while later ops run.
     """
     if not profile.ways:
         return profile, {}
@@ -67,7 +66,7 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 
 def _keeps_nothing(node: fx.Node) -> bool:
-    """True for ops of PyTorch's own or ours that exchange no data with other ranks."""
+    """True for ops of PyTorch's own, or of ours, that exchange no data with other ranks."""
     called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")

@@ -106,6 +106,7 @@ def put_regions_in_place(module: fx.GraphModule) -> None:
                         module.register_buffer(copy.target, what)
                     else:
                         setattr(module, copy.target, what)
+            # Then the call goes, and the graph of a region that has no other.
             results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
             for user in list(node.users):
                 if (result := results[user.args[1]]) is not None:

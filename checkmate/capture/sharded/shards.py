@@ -85,11 +85,7 @@ class Shards:
         return cls({i: Layout.of(tensor) for i, tensor in enumerate(inputs) if is_shard(tensor)})
 
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Make a graph of Dynamo's take shards in place of these inputs, and give the inputs to trace it with.
-
-        Raises:
-            Unsupported: if the step gives a `DTensor`.
-        """
+        """Make a graph of Dynamo's take shards, and give the inputs to trace it with; refuse a `DTensor` as result."""
         results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
         if any(map(is_shard, results)):
             raise Unsupported(
@@ -131,11 +127,9 @@ class Shards:
                 )
 
     def join_exchanges(self, graph: fx.Graph, static: Collection[int], *, overlap: bool = False) -> None:
-        """Make one op of each collective of a joint graph.
+        """Make one op of each collective of a joint graph; ``static``: positions of parameters and buffers.
 
-        Args:
-            static: positions of parameters and buffers.
-            overlap: links carry them, so that plans may have them go on beside other ops.
+        With ``overlap`` links carry them, so that plans may have them go on beside other ops.
         """
         given = {input_position(node): node for node in graph.find_nodes(op="placeholder")}
         parameters = [given[i] for i in static if i in self.layouts and i in given]
