@@ -16,11 +16,7 @@ from checkmate.host.store import Value, Wait
 
 
 class PinnedMover:
-    """Copies between a step's device and so many bytes of pinned memory.
-
-    Raises:
-        HostError: if the host does not give so much, or it cannot be pinned.
-    """
+    """Copies between a step's device and so many bytes of pinned memory; a HostError if the host does not give them."""
 
     name = "pinned memory"
 

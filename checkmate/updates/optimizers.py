@@ -301,9 +301,7 @@ def checked(
 ) -> tuple[optim.Optimizer, ...]:
     """Check the optimizers of a step: each updates parameters of its own.
 
-    Args:
-        keep: gradients are results of the step as well.
-        alone: it is promised that those which are not known update each parameter alone.
+    ``keep``: gradients are results of the step; ``alone``: unknown ones are promised to update each parameter alone.
 
     Raises:
         TypeError: if something else is given.

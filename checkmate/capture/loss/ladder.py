@@ -27,22 +27,14 @@ GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is 
 
 
 def with_loss_in_parts(
-    problem: Problem,
-    module: fx.GraphModule,
+    problem: Problem,  # of the step as it was captured
+    module: fx.GraphModule,  # its joint graph, prepared
     read: Callable[[fx.GraphModule], Joint],
     pose: Callable[[Joint], Problem],
     *,
-    tried: bool,
+    tried: bool,  # bits of a split are compared before it is offered, which takes data
 ) -> Problem:
-    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts.
-
-    Args:
-        problem: of the step as it was captured.
-        module: its joint graph, prepared.
-        read: makes a captured step of such a graph.
-        pose: makes a problem of a captured step.
-        tried: whether bits of a split are compared before it is offered, which takes data.
-    """
+    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts."""
     return _Ladder(module, read, pose, tried).linked(problem, 0, int(problem.unavoidable_bytes.max()))
 
 
