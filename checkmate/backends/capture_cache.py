@@ -286,9 +286,10 @@ class CaptureCache:
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     """Write out the computation for these values of its numbers, as data that equal captures share."""
-    primals = [n for n in joint.placeholders if _is_primal(n)]
-    gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
-    return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
+    step = joint.step
+    primals = [n for n in step.placeholders if _is_primal(n)]
+    gradients = [g for n, g in zip(primals, step.backward_outputs, strict=False) if n not in step.numbers]
+    return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:

@@ -177,13 +177,13 @@ def is_swappable(joint: Joint) -> bool:
     It counts the numbers that are saved, and the tensors that autograd does not check, of which every plan saves the
     inputs only (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
     """
-    nodes, found = joint.module.graph.nodes, [*joint.forward_descs, *joint.backward_descs]
-    found += [node.meta.get("desc") for node in joint.placeholders]
+    step, nodes = joint.step, joint.module.graph.nodes
+    found = [*step.forward_descs, *step.backward_descs, *(node.meta.get("desc") for node in step.placeholders)]
     return (
-        not joint.numbers
+        not step.numbers
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
-        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in joint.placeholders)
+        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders)
         and not any(isinstance(desc, _OF_SEVERAL) for desc in found)
     )
 

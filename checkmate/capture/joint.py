@@ -8,7 +8,7 @@ On the main path, 4 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,17 +45,16 @@ NUMBERS = "handed_in_numbers"  # the op that stands for them
 class Joint:
     """A captured step: the fx graph, and what its nodes mean as ops and values."""
 
-    module: fx.GraphModule  # the joint graph
+    step: TracedStep  # as it was traced: its inputs and results
     graph: Graph
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
     nodes_of_value: tuple[tuple[fx.Node, ...], ...]  # for each value, those that name its producer's output directly
-    numbers: Mapping[fx.Node, str]  # placeholders of numbers, with what Dynamo calls them
-    placeholders: tuple[fx.Node, ...]
-    forward_outputs: tuple[Any, ...]  # nodes or constants
-    backward_outputs: tuple[Any, ...]
-    forward_descs: tuple[Any, ...]
-    backward_descs: tuple[Any, ...]
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The joint graph."""
+        return self.step.module
 
     @property
     def resident_bytes(self) -> int:
@@ -116,17 +115,11 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
     kept = found.results(tangents, let_go)
     found.add_tags(noted)
     return Joint(
-        module=module,
+        step=step,
         graph=Graph(tuple(found.ops), tuple(found.values), kept),
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
         nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
-        numbers=step.numbers,
-        placeholders=step.placeholders,
-        forward_outputs=step.forward_outputs,
-        backward_outputs=step.backward_outputs,
-        forward_descs=step.forward_descs,
-        backward_descs=step.backward_descs,
     )
 
 

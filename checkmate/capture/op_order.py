@@ -65,11 +65,12 @@ class TracedStep:
     ) -> None:
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
+        # Results, nodes or constants, and AOTAutograd's descriptions of them.
         self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
         self.module = module
         self.nodes: list[fx.Node] = list(module.graph.nodes)
         self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
-        self.numbers = number_placeholders(module.graph, numbers)
+        self.numbers = number_placeholders(module.graph, numbers)  # with what Dynamo calls them
         self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
         self.static_inputs = frozenset(static_inputs)
         self.input_names = input_names

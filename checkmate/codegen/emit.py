@@ -101,9 +101,9 @@ def emit(
     call = first.begin(begin, plan) if plan.sent else None
     saved = saved if call is None else [call, *saved]
     descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
-    forward = first.write(before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs])
+    forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
     second = _Writer(joint, [*numbers, *saved, *tangents], times, over, call=call)
-    backward = second.write(after, joint.backward_outputs, joint.backward_descs)
+    backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
         refuse_unwritable(module.graph)
@@ -129,7 +129,7 @@ def _draw_once(forward: fx.GraphModule) -> None:
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
-    return [node for is_kind in kinds for node in joint.placeholders if is_kind(node)]
+    return [node for is_kind in kinds for node in joint.step.placeholders if is_kind(node)]
 
 
 def is_unchecked(node: fx.Node) -> bool:
@@ -153,9 +153,9 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
             read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
             made.update(joint.nodes_of_value[step.value])
-    read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    read(n for n in joint.step.backward_outputs if isinstance(n, fx.Node))
     # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
-    saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
+    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
 
@@ -239,7 +239,7 @@ class _Writer:
         # An op of autograd's own hands over what is at hand.
         if node is None:
             joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
-            results = joint.forward_outputs if op < joint.graph.forward_length else joint.backward_outputs
+            results = joint.step.forward_outputs if op < joint.graph.forward_length else joint.step.backward_outputs
             nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
             self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return

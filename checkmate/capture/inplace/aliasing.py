@@ -56,7 +56,7 @@ def candidates(joint: Joint) -> Iterator[Candidate]:
 
 def handed_out(joint: Joint) -> set[int]:
     """Values that the caller sees, in whole or in part, or that stay to the end of the step."""
-    outputs = leaf_nodes((*joint.forward_outputs, *joint.backward_outputs))
+    outputs = leaf_nodes((*joint.step.forward_outputs, *joint.step.backward_outputs))
     return {v for n in outputs for v in joint.value_of[n]}.union(joint.graph.outputs)
 
 
