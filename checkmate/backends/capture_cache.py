@@ -29,6 +29,7 @@ from checkmate.backends.compilation import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.plan_swap import SwappablePlan
 from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.autocast import within_region
 from checkmate.capture.guards import GuardFailed
@@ -133,7 +134,6 @@ class _Capture:
     running: list[SwappablePlan]
     because: Reason | None  # the value for which an earlier capture was not for its call
     numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
-    joint: Joint | None = None
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
     draws: bool = False  # from the generators of Python or NumPy
@@ -198,7 +198,7 @@ class CaptureCache:
             # With the numbers of then, what is captured has to be what was captured then.
             then = constants(known.own)
             values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-            earlier = known.joint
+            earlier = joint_of(known.running[-1].plan.problem) if known.running else None
 
             def check(joint: Joint) -> None:
                 if earlier is None or _with(values, joint) != _with(values, earlier):
@@ -254,7 +254,7 @@ class CaptureCache:
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         # Keep what was captured.
-        made.joint, made.answers = call.joint, call.answers
+        made.answers = call.answers
         made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())

@@ -80,7 +80,6 @@ class Call:
     reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
-    joint: Joint | None = None  # what was planned
     answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
 
 
@@ -211,9 +210,7 @@ class _Compilation:
         self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
         taken = 0
         if guards.answers and backend.measures and running is not None:
-            given = 0 if self.call.joint is None else self.call.joint.number_bytes
-            limit = backend.limit(running.plan)
-            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, given, limit)
+            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, backend.limit(running.plan))
             running.plan = step_problem.with_guards(running.plan, taken)
         # Around each call, from the inside out.
         run = fan_out(undefined_gradients.leave_unreached(run, self.unreached), self.sharing)
@@ -319,14 +316,11 @@ class _Compilation:
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
-        layouts, lower = self.shards.layouts, backend.lower
-        modules, self.call.joint = plan.modules, step_problem.joint_of(plan.problem)
+        modules, lower = plan.modules, backend.lower
+        share = partial(sharing_of, counts, results=results, names=names, shards=self.shards.layouts)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)
-
-        def share(modules: Any) -> Sharing:
-            return sharing_of(counts, modules, results, names, layouts)
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             if replays is not None:
@@ -339,7 +333,7 @@ class _Compilation:
 
         sharing = self.sharing = share(modules)
         if not fakes and isinstance(backend.profile, Measure) and backend.profile.cache:
-            self.first = FirstStep(plan, device, made, partial(forget, self.call.joint))
+            self.first = FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
             if arena is not None:
                 arena.took = self.first.took
         if unfinished is not None:
