@@ -317,7 +317,7 @@ class _Compilation:
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
         modules, lower = plan.modules, backend.lower
-        share = partial(sharing_of, counts, results=results, names=names, shards=self.shards.layouts)
+        share = partial(sharing_of, counts, results, names, self.shards.layouts)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)

@@ -138,7 +138,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 
 
 def sharing_of(
-    counts: list[int], modules: Modules, results: int, names: Sequence[str], shards: Collection[int] = ()
+    counts: list[int], results: int, names: Sequence[str], shards: Collection[int], modules: Modules
 ) -> Sharing:
     """Find the inputs with several contributions, and mark in the backward those that autograd can get one by one.
 
