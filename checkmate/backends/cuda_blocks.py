@@ -97,7 +97,10 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
     """Plan with ``find`` until the blocks that the allocator gives stay within the budget.
 
     ``find`` is asked for another with as much beside it as the allocator gives beyond the last, `TRIES` times at most,
-    and then for the lowest of all. If the allocator gives more for that too, an InfeasibleBudget says how much.
+    and then for the lowest of all.
+
+    Raises:
+        InfeasibleBudget: if the allocator gives more than the budget for the lowest plan, too: it says how much.
     """
     beside, refused, tries = 0, None, 0
     while True:

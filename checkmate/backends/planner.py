@@ -222,9 +222,12 @@ class Planner:
         return self.total - self.reserve
 
     def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
-        """Take the budget's share of the free memory, the ``least`` of it on all ranks that need the same plan.
+        """Take the budget's share of the free memory, which no options name in bytes.
 
-        ``state``: bytes that an optimizer may come to hold, which are set aside where no reserve is named.
+        Args:
+            there: the free memory.
+            least: gives the least of a number of bytes on all ranks that need the same plan.
+            state: bytes that an optimizer may come to hold, which are set aside where no reserve is named.
         """
         share = self.options.share
         assert share is not None

@@ -71,7 +71,9 @@ def autocast_as_found() -> Iterator[None]:
 class Copies:
     """The weights of a captured step whose converted copies autocast keeps.
 
-    These are leaves from now on when the gradients of ``module`` are traced, the graph as Dynamo captured it.
+    Args:
+        module: the graph as Dynamo captured it. Its weights are leaves from now on when its gradients are traced.
+        inputs, names: what it is called with, and the names of these.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> None:

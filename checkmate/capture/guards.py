@@ -69,10 +69,17 @@ def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
 
 
 def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Extract a module with all that some nodes of Dynamo's graph depend on, in order; `guard_on` becomes a comparison.
+    """Extract a module with all that nodes of a captured graph depend on, up to the last of them.
 
-    Gives also the module's node for each of the graph's: of an input that is written to, its copy. ``attributes`` are
-    what ``get_attr`` nodes stand for. A CannotTellError says that something is no op.
+    Args:
+        ends: in a graph that Dynamo captured or captures, in order. `guard_on` becomes a comparison.
+        attributes: what the graph's ``get_attr`` nodes stand for.
+
+    Returns:
+        The module, and its node for each of the graph's: of an input that is written to, its copy.
+
+    Raises:
+        CannotTellError: if it depends on what is no op.
     """
     needed = set[fx.Node]().union(*map(needed_by, ends))
     overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
@@ -99,10 +106,14 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
 def evaluate(
     node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> Any:
-    """Evaluate a node of the graph that Dynamo captures on the tensors of this call, or raise `CannotTellError`.
+    """Evaluate a node of a graph that is being captured on the tensors of this call.
 
-    ``given``: what this call has for each placeholder; ``writes``: how often the step has written to each so far;
-    ``attributes``: what ``get_attr`` nodes stand for.
+    Args:
+        node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
+        given: what this call has for each placeholder; writes: how often the step has written to each so far.
+
+    Raises:
+        CannotTellError: if it cannot be told before the step runs.
     """
     # LayerDrop with p = 0: whatever `torch.rand(())` draws, from 0 to below 1, ``< p`` has one answer.
     draw, p = node.args if node.target is operator.lt else (None, None)

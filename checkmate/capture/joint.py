@@ -74,7 +74,9 @@ class Joint:
 def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> Joint:
     """Read a joint graph of AOTAutograd, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
 
-    ``block_bytes``: the allocator rounds sizes up to multiples of these; ``noted``: what the step has tagged.
+    Args:
+        block_bytes: the allocator rounds every size up to a multiple of these.
+        noted: what the step has tagged.
 
     Raises:
         NotFree: if a shape depends on one of the numbers that are inputs.

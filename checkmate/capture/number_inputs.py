@@ -83,8 +83,13 @@ def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.
 def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[fx.Node], str]) -> None:
     """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
-    ``numbers``: placeholders that may be any number; a shape or type that depends on one raises `NotFree`. ``name``: of
-    a value, as the user knows it.
+    Args:
+        numbers: placeholders that may be any number.
+        name: of a value, as the user knows it.
+
+    Raises:
+        NotFree: if a shape or a type depends on one of the numbers.
+        Unsupported: if it depends on something else.
     """
     free: set[fx.Node] = {*numbers}
     # Symbols are computed from these numbers alone; sizes and strides are known.

@@ -52,16 +52,24 @@ _BATCH_NORMS = {torch.ops.aten._native_batch_norm_legit_functional.default, cudn
 
 
 class TracedStep:
-    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs, by position."""
+    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs.
+
+    Args:
+        num_fwd_outputs: how many outputs of the graph belong to the forward.
+        static_inputs: positions of the inputs that are parameters and buffers.
+        input_names: what to call the inputs, by position in what was traced.
+        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
+        draws: positions of the inputs that are draws of Python's generator.
+    """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        num_fwd_outputs: int,  # how many outputs of the graph belong to the forward
-        static_inputs: Iterable[int] = (),  # those that are parameters and buffers
-        input_names: Sequence[str] = (),  # as the user knows them
-        numbers: Mapping[int, str] = MappingProxyType({}),  # what Dynamo calls those that are numbers
-        draws: Iterable[int] = (),  # those that are draws of Python's generator
+        num_fwd_outputs: int,
+        static_inputs: Iterable[int] = (),
+        input_names: Sequence[str] = (),
+        numbers: Mapping[int, str] = MappingProxyType({}),
+        draws: Iterable[int] = (),
     ) -> None:
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
@@ -150,7 +158,8 @@ def let_overwrite(step: TracedStep) -> None:
 def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Node]]:
     """The op nodes of the forward and of the backward, each in the order of first execution.
 
-    Refused is a forward that depends on a gradient, and a backward that reads what the forward overwrites.
+    Raises:
+        Unsupported: if the forward depends on a gradient, or the backward reads what the forward overwrites.
     """
     calls = [n for n in step.nodes if n.op == "call_function"]
     ops = {n for n in calls if n.target is not operator.getitem and not is_sym_node(n) and not is_view(n)}

@@ -35,18 +35,26 @@ from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
-Tried = Callable[[fx.Node], bool]  # whether an op was found to be so
 
 
 def prepare(
     graph: fx.Graph,
     *,
-    on_cpu: bool = True,  # the step is planned for the CPU: masks of dropout may be drawn again
-    in_two: Tried | None = None,  # whether the backward of a convolution has the same bits in two calls
-    again: Tried | None = None,  # whether an op on CUDA draws the same numbers again
-    repeats: Tried | None = None,  # whether a convolution on CUDA, or a kernel of Triton's, has equal bits again
+    on_cpu: bool = True,
+    in_two: Callable[[fx.Node], bool] | None = None,
+    again: Callable[[fx.Node], bool] | None = None,
+    repeats: Callable[[fx.Node], bool] | None = None,
 ) -> None:
-    """Rewrite a joint graph in place, pass by pass; an op that nothing tries is taken to do as it should."""
+    """Rewrite a joint graph in place, pass by pass.
+
+    Args:
+        graph: dropout is rewritten in it so that its mask can be kept and the rest recomputed.
+        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
+        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
+        again: whether an op on CUDA draws the same numbers again; None: each does.
+        repeats: whether a convolution on CUDA, or a kernel of Triton's, has the same bits whenever it runs; None: each
+            has.
+    """
     # Ops as eager PyTorch runs them.
     expose_dropout(graph)
     draw_as_in_place(graph)
@@ -115,7 +123,7 @@ def save_states(graph: fx.Graph) -> None:
         _replace(node, draw_saved, (saved, shape, p), f"{node.name}_drawn")
 
 
-def save_device_states(graph: fx.Graph, again: Tried | None = None) -> None:
+def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
     """Keep seed and offset before each large draw of the forward on an accelerator, so that it can run again.
 
     Else its result has to wait: that of dropout, which its mask alone does not give with the same bits, of attention
@@ -173,7 +181,7 @@ def forget_running_statistics(graph: fx.Graph) -> None:
             node.update_arg(4, None)
 
 
-def split_convolutions(graph: fx.Graph, in_two: Tried | None = None) -> None:
+def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None = None) -> None:
     """The gradient of a convolution's weight and that of its input become two ops, each with the bits it had.
 
     PyTorch calls a kernel for each in any case. They lay out anew what they read: the input x and the incoming gradient

@@ -144,8 +144,10 @@ def sharing_of(
 
     Args:
         counts: what `counted_contributions` found when the joint graph was traced.
+        modules: of its plan.
         results: how many of the forward's outputs belong to the step; the others are saved tensors.
-        shards: positions of inputs whose gradients become those of a `DTensor`, which one sum does.
+        names: of the inputs, by position.
+        shards: positions of those whose gradients become those of a `DTensor`, which one sum does.
     """
     forward, output = modules.forward, modules.backward.graph.output_node()
     gradients: Any = output.args[0]

@@ -73,9 +73,14 @@ class Modules:
 def emit(
     joint: Joint, plan: Plan, over: Positions = MappingProxyType({}), *, begin: Begin = transfers.no_second_memory
 ) -> Modules:
-    """Write the modules of a plan; a SolverError if it reads what is not at hand, or writes over what it must not.
+    """Write the modules of a plan.
 
-    ``over``: the argument that an op writes over, by the op and its value; ``begin``: begins a call that sends values.
+    Args:
+        over: which argument an op writes over that writes over a value.
+        begin: what a forward calls whose plan sends values to a second memory.
+
+    Raises:
+        SolverError: if the plan reads what is not at hand, or writes over what it must not.
     """
     # Tell waits for fetches apart from waits for sends.
     steps: list[Step | Land] = []

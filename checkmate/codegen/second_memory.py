@@ -182,9 +182,11 @@ class SecondMemory:
         return torch.from_numpy(memory)
 
     def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
-        """End a call: stop its transfers and free its bytes; if ``broken``, its store is of no more use.
+        """End a call: stop its transfers and free its bytes.
 
-        ``why``: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
+        Args:
+            why: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
+            broken: the store is of no more use.
         """
         if call.is_over:
             return

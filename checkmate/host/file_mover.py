@@ -38,9 +38,12 @@ BOUNCE = 1 << 20  # bytes of a small buffer: what a core's cache holds
 
 
 class FileMover:
-    """Copies to and from a file in a folder, of so many bytes, a multiple of `BLOCK`; a HostError if it has no room.
+    """Copies to and from a file in a folder, of so many bytes: a multiple of `BLOCK`.
 
     Its threads hold addresses: storages stay and go with the caller alone.
+
+    Raises:
+        HostError: if there is no such folder, or not so much room.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:

@@ -91,7 +91,10 @@ class Links:
 def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -> Links:
     """Measure a store in which nothing is, with two blocks of each size; what does not fit in it is left out.
 
-    The blocks are allocated on the device meanwhile, and freed again. A HostError says that a copy failed.
+    The blocks are allocated on the device meanwhile, and freed again.
+
+    Raises:
+        HostError: if a copy fails.
 
     >>> store = open_store("file:", 4 << 20, torch.device("cpu"))
     >>> measure(store, torch.device("cpu"), [1 << 20]).send > 0
@@ -148,7 +151,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
-    """The links to a second memory, as `open_store` names it, or a HostError; with ``cache`` kept on disk.
+    """The links to a second memory, as `open_store` names it; with ``cache`` kept on disk, and taken from there.
+
+    Raises:
+        HostError: if it cannot be had, or a copy fails.
 
     >>> known_links("file:", torch.device("cpu")) == known_links("file:", torch.device("cpu"))
     True

@@ -16,7 +16,11 @@ from checkmate.host.store import Value, Wait
 
 
 class PinnedMover:
-    """Copies between a step's device and so many bytes of pinned memory; a HostError if the host does not give them."""
+    """Copies between a step's device and so many bytes of pinned memory.
+
+    Raises:
+        HostError: if the host does not give so much, or it cannot be pinned.
+    """
 
     name = "pinned memory"
 

@@ -160,7 +160,11 @@ class Store:
             raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
 
     def drop(self, key: int) -> None:
-        """Let the copy there go; a HostError if it is not there, or still on its way."""
+        """Let the copy there go.
+
+        Raises:
+            HostError: if it is not there, or still on its way.
+        """
         with self._opened():
             self._settled(key, "dropped")
             del self._values[key]

@@ -153,7 +153,8 @@ class CudaAllocator:
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
         """Allocate a block for this many bytes, more than 0, of the pools of a stream.
 
-        A `torch.OutOfMemoryError` says that the device has no room, with all that is free given back to it.
+        Raises:
+            torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
         """
         size = rounded(size, BLOCK)
         is_small = size <= SMALL
@@ -391,8 +392,10 @@ class DeviceState:
 def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
     """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
 
-    Blocks that die at a moment are gone before others are born at it; all are let go of in the end. A
-    `torch.OutOfMemoryError` says that the device has no room.
+    Blocks that die at a moment are gone before others are born at it; all are let go of in the end.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has no room.
 
     >>> mib = 1 << 20
     >>> lives = Lives(np.array([4, 3, 3]) * mib, born=np.array([0, 1, 2]), died=np.array([2, 3, 4]))

@@ -165,7 +165,11 @@ def largest_of(gradient: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Clipping:
-    """The clipping of gradients; a ValueError if a limit or the order is no such number, or there are two limits."""
+    """The clipping of gradients.
+
+    Raises:
+        ValueError: if a limit is no positive number, or there are two, or the order is no number.
+    """
 
     most: float | None = None  # the largest norm of all gradients; None: they are not clipped by it
     order: float = 2.0  # of the norm

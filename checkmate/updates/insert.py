@@ -46,14 +46,19 @@ class Insert:
     def __call__(
         self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
     ) -> set[int]:
-        """Change a joint graph of AOTAutograd in place; give the gradients, by position, that are results no more.
-
-        Positions are among the gradients that are not None. Refused is one of nobody knows what where all are looked at
-        together, an optimizer that the step does not reach, and two parameters that share memory.
+        """Change a joint graph of AOTAutograd in place.
 
         Args:
-            given: the step's inputs, in the order of what was traced; names: as the user knows them.
+            given: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
+            names: of the inputs, as the user knows them.
+
+        Returns:
+            Which of the gradients that are not None are results no more, by their position among these.
+
+        Raises:
+            Unsupported: if it is not known what a gradient belongs to, and all are looked at together; or if none
+                belongs to a parameter of an optimizer, or two of these share memory.
         """
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]

@@ -301,7 +301,9 @@ def checked(
 ) -> tuple[optim.Optimizer, ...]:
     """Check the optimizers of a step: each updates parameters of its own.
 
-    ``keep``: gradients are results of the step; ``alone``: unknown ones are promised to update each parameter alone.
+    Args:
+        keep: gradients are results of the step as well.
+        alone: it is promised that those which are not known update each parameter alone.
 
     Raises:
         TypeError: if something else is given.

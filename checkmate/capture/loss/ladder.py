@@ -27,14 +27,22 @@ GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is 
 
 
 def with_loss_in_parts(
-    problem: Problem,  # of the step as it was captured
-    module: fx.GraphModule,  # its joint graph, prepared
+    problem: Problem,
+    module: fx.GraphModule,
     read: Callable[[fx.GraphModule], Joint],
     pose: Callable[[Joint], Problem],
     *,
-    tried: bool,  # bits of a split are compared before it is offered, which takes data
+    tried: bool,
 ) -> Problem:
-    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts."""
+    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts.
+
+    Args:
+        problem: of the step as it was captured.
+        module: its joint graph, prepared.
+        read: makes a captured step of such a graph.
+        pose: makes a problem of a captured step.
+        tried: whether bits of a split are compared before it is offered, which takes data.
+    """
     return _Ladder(module, read, pose, tried).linked(problem, 0, int(problem.unavoidable_bytes.max()))
 
 

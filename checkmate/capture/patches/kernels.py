@@ -118,7 +118,10 @@ def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
 def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """The gradient with respect to ``x`` of a reduction over ``dims``, or over all, given that of its result.
 
-    ``op``: its name, such as ``aten.prod.dim_int``; called with ``dims``, one at most, ``keepdim`` and ``dtype``.
+    Args:
+        op: its name, such as ``aten.prod.dim_int``.
+        grad: in the shape and type of the result.
+        dims, keepdim, dtype: with which it was called. ``dims`` has at most one element.
     """
     by_autograd = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
     included, excluded = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()

@@ -170,10 +170,12 @@ GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op 
 
 
 def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool, overlap: bool = False) -> None:
-    """Make one op of each collective of a joint graph and its wait.
+    """Make one op of each collective and its wait, in a joint graph, in place.
 
-    With ``again`` what is gathered of ``parameters``, placeholders, may be gathered again. With ``overlap`` nodes say
-    which link carries them, that of their ranks.
+    Args:
+        parameters: placeholders of these.
+        again: what is gathered of parameters may be gathered again.
+        overlap: their nodes say which link carries them, that of their ranks.
     """
     wait = getattr(torch.ops, _NAMESPACE).wait_tensor.default
     for node in graph.find_nodes(op="call_function", target=wait):

@@ -24,9 +24,13 @@ _FORWARD = nn.BatchNorm2d.forward  # that of all but SyncBatchNorm
 def next_averages(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The mean and variance over ``count`` batches, from those over all before ``x``, each of shape (channels,).
+    """The mean and variance over ``count`` batches, of those before the batch ``x``.
 
-    ``weight``, ``bias`` and ``eps`` are those by which the batch is normalized.
+    Args:
+        x: a batch, of shape (batch, channels, ...).
+        mean, var: the averages over all batches before it, of shape (channels,).
+        weight, bias, eps: with which the batch is normalized.
+        count: of batches with ``x``, of no dimension.
     """
     mean, var = mean.clone(), var.clone()
     share = 1.0 / max(float(count), 1.0)  # where the op's time is measured, the count is made up
