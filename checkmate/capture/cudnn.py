@@ -86,7 +86,14 @@ def reserve_bytes(x: Tensor) -> int:
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, training: bool, *numbers: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, ...]:
     """Result, mean, 1 / standard deviation, the new running statistics where there are any, and cuDNN's reserve.
 
@@ -94,13 +101,15 @@ def batch_norm(
     """
     statistics = () if mean is None or var is None else (mean.clone(), var.clone())
     new = statistics or (None, None)
-    result, saved_mean, saved_rstd, reserve = aten.cudnn_batch_norm(x, weight, bias, *new, training, *numbers)
+    result, saved_mean, saved_rstd, reserve = aten.cudnn_batch_norm(x, weight, bias, *new, training, momentum, eps)
     return (result, saved_mean, saved_rstd, *statistics, reserve)
 
 
-def evaluate(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *numbers: float) -> Any:
+def evaluate(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm by the running statistics, and two empty tensors: its backward is PyTorch's own."""
-    return aten.cudnn_batch_norm(x, weight, bias, mean, var, False, *numbers)[:3]
+    return aten.cudnn_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[:3]
 
 
 def batch_norm_backward(

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 
 aten = torch.ops.aten
-Optional = Tensor | None
+Optional = torch.Tensor | None
 Number = int | float | bool | complex
 
 BLOCKS = 16  # of channels, at least, where there are as many
@@ -32,54 +31,80 @@ IMAGE_BLOCKS = 8
 LEAST_IMAGES = 2  # kernels for one image are often others
 
 
-def take_over(x: Tensor, *, memory_format: torch.memory_format | None = None, out: Tensor) -> Tensor:
+def take_over(x: torch.Tensor, *, memory_format: torch.memory_format | None = None, out: torch.Tensor) -> torch.Tensor:
     """``x.clone()``: where nothing reads x any more, x itself."""
     return out
 
 
-def rsub_over(x: Tensor, other: Number, alpha: Number = 1, *, out: Tensor) -> Tensor:
+def rsub_over(x: torch.Tensor, other: Number, alpha: Number = 1, *, out: torch.Tensor) -> torch.Tensor:
     """``other - alpha * x``."""
     return aten.sub.out(other, x, alpha=alpha, out=out)
 
 
-def safe_softmax_over(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor) -> Tensor:
+def safe_softmax_over(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, out: torch.Tensor
+) -> torch.Tensor:
     """Softmax in which rows of nothing but -inf are zero: these are looked for first."""
     masked = torch.eq(x, float("-inf")).all(dim, keepdim=True)
     return aten._softmax.out(x, dim, False, out=out).masked_fill_(masked, 0.0)
 
 
 def batch_norm_over(
-    x: Tensor, weight: Optional, bias: Optional, mean: Tensor, var: Tensor, training: bool, *numbers: float, out: Tensor
-) -> tuple[Tensor, ...]:
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
     """Batch norm: the result, mean and deviation as saved for the backward, and the new running statistics."""
-    new = mean.clone(), var.clone()
+    new_mean, new_var = running_mean.clone(), running_var.clone()
     saved = [(x if weight is None else weight).new_empty(x.shape[1] if training else 0) for _ in range(2)]
-    made = {"out": out, "save_mean": saved[0], "save_invstd": saved[1]}
-    aten._native_batch_norm_legit.out(x, weight, bias, *new, training, *numbers, **made)
-    return out, *saved, *new
+    aten._native_batch_norm_legit.out(
+        x, weight, bias, new_mean, new_var, training, momentum, eps, out=out, save_mean=saved[0], save_invstd=saved[1]
+    )
+    return out, *saved, new_mean, new_var
 
 
-def batch_norm_backward_over(grad: Tensor, x: Tensor, *others: Any, out: Tensor) -> tuple[Optional, ...]:
+def batch_norm_backward_over(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: Optional,
+    running_mean: Optional,
+    running_var: Optional,
+    mean: Optional,
+    invstd: Optional,
+    training: bool,
+    eps: float,
+    wanted: Sequence[bool],
+    *,
+    out: torch.Tensor,
+) -> tuple[Optional, ...]:
     """The gradients of a batch norm's input, weight and bias, by channels."""
-    *by_channel, training, eps, wanted = others  # first the weight and statistics
     # Channels are laid out as all of them are together, which decides which kernel runs.
     formats = [torch.contiguous_format]
     formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(grad.dim(), [])
     alike = [how for how in formats if all(whole.is_contiguous(memory_format=how) for whole in (grad, x))]
-    gradients: list[tuple[Optional, ...]] = []  # of weight and bias
+    others: list[tuple[Optional, ...]] = []
     for some in _slices(x.shape[1], _channels_of_a_block(x)):
         parts = [whole[:, some] for whole in (grad, x)]
         if alike:
             parts = [part.contiguous(memory_format=alike[0]) for part in parts]
-        of_channels = (v if v is None else v[some] for v in by_channel)
+        of_channels = (v if v is None else v[some] for v in (weight, running_mean, running_var, mean, invstd))
         made = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
         out[:, some] = made[0]
-        gradients.append(made[1:])
-    given = ([part for part in parts if part is not None] for parts in zip(*gradients, strict=True))
+        others.append(made[1:])
+    given = ([part for part in parts if part is not None] for parts in zip(*others, strict=True))
     return out, *(torch.cat(parts) if parts else None for parts in given)
 
 
-def convolution_over(x: Tensor, weight: Tensor, bias: Optional, *geometry: Any, out: Tensor) -> Tensor:
+def convolution_over(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, *geometry: Any, out: torch.Tensor
+) -> torch.Tensor:
     """A convolution, by images."""
     for some in _slices(len(x), _images_of_a_block(len(x))):
         out[some] = aten.convolution.default(x[some], weight, bias, *geometry)
@@ -87,7 +112,7 @@ def convolution_over(x: Tensor, weight: Tensor, bias: Optional, *geometry: Any, 
 
 
 def convolution_backward_over(
-    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any, out: Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *options: Any, out: torch.Tensor
 ) -> tuple[Optional, ...]:
     """The gradient of a convolution's input and of nothing else, by images. Of the input its shape is read only."""
     for some in _slices(len(x), _images_of_a_block(len(x))):
@@ -96,8 +121,13 @@ def convolution_backward_over(
 
 
 def convolution_backward_input_over(
-    grad: Tensor, weight: Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any, out: Tensor
-) -> Tensor:
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *geometry: Any,
+    out: torch.Tensor,
+) -> torch.Tensor:
     """The gradient of a convolution's input, by images, where only the input's shape is handed in."""
     for some in _slices(shape[0], _images_of_a_block(shape[0])):
         count = len(range(shape[0])[some])
@@ -105,7 +135,7 @@ def convolution_backward_input_over(
     return out
 
 
-def batch_norm_block(grad: Tensor, x: Tensor, *others: Any) -> int | None:
+def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
     """Bytes that `batch_norm_backward_over` takes: of some channels both arguments, laid out anew, and the result.
 
     None where the gradient of the input is not wanted: there is no result to write.
@@ -115,23 +145,25 @@ def batch_norm_block(grad: Tensor, x: Tensor, *others: Any) -> int | None:
     return 3 * _channels_of_a_block(x) * (x.nbytes // x.shape[1]) if x.nbytes else 0
 
 
-def convolution_block(x: Tensor, *_: Any) -> int | None:
+def convolution_block(x: torch.Tensor, *_: Any) -> int | None:
     """Bytes of the result for some images, where this is as large as the input; None where images are few."""
     return convolution_backward_input_block(x, x, x.shape)
 
 
-def convolution_backward_block(grad: Tensor, x: Tensor, *others: Any) -> int | None:
+def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
     """The blocks of a convolution's backward; None, too, unless only the input's gradient is asked for."""
     return convolution_block(x) if [*others[-1]] == [True, False, False] else None
 
 
-def convolution_backward_input_block(grad: Tensor, weight: Tensor, shape: Sequence[int], *_: Any) -> int | None:
+def convolution_backward_input_block(
+    grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
+) -> int | None:
     """Bytes of the result for some images; None where images are few."""
     images = _images_of_a_block(shape[0])
     return math.prod(shape[1:]) * grad.itemsize * images if shape[0] >= 2 * images else None
 
 
-def _channels_of_a_block(x: Tensor) -> int:
+def _channels_of_a_block(x: torch.Tensor) -> int:
     channels, step = x.shape[1], CHANNELS if x.stride(1) == 1 else 1
     wide = min(BLOCK_BYTES * channels // max(1, x.nbytes), -(-channels // BLOCKS))
     return min(channels, max(1, wide // step) * step)
