@@ -29,6 +29,7 @@ from checkmate.backends.compilation import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.plan_swap import SwappablePlan
 from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.autocast import within_region
 from checkmate.capture.guards import GuardFailed
@@ -100,7 +101,7 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
 
 def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
-    """``hands_back``: a call in which nothing is planned raises `_NothingToPlan`."""
+    """Have Dynamo compile a step by a backend; ``hands_back``: where nothing is planned, raise `_NothingToPlan`."""
     alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
 
     def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -133,7 +134,6 @@ class _Capture:
     running: list[SwappablePlan]
     because: Reason | None  # the value for which an earlier capture was not for its call
     numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
-    joint: Joint | None = None
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
     draws: bool = False  # from the generators of Python or NumPy
@@ -188,15 +188,17 @@ class CaptureCache:
                 return self(*args, **kwargs)
             finally:
                 self.before = before
+        # Find a capture that only values keep from serving the call. If these are numbers, make them inputs.
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        known, reasons = self._nearest(kind, given)
+        near = ((one, why) for one in self._of_kind(kind) if (why := why_not(one.own, given)))
+        known, reasons = next(near, (None, list[Reason]()))
         are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
         if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
             sources = known.numbers | {reason.source for reason in reasons}
             # With the numbers of then, what is captured has to be what was captured then.
             then = constants(known.own)
             values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-            earlier = known.joint
+            earlier = joint_of(known.running[-1].plan.problem) if known.running else None
 
             def check(joint: Joint) -> None:
                 if earlier is None or _with(values, joint) != _with(values, earlier):
@@ -210,21 +212,15 @@ class CaptureCache:
             else:
                 self._forget(known)  # the new one is for its numbers too
                 return result
+        # Else capture the call as it is.
         if other is not None and other.place is not None and not reasons:
             advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
             place = f"the value of a tensor that the step asks for ({other.where})"
             reasons = [Reason(place, other.was, other.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
-    def _nearest(self, kind: Any, given: dict[str, Any]) -> tuple[_Capture | None, list[Reason]]:
-        """Find a capture that only values keep from serving a call, and list these values."""
-        for one in self._of_kind(kind):
-            if reasons := why_not(one.own, given):
-                return one, reasons
-        return None, []
-
     def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
-        """Capture a call, with some of its numbers as inputs, and keep what was captured."""
+        """Capture a call, with some of its numbers as inputs, keep the capture, and give the result."""
         (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers:
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
@@ -233,6 +229,7 @@ class CaptureCache:
                 if because and len(same) >= self._most // 2:
                     raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
                 self._forget(kept[0])
+        # Capture it in a code object of its own, and run it.
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
@@ -254,9 +251,10 @@ class CaptureCache:
         except BaseException:
             backend.forget(backend.running[planned:])
             raise
-        made.joint, made.answers = call.joint, call.answers
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
+        # Keep what was captured.
+        made.answers = call.answers
         made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
@@ -288,9 +286,10 @@ class CaptureCache:
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     """Write out the computation for these values of its numbers, as data that equal captures share."""
-    primals = [n for n in joint.placeholders if _is_primal(n)]
-    gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
-    return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
+    step = joint.step
+    primals = [n for n in step.placeholders if _is_primal(n)]
+    gradients = [g for n, g in zip(primals, step.backward_outputs, strict=False) if n not in step.numbers]
+    return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
 
 
 def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:

@@ -30,7 +30,8 @@ from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
+from checkmate.capture.number_inputs import numbers_and_draws, refuse_nested, refuse_sizes_of_data
+from checkmate.capture.op_order import TracedStep
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
@@ -79,7 +80,6 @@ class Call:
     reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
-    joint: Joint | None = None  # what was planned
     answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
 
 
@@ -165,7 +165,8 @@ class _Compilation:
                     f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
                     'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
                 )
-        self.numbers, self.draws = sources_of(module, self.call.numbers), draws_of_python(module)
+        # Read what it is given.
+        self.numbers, self.draws = numbers_and_draws(module, self.call.numbers)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
         self.copies = Copies(module, inputs, self.names)  # of weights, that autocast keeps
         self.shards = Shards.among(inputs)
@@ -209,9 +210,7 @@ class _Compilation:
         self.running = self.search_on = None  # they hold this object: a backend that is dropped is to be gone at once
         taken = 0
         if guards.answers and backend.measures and running is not None:
-            given = 0 if self.call.joint is None else self.call.joint.number_bytes
-            limit = backend.limit(running.plan)
-            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, given, limit)
+            taken = step_problem.guard_bytes(running.plan, guards, self.inputs, backend.limit(running.plan))
             running.plan = step_problem.with_guards(running.plan, taken)
         # Around each call, from the inside out.
         run = fan_out(undefined_gradients.leave_unreached(run, self.unreached), self.sharing)
@@ -228,7 +227,7 @@ class _Compilation:
         return checking_guards(sharing_copies(run, self.copies), guards)
 
     def _lower(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Make the function of one of the two modules of the first plan."""
+        """Make the function of one of the first plan's two modules."""
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice
@@ -279,16 +278,12 @@ class _Compilation:
         )
         if not fakes:
             compile_attention(module.graph)
-        read = partial(
-            read_joint,
-            num_fwd_outputs=results,
-            static_inputs=static,
-            input_names=self.names,
-            block_bytes=block_bytes,
-            numbers=self.numbers,
-            draws=self.draws,
-            noted=self.noted,
-        )
+        names, numbers, draws, noted = self.names, self.numbers, self.draws, self.noted
+
+        def read(module: fx.GraphModule) -> Joint:  # without `self`: the problem keeps this
+            step = TracedStep(module, results, static, names, numbers, draws)
+            return read_joint(step, block_bytes=block_bytes, noted=noted)
+
         joint = read(module)
         if self.numbers:
             self.call.check(joint)
@@ -321,14 +316,11 @@ class _Compilation:
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
-        names, layouts, lower = self.names, self.shards.layouts, backend.lower
-        modules, self.call.joint = plan.modules, step_problem.joint_of(plan.problem)
+        modules, lower = plan.modules, backend.lower
+        share = partial(sharing_of, counts, results, names, self.shards.layouts)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)
-
-        def share(modules: Any) -> Sharing:
-            return sharing_of(counts, modules.forward, modules.backward, results, names, layouts)
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             if replays is not None:
@@ -341,7 +333,7 @@ class _Compilation:
 
         sharing = self.sharing = share(modules)
         if not fakes and isinstance(backend.profile, Measure) and backend.profile.cache:
-            self.first = FirstStep(plan, device, made, partial(forget, self.call.joint))
+            self.first = FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
             if arena is not None:
                 arena.took = self.first.took
         if unfinished is not None:
@@ -358,6 +350,7 @@ class _Compilation:
             return planner.limit
         if fakes:
             raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
+        # What is free on the device, and what the step holds of it already; the least of that on all ranks.
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:

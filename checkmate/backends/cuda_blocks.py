@@ -104,6 +104,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
     """
     beside, refused, tries = 0, None, 0
     while True:
+        # Find a plan; where nothing fits any more beside what was set aside, take the lowest of all.
         try:
             solution, unfinished = find(problem, beside)
         except InfeasibleBudget as error:
@@ -112,6 +113,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
             refused = error
             beside -= error.min_budget - error.budget  # which leaves room for the lowest plan, and no other
             continue
+        # Replay it: it is taken if its blocks stay within the budget.
         solution = replays.told(solution)
         given, asked = solution.details.get(GIVEN, 0), solution.peak or 0
         if given <= replays.budget:
@@ -132,6 +134,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
                 min_budget=least,
                 op=refused.op,
             )
+        # Set aside what the blocks take beyond the bytes that are asked for.
         tries += 1
         beside = given - asked if tries < TRIES else replays.budget  # nothing is left then
         log.info(

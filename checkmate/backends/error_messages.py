@@ -206,8 +206,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     if ours := next((cause for cause in causes if isinstance(cause, CheckmateError)), None):
         return ours
+    # PyTorch had to know a number that a tensor holds while it traced the step.
     if any(isinstance(c, GuardOnDataDependentSymNode) or "data-dependent expression" in str(c) for c in causes):
-        # PyTorch had to know a number that a tensor holds while it traced the step
         log.debug("%s failed in capture", name, exc_info=error)
         if _COUNTED.search(str(error)):
             # Of batch norms without a momentum only those over ranks are refused.
@@ -224,6 +224,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
             return Unsupported(f"Cannot capture {name}: {said}{place}\n{_MOMENTUM}")
         advice = EXPERTS if _CHOICE.search(str(error)) else _FIXED
         return Unsupported(f"Cannot capture {name}: {_NUMBER}{place}\n{advice}")
+    # The user's code fails, with checkmate or without: an op, what it raises itself, an argument of a wrong type.
     if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
@@ -242,7 +243,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if refused := _WRONG_TYPE.search(str(error)):
         said = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
         return TypeError(f"{said}{place}")
-    # This version of PyTorch may be the reason.
+    # Dynamo or AOTAutograd refuses. This version of PyTorch may be the reason.
     hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
     hint += f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
@@ -300,7 +301,7 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _explanation(error: Exception) -> str:
-    """Dynamo's further explanation; for an op that fails, its call with the shapes of its arguments."""
+    """Dynamo's explanation; for an op that fails, its call with the shapes of its arguments."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said and not said.group(1).endswith(":") else ""  # a list of reasons follows
 

@@ -29,7 +29,7 @@ import torch
 
 from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
-from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.emit import is_unchecked
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
@@ -48,7 +48,6 @@ from checkmate.torch_internals.aot import (
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
-Run = Callable[[list[Any]], Any]
 Write = Callable[[Solution], tuple[Any, Any] | None]
 _OF_SEVERAL = SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput, ForwardTokenAOTInput, BackwardTokenAOTInput
 
@@ -143,6 +142,7 @@ class SwappablePlan:
             accumulating = self._versions == before and any(t.grad is not None for t in leaves)
             if accumulating or self._code.pending:
                 return
+            # Verify and simulate the plan that was found, write its code, and swap that in.
             self._tried = news
             assert news.plan is not None
             problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
@@ -172,19 +172,18 @@ class SwappablePlan:
 
 
 def is_swappable(joint: Joint) -> bool:
-    """Tell whether the forwards of all plans agree in everything that AOTAutograd counts.
+    """Tell whether the forwards of all plans agree in what AOTAutograd counts of the first one's.
 
-    That is how many numbers they save, and how many tensors that autograd does not check: inputs among these are saved
-    by each plan (`checkmate.codegen.emit`), others are not. Nor does it count only saved tensors where subclasses of
-    tensors are taken apart, or tokens order side effects.
+    It counts the numbers that are saved, and the tensors that autograd does not check, of which every plan saves the
+    inputs only (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
     """
-    nodes, found = joint.module.graph.nodes, [*joint.forward_descs, *joint.backward_descs]
-    found += [node.meta.get("desc") for node in joint.placeholders]
+    step, nodes = joint.step, joint.module.graph.nodes
+    found = [*step.forward_descs, *step.backward_descs, *(node.meta.get("desc") for node in step.placeholders)]
     return (
-        not joint.numbers
+        not step.numbers
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
-        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in joint.placeholders)
+        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders)
         and not any(isinstance(desc, _OF_SEVERAL) for desc in found)
     )
 

@@ -245,14 +245,11 @@ class Planner:
     def plan(
         self, problem: Problem, beside: int = 0, *, go_on: bool = False
     ) -> tuple[Solution, UnfinishedSearch | None]:
-        """Find the cheapest plan within the limit, less ``beside`` bytes.
+        """Find the cheapest plan within the limit, less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
 
         ``go_on``: take the first plan, with a search to go on with if a better one may come. Ranks wait for the best.
-
-        Raises:
-            InfeasibleBudget: if no plan was found.
-            RuleError: if a rule names nothing in this graph nor in one before, or cannot be obeyed.
         """
+        # Refuse a reserve that leaves nothing.
         options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
         if self.total <= reserve:
             smallest = min_budget(problem).peak + reserve
@@ -263,6 +260,7 @@ class Planner:
                 min_budget=smallest,
                 op="",
             )
+        # Find the cheapest plan, on one of the ranks for all, with the loss in more parts if none fits.
         budget, together = self.total - reserve, ranks.train_together()
         wait = options.patience if go_on and not together else inf
         searches: dict[tuple[str, ...], UnfinishedSearch | None] = {}  # to go on with, by how the step is split
@@ -281,6 +279,7 @@ class Planner:
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
         if solution.plan is None:
+            # Refuse, with the smallest budget that works.
             why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
             about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
             solution = ranks.one_plan(why, solution.problem, budget, **about)

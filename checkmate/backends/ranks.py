@@ -70,6 +70,7 @@ def one_plan(
     store = _store()
     if store is None:
         return plan()
+    # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
     prints, rank = fingerprints(problem), str(dist.get_rank())
     there = None if problem.host is None else problem.host.budget
     asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
@@ -78,6 +79,7 @@ def one_plan(
     planner = store.compare_set(f"{key}/planner", "", rank).decode()
     if planner == rank:
         return _plan_for_all(plan, store, key, method, time_limit)
+    # Wait for its answer.
     patience = time_limit + store.timeout.total_seconds()
     log.info("Rank %s plans this step; waiting for its plan.", planner)
     deadline = time.monotonic() + patience
@@ -85,6 +87,7 @@ def one_plan(
         if time.monotonic() > deadline:
             raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
         time.sleep(POLL_SECONDS)
+    # Follow its plan, if that fits here.
     document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
     if "failure" in document:
         raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
@@ -96,11 +99,12 @@ def one_plan(
 
 
 def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
-    """A compiled function that gathers parameters again, in which ranks first make sure that all of them will.
+    """Have ranks make sure, before a compiled function gathers parameters again, that all of them will.
 
-    Nothing tells a rank that another one follows another plan, whose batch is smaller for instance: they would wait for
-    each other in vain, or take what was sent for something else.
+    A rank whose plan is another, as its batch is smaller, would wait for the others in vain, or take what was sent for
+    something else.
     """
+    # List the plan's exchanges in order, and the groups that gather parameters again.
     joint = joint_of(plan.problem)
     assert plan.plan is not None
     order = [step.op for step in plan.plan.steps if isinstance(step, (Run, Start))]  # also where it is waited for
@@ -108,6 +112,7 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
     groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN)
     if not (groups and train_together()):
         return run
+    # Before each call a group compares its exchanges, as one number.
     device = device_of(joint.module.graph)
     said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
     numbers = {group: as_number([what for what in said if what[0] == group]) for group in groups}
@@ -138,10 +143,10 @@ def sharing_machine() -> int:
 
 
 def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.device) -> int:
-    """The least that this count is on any rank which a captured step exchanges data with: these need the same plan.
+    """The least of a count on all ranks that a captured step exchanges data with, which need the same plan.
 
-    Each of them calls this, as each runs the same exchanges in the same order. Other ranks are not asked, also where
-    they average gradients behind the step: they may plan at another time, or never.
+    Each of them calls this, as each runs the same exchanges in the same order. Other ranks are not asked: they may plan
+    at another time, or never.
     """
     if _store() is None:
         return count
@@ -216,7 +221,7 @@ def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _advice(module: nn.Module) -> str | None:
-    """Advice for a module that speaks with other ranks before or after its forward; None: it does not."""
+    """Say what to do with a module that speaks with other ranks around its forward; None: it does not."""
     if isinstance(module, DistributedDataParallel) and not isinstance(module, AsItsModule):
         return WRAP_OUTSIDE
     sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing
@@ -230,7 +235,7 @@ def _advice(module: nn.Module) -> str | None:
 
 
 def in_one_piece() -> AbstractContextManager[Any]:
-    """Keep Dynamo from cutting a graph at the buckets of `DistributedDataParallel`: a budget is for the whole step."""
+    """Keep Dynamo from cutting a graph at the buckets of `DistributedDataParallel`."""
     if _get_active_ddp_module() is None or get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
     return dynamo_config.patch(optimize_ddp=False)

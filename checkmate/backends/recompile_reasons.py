@@ -146,6 +146,7 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
     changed = spelled(last.source, fn)
     values = ", ".join(repr(value) for value in (*(reason.value for reason in reasons[-3:]), last.now))
     line = f"\n  {last.line}" if last.line else ""
+    # What to do about it: the reason's own advice, else by the type of the value.
     advice = last.advice
     if not advice and isinstance(last.now, (bool, str)):
         advice = "Compile one function for each value, or raise max_plans."

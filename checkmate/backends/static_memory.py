@@ -89,7 +89,7 @@ def place_lower(lives: Lives) -> BackgroundCall:
 
 
 class FirstStep:
-    """Compares once. ``forget`` has the ops of the step measured anew by whoever plans it next.
+    """Compares the bytes of a first step with its plan; ``forget`` has its ops measured anew when it is planned next.
 
     ``made``: bytes of states of optimizers, which count as resident and are made by the first step.
     """

@@ -87,12 +87,9 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     return sum(as_allocated(size, block_bytes) for size in sizes)
 
 
-def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], given: int, limit: int) -> int:
-    """Measure the bytes of the guards before the step, beside resident ones; refuse what is above the limit.
-
-    ``given``: bytes of the inputs that are made anew at each call.
-    """
-    device = main_device(inputs)
+def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
+    """Measure the bytes of the guards before the step, beside resident ones; refuse what is above the limit."""
+    device, given = main_device(inputs), joint_of(plan.problem).number_bytes  # which are made anew at each call
     taken = given + aside(partial(measure_peak, partial(guards.check, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:

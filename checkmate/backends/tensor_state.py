@@ -26,7 +26,6 @@ def tensors_within(things: Any) -> list[torch.Tensor]:
 
 
 def _named_within(things: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors within, with their names where a module has one for them."""
     for one in _reached(things, through=(nn.Module, torch.Tensor, FunctionType, MethodType, partial)):
         if isinstance(one, torch.Tensor):
             yield "", one
@@ -46,7 +45,7 @@ def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
 
 
 def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,)) -> Iterator[torch.Tensor | nn.Module]:
-    """Find tensors and modules in a tree, and so deep in the objects of types ``through`` that its functions hold."""
+    """Find tensors and modules in a tree, and up to ``depth`` deep in objects, of types ``through`` in functions."""
     for leaf in tree_leaves(things):
         if isinstance(leaf, (torch.Tensor, nn.Module)):
             yield leaf

@@ -11,7 +11,7 @@ leaves while a step is traced, and ATen keeps its copies: the same code as in ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental import proxy_tensor
 
+from checkmate.capture.nodes import input_position
 from checkmate.capture.provenance import where
 from checkmate.devices import kinds
 from checkmate.errors import Unsupported
@@ -91,13 +92,10 @@ class Copies:
             module.recompile()
 
     def find(self, graph: fx.Graph) -> None:
-        """Find out, from the joint graph, which weights are converted.
-
-        Refused is one that is converted twice, and written in a way that AOTAutograd traces as a write to another.
-        """
+        """Find the weights that a joint graph converts; refuse one converted twice and overwritten by the step."""
         # Versions of each input: itself, and what writes of the step make of it, one after the other.
         primals = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
-        versions = {getattr(n.meta.get("desc"), "idx", None): [n] for n in primals}
+        versions = {input_position(n): [n] for n in primals}
         output = graph.output_node()
         for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
             is_write = isinstance(desc, InputMutationAOTOutput)
@@ -106,6 +104,7 @@ class Copies:
                 written.append(made)
                 made = made.args[0] if made.args else None
 
+        # The conversions of all versions of a weight that is kept.
         for position, of_input in versions.items():
             if position is None or position >= len(self.kept) or not self.kept[position]:
                 continue
@@ -159,8 +158,6 @@ def refuse_products_within(module: fx.GraphModule) -> None:
         around = around or any(n.target is ENTER and n.args[2] for n in graph.nodes)  # for what is checkpointed
 
 
-@contextmanager
-def keeping_copies() -> Iterator[None]:
+def keeping_copies() -> AbstractContextManager[Any]:
     """Within the block autocast keeps copies where a step is traced as it does otherwise."""
-    with patch.object(proxy_tensor, "disable_autocast_cache", nullcontext):
-        yield
+    return patch.object(proxy_tensor, "disable_autocast_cache", nullcontext)

@@ -97,7 +97,7 @@ def batch_norm(
 ) -> tuple[Tensor, ...]:
     """Result, mean, 1 / standard deviation, the new running statistics where there are any, and cuDNN's reserve.
 
-    The statistics handed in stay as they are, so that this can run again.
+    The statistics handed in stay as they are, so that this can run again; ``numbers`` are momentum and epsilon.
     """
     statistics = () if mean is None or var is None else (mean.clone(), var.clone())
     new = statistics or (None, None)

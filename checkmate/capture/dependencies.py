@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.fx as fx
 
+from checkmate.capture.nodes import storage, tensors
 from checkmate.torch_internals.trees import tree_leaves
 
 Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
@@ -57,5 +58,4 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def memory_of(node: fx.Node) -> set[int]:
     """The memory behind the tensors of a node, by the description that Dynamo keeps of them."""
-    tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+    return {storage(t) for t in tensors(node.meta.get("example_value")) if t.layout is torch.strided}

@@ -58,6 +58,7 @@ def device_of(graph: fx.Graph) -> torch.device:
         Unsupported: if there are several devices, or one that is neither the CPU nor CUDA nor an accelerator whose
             memory PyTorch counts.
     """
+    # The node that first names each device, without tensors that may be on the CPU in any step.
     first: dict[torch.device, str] = {}
     numbers: set[torch.device] = set()
     for node in graph.nodes:
@@ -67,6 +68,7 @@ def device_of(graph: fx.Graph) -> torch.device:
                 numbers.add(CPU)
             else:
                 first.setdefault(tensor.device, f"{node.name} ({where(node)})")
+    # Refuse several, and one whose memory is not counted.
     if len(first) > 1:
         found = "; ".join(f"{device}, first at {name}" for device, name in first.items())
         raise Unsupported(

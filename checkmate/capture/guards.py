@@ -62,7 +62,7 @@ def guard_on(value: Any, answer: bool | int) -> None:
 
 
 def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
-    """Compare, in the program of all guards, the present value with the one taken as constant."""
+    """Compare the present value of a guard with the one taken as constant; a node of the program of all guards."""
     now = type(known)(value)
     if now != known:
         raise GuardFailed(where, known, now, place)
@@ -121,6 +121,7 @@ def evaluate(
     if drawn is not None and isinstance(p, (int, float)) and drawn.numel() == 1 and not 0 < p < 1:
         return torch.tensor(p > 0)
 
+    # Take the program of all that it depends on; it is not followed where a write would be lost.
     module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
     if any(is_fake(given[n]) for n in inputs):
@@ -139,6 +140,7 @@ def evaluate(
     shares = any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n)
     if is_lost or shares:  # copies would not share memory
         raise CannotTellError(_OVERWRITTEN)
+    # Run it, and refuse where writes went otherwise than in the capture.
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     run.extra_traceback = False  # what cannot be told is said in one sentence
@@ -202,11 +204,7 @@ class DataGuards:
     places: tuple[str, ...] = ()  # in the user's code
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Evaluate them for these inputs of the step, one after the other.
-
-        Raises:
-            GuardFailed: for the first that had another value when the step was captured.
-        """
+        """Evaluate them in order for these inputs of the step, and raise `GuardFailed` for the first that fails."""
         with torch.no_grad(), autocast_as_found():
             self.module(*[inputs[i] for i in self.inputs])
 
@@ -216,6 +214,7 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
     taken: DataGuards | None = module.meta.get("guards")
     if taken is not None:
         return taken
+    # Those that depend on inputs become one program; the markers go.
     markers = module.graph.find_nodes(op="call_function", target=guard_on)
     asked = [marker for marker in markers if depends_on_inputs(marker)]
     guards = DataGuards(fx.GraphModule({}, fx.Graph()))

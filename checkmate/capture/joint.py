@@ -8,9 +8,8 @@ On the main path, 4 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from checkmate.capture.nodes import (
     is_mutating,
     leaf_nodes,
     storage,
+    storages,
     target_name,
     tensors,
     updated,
@@ -45,17 +45,16 @@ NUMBERS = "handed_in_numbers"  # the op that stands for them
 class Joint:
     """A captured step: the fx graph, and what its nodes mean as ops and values."""
 
-    module: fx.GraphModule  # the joint graph
+    step: TracedStep  # as it was traced: its inputs and results
     graph: Graph
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
     nodes_of_value: tuple[tuple[fx.Node, ...], ...]  # for each value, those that name its producer's output directly
-    numbers: Mapping[fx.Node, str]  # placeholders of numbers, with what Dynamo calls them
-    placeholders: tuple[fx.Node, ...]
-    forward_outputs: tuple[Any, ...]  # nodes or constants
-    backward_outputs: tuple[Any, ...]
-    forward_descs: tuple[Any, ...]
-    backward_descs: tuple[Any, ...]
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The joint graph."""
+        return self.step.module
 
     @property
     def resident_bytes(self) -> int:
@@ -72,42 +71,26 @@ class Joint:
         return replace(self, graph=self.graph.in_order(order), nodes=tuple(self.nodes[k] for k in order))
 
 
-def read_joint(
-    module: fx.GraphModule,
-    *,
-    num_fwd_outputs: int,
-    static_inputs: Iterable[int] = (),
-    input_names: Sequence[str] = (),
-    block_bytes: int = 1,
-    numbers: Mapping[int, str] = MappingProxyType({}),
-    draws: Collection[int] = (),
-    noted: Noted = (),
-) -> Joint:
-    """Read a joint graph of AOTAutograd.
+def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> Joint:
+    """Read a joint graph of AOTAutograd, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
 
     Args:
-        module: the joint graph, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
-        num_fwd_outputs: how many of its outputs belong to the forward.
-        static_inputs: positions of the inputs that are parameters and buffers.
-        input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
-        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
-        draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
 
     Raises:
-        NotFree: if a shape depends on such a number.
+        NotFree: if a shape depends on one of the numbers that are inputs.
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
     # Delete constants that no node reads any more: their bytes would be in no plan.
+    module = step.module
     read = {node.target for node in module.graph.find_nodes(op="get_attr")}
     for name, _ in [*module.named_buffers(recurse=False)]:
         if name not in read:
             delattr(module, name)
 
-    step = TracedStep(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
-    check_sizes(module.graph, numbers, step.name)
+    check_sizes(module.graph, step.numbers, step.name)
     let_overwrite(step)
     forward, backward = split_forward_backward(step)
 
@@ -119,6 +102,7 @@ def read_joint(
             "Draw with torch, or draw outside and pass the number in as a tensor."
         )
 
+    # Add inputs, ops and values in the order in which they come to be.
     found = _Contents(step, block_bytes)
     found.add_inputs()
     handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
@@ -133,17 +117,11 @@ def read_joint(
     kept = found.results(tangents, let_go)
     found.add_tags(noted)
     return Joint(
-        module=module,
+        step=step,
         graph=Graph(tuple(found.ops), tuple(found.values), kept),
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
         nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
-        numbers=step.numbers,
-        placeholders=step.placeholders,
-        forward_outputs=step.forward_outputs,
-        backward_outputs=step.backward_outputs,
-        forward_descs=step.forward_descs,
-        backward_descs=step.backward_descs,
     )
 
 
@@ -161,8 +139,7 @@ class _Contents:
 
     def values_of(self, node: fx.Node) -> tuple[int, ...]:
         """The values that a node's tensors are, or are views of."""
-        keys = dict.fromkeys(storage(t) for t in tensors(node.meta.get("val")))
-        return tuple(self.by_storage[key] for key in keys if key in self.by_storage)
+        return tuple(self.by_storage[key] for key in dict.fromkeys(storages(node)) if key in self.by_storage)
 
     def add_inputs(self) -> None:
         """Add parameters, buffers and inputs, once for each storage."""
@@ -202,6 +179,7 @@ class _Contents:
             name = self.step.name(node) if is_one else f"{node.name}[{i}]"
             made.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
             self.by_storage[storage(tensor)] = made[-1]
+        # Note the nodes that name each.
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
                 if producer is None or v in made:
@@ -255,7 +233,7 @@ class _Contents:
         return made
 
     def read_at_return(self) -> tuple[int, ...]:
-        """Values that the step makes and the caller of the forward reads as soon as it has them, and holds no longer.
+        """Values that the forward makes, and that its caller reads at once and lets go of.
 
         AOTAutograd copies some results into inputs that it cannot overwrite within the graph, such as a parameter whose
         ``.data`` is clamped. Dynamo reads numbers from others.
@@ -273,6 +251,7 @@ class _Contents:
         A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
         op here, and the gradient is free after it.
         """
+        # Pair gradients with their inputs, and add the copies.
         primals = [n for n in self.step.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         pairs = [(g, p) for p, g in zip(primals, self.step.backward_outputs, strict=False) if isinstance(g, fx.Node)]
         stored = [v for g, p in pairs if obeys_layout(g.meta["val"], p.meta["val"]) for v in self.values_of(g)]

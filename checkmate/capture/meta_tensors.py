@@ -44,9 +44,9 @@ def meta_as(device: torch.device) -> Iterator[None]:
 def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
     """A compiled function that, when it first runs, lets go of what only capturing and measuring needed.
 
-    Nobody reads the fake tensors any more by which Dynamo describes its graph: by then it has done its work. Kept with
-    the code, they keep autograd's nodes, and these the numbers that tensors were multiplied by: each in a real tensor
-    of eight bytes, which no plan knows. What malloc keeps goes back to the machine, of which the step takes it anew.
+    That is the fake tensors by which Dynamo describes its graph: they keep autograd's nodes, and these the numbers that
+    tensors were multiplied by, each in a real tensor of eight bytes, which no plan knows. What malloc keeps goes back
+    to the machine.
     """
     described: list[fx.GraphModule] = [module]
 

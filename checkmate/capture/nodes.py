@@ -80,6 +80,16 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def storages(*nodes: fx.Node) -> list[int]:
+    """The storages of the tensors that nodes make, in order; one may be there several times."""
+    return [storage(t) for node in nodes for t in tensors(node.meta.get("val"))]
+
+
+def input_position(node: fx.Node) -> int | None:
+    """The position of a joint graph's placeholder among the inputs of what was traced; None: it is of no input."""
+    return getattr(node.meta.get("desc"), "idx", None)
+
+
 def viewed(node: fx.Node) -> fx.Node:
     """The node that a view is a view of, through all views of views; another node itself."""
     while node.op == "call_function" and is_view(node):
@@ -114,9 +124,8 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    inputs = {storage(t) for a in node.all_input_nodes for t in tensors(a.meta.get("val"))}
-    outputs = tensors(node.meta.get("val"))
-    return bool(outputs) and all(storage(t) in inputs for t in outputs)
+    outputs = storages(node)
+    return bool(outputs) and {*outputs} <= {*storages(*node.all_input_nodes)}
 
 
 def is_mutating(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.dependencies import needed_by
-from checkmate.capture.nodes import leaf_nodes, tensors, viewed
+from checkmate.capture.nodes import input_position, leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node
@@ -67,38 +67,32 @@ def as_inputs(sources: Collection[str]) -> Iterator[None]:
         yield
 
 
-def sources_of(module: fx.GraphModule, numbers: Collection[str]) -> dict[int, str]:
-    """Dynamo's names of the inputs of a captured graph that are numbers, by position."""
-    placeholders = module.graph.find_nodes(op="placeholder") if numbers else ()
-    names: list[Any] = [getattr(getattr(node, "_dynamo_source", None), "name", None) for node in placeholders]
-    return {i: name for i, name in enumerate(names) if name in numbers}
-
-
-def draws_of_python(module: fx.GraphModule) -> list[int]:
-    """Positions of the inputs of a captured graph that are drawn by ``random.uniform`` and the like, at each call."""
-    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
-    return [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
+def numbers_and_draws(module: fx.GraphModule, numbers: Collection[str]) -> tuple[dict[int, str], list[int]]:
+    """Positions of the inputs of a captured graph that are ``numbers``, with their names, and of draws of Python."""
+    sources: list[Any] = [getattr(n, "_dynamo_source", None) for n in module.graph.find_nodes(op="placeholder")]
+    names = {i: source.name for i, source in enumerate(sources) if getattr(source, "name", None) in numbers}
+    return names, [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
 
 
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
     """The placeholders of a joint graph that are numbers."""
     primals = [node for node in graph.find_nodes(op="placeholder") if numbers and _is_primal(node)]
-    positions: dict[fx.Node, Any] = {node: getattr(node.meta.get("desc"), "idx", None) for node in primals}
-    return {node: numbers[i] for node, i in positions.items() if i in numbers}
+    return {node: numbers[i] for node in primals if (i := input_position(node)) is not None and i in numbers}
 
 
-def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
+def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[fx.Node], str]) -> None:
     """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
-        numbers: Dynamo's names of the inputs that may be any number, by position.
+        numbers: placeholders that may be any number.
         name: of a value, as the user knows it.
 
     Raises:
         NotFree: if a shape or a type depends on one of the numbers.
         Unsupported: if it depends on something else.
     """
-    free: set[fx.Node] = {*number_placeholders(graph, numbers)}
+    free: set[fx.Node] = {*numbers}
+    # Symbols are computed from these numbers alone; sizes and strides are known.
     for node in graph.nodes:
         if node.op != "output" and is_sym_node(node):
             if node in free or (node.all_input_nodes and free.issuperset(node.all_input_nodes)):
@@ -152,10 +146,10 @@ def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
 
 
 def refuse_sizes_of_data(module: fx.GraphModule) -> None:
-    """Refuse a step that is to be planned and computes with tensors whose sizes depend on data, before it is traced.
+    """Refuse a step that computes with tensors whose sizes depend on data, before it is traced.
 
-    `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many. The
-    guards of the step were taken out: what was only asked for a size is needed no more.
+    `check_sizes` would as well, but tracing with unknown sizes takes minutes where a loop makes many. A step without
+    gradients is not planned, and stays; so does a size that was only asked for, as guards are taken out before.
     """
     described = {node: tensors(node.meta.get("example_value")) for node in module.graph.nodes}
     sized = [n for n, found in described.items() if any(free_unbacked_symbols(size) for t in found for size in t.shape)]
@@ -190,14 +184,11 @@ def value_of(leaf: Any) -> Any:
 def written_out(
     graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
 ) -> list[Any]:
-    """Write out a joint graph with numbers put in, as data that is equal for equal computations.
+    """Write out a joint graph with numbers put in, as data that is equal for equal computations, or raise `NotFree`.
 
     Args:
-        graph: the joint graph; numbers: its placeholders that are numbers; given: their values, by source.
+        numbers: placeholders that are numbers; given: their values, by source.
         results: of the forward, then the gradients of all other placeholders: nodes or constants.
-
-    Raises:
-        NotFree: if the graph holds something that cannot be compared.
     """
     value: dict[fx.Node, Any] = {}  # of numbers, and the place of all else
     lines: list[Any] = []
@@ -209,6 +200,7 @@ def written_out(
     def bits(arg: Any) -> Any:
         return fx.node.map_aggregate(put_in(arg), _bits)
 
+    # A line for each op and input: its target, its arguments with numbers put in, and what it makes.
     for node in graph.nodes:
         if node.op == "output" or hands_out_number(node):
             continue

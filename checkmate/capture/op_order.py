@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from checkmate.capture.higher_order.table import runs_once
 from checkmate.capture.nodes import (
     ancestors,
     done_with_gradients,
+    input_position,
     is_collective,
     is_mutating,
     is_random,
     is_view,
     leaf_nodes,
     storage,
-    tensors,
+    storages,
     updated,
     written,
 )
@@ -46,30 +48,37 @@ from checkmate.torch_internals.aot import (
     is_with_effects,
 )
 
-_BATCH_NORMS = {  # in training mode what later ops read does not depend on the running statistics
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    cudnn.batch_norm,
-}
+_BATCH_NORMS = {torch.ops.aten._native_batch_norm_legit_functional.default, cudnn.batch_norm}
 
 
 class TracedStep:
-    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs."""
+    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs.
+
+    Args:
+        num_fwd_outputs: how many outputs of the graph belong to the forward.
+        static_inputs: positions of the inputs that are parameters and buffers.
+        input_names: what to call the inputs, by position in what was traced.
+        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
+        draws: positions of the inputs that are draws of Python's generator.
+    """
 
     def __init__(
         self,
         module: fx.GraphModule,
         num_fwd_outputs: int,
-        static_inputs: Iterable[int],
-        input_names: Sequence[str],
-        numbers: Mapping[int, str],
-        draws: Iterable[int],
+        static_inputs: Iterable[int] = (),
+        input_names: Sequence[str] = (),
+        numbers: Mapping[int, str] = MappingProxyType({}),
+        draws: Iterable[int] = (),
     ) -> None:
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
+        # Results, nodes or constants, and AOTAutograd's descriptions of them.
         self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
+        self.module = module
         self.nodes: list[fx.Node] = list(module.graph.nodes)
         self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
-        self.numbers = number_placeholders(module.graph, numbers)
+        self.numbers = number_placeholders(module.graph, numbers)  # with what Dynamo calls them
         self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
         self.static_inputs = frozenset(static_inputs)
         self.input_names = input_names
@@ -77,24 +86,22 @@ class TracedStep:
         written_last = (desc.mutated_input for desc in self.forward_descs if isinstance(desc, InputMutationAOTOutput))
         at_return = {one for one in written_last if isinstance(one, (PlainAOTInput, ParamAOTInput, BufferAOTInput))}
         stored = [n for n in self.placeholders if n.meta.get("desc") in at_return]  # by AOTAutograd, outside the graph
-        self.overwritten = {  # storages of inputs that the step overwrites, with their names
-            storage(tensor): self.name(target)
-            for target in (*(target for n in self.nodes for target in written(n)), *stored)
-            for tensor in tensors(target.meta.get("val"))
-        }
+        targets = (*(target for n in self.nodes for target in written(n)), *stored)
+        # Storages of inputs that the step overwrites, with their names.
+        self.overwritten = {key: self.name(target) for target in targets for key in storages(target)}
 
     def name(self, node: fx.Node) -> str:
         """The name of a node's value: an input's as the user knows it, else as in the graph."""
         is_input = node.op == "placeholder" and _is_primal(node)
-        position = getattr(node.meta.get("desc"), "idx", None) if is_input else None
+        position = input_position(node) if is_input else None
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def reads_overwritten(self, node: fx.Node) -> str | None:
         """Name the overwritten input that this op reads and depends on; an update goes on with the new value."""
-        if is_mutating(node) or done_with_gradients(node) or _is_outside_its_running_statistics(node):
+        if is_mutating(node) or done_with_gradients(node) or _is_training_norm(node):
             return None
-        storages = (storage(tensor) for a in node.all_input_nodes for tensor in tensors(a.meta.get("val")))
-        return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
+        read = storages(*node.all_input_nodes)
+        return next((self.overwritten[key] for key in read if key in self.overwritten), None)
 
     def pinned(self, node: fx.Node) -> str | None:
         """Say why an op must run exactly once."""
@@ -122,7 +129,7 @@ class TracedStep:
 
 
 def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on an incoming gradient, were put into the backward by hand, or are for gradients there."""
+    """Nodes that depend on an incoming gradient, were put into the backward by hand, or work on gradients there."""
     found: set[fx.Node] = set()
     for n in nodes:
         handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
@@ -131,18 +138,18 @@ def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_outside_its_running_statistics(node: fx.Node) -> bool:
-    """Tell whether what an op computes does not depend on the running statistics that it is given: it is training."""
+def _is_training_norm(node: fx.Node) -> bool:
+    """Tell whether an op is a batch norm in training: what it computes does not depend on its running statistics."""
     return node.target in _BATCH_NORMS and bool(node.args[5])
 
 
 def let_overwrite(step: TracedStep) -> None:
     """Save in-place-updated inputs without autograd's version check if the backward does not read them.
 
-    Running statistics by another call; by this step a parameter that is updated from what was written.
+    Running statistics may be written by another call before the backward; a parameter by this step, before its update.
     """
     for node in step.nodes:
-        statistics = leaf_nodes(node.args[3:5]) if _is_outside_its_running_statistics(node) else []
+        statistics = leaf_nodes(node.args[3:5]) if _is_training_norm(node) else []
         parameters = leaf_nodes(node.args[1:2]) if done_with_gradients(node) else []
         for n in (*statistics, *(n for n in parameters if storage(n.meta["val"]) in step.overwritten)):
             n.meta["saved_tensor_with_no_vc_check"] = True
@@ -192,13 +199,15 @@ def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
-    """Move the ops on each gradient as early as possible: updates behind the last reader of the parameter."""
+    """Move the ops on gradients as early as possible; updates no further than the last reader of the parameter."""
+    # Where each op stands, and the last reader of each storage.
     updates = [n for n in backward if done_with_gradients(n)]
     place = {n: i for i, n in enumerate(backward)}
     last: dict[int, int] = {}  # reader of a storage
     for i, n in enumerate(backward if updates else ()):
         if not done_with_gradients(n):
-            last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
+            last.update((key, i) for key in storages(*n.all_input_nodes))
+    # Place each update behind all that it is computed from, and behind the last reader of what it overwrites.
     made: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
     for update in updates:
         stack = list(update.all_input_nodes)
@@ -211,6 +220,6 @@ def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
             else:
                 made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
                 stack.pop()
-        read = (last.get(storage(t), -1) for p in updated(update) for t in tensors(p.meta["val"]))
+        read = (last.get(key, -1) for key in storages(*updated(update)))
         place[update] = made[update] = max((*(made[a] for a in update.all_input_nodes), *read))
     return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))

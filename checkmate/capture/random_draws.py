@@ -85,7 +85,7 @@ def hold_place(x: torch.Tensor) -> torch.Tensor:
 
 def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
     """``draw_mask(x, p)``, while what holds the place of the state is there, as the plan counts it."""
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
+    return draw_mask(x, p)
 
 
 def save_device_state(device: torch.device) -> torch.Tensor:

@@ -55,9 +55,11 @@ def prepare(
         repeats: whether a convolution on CUDA, or a kernel of Triton's, has the same bits whenever it runs; None: each
             has.
     """
+    # Ops as eager PyTorch runs them.
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
+    # Fewer ops, that read and keep less.
     forget_running_statistics(graph)
     skip_idle_views(graph)
     lay_out_at_once(graph)
@@ -68,6 +70,7 @@ def prepare(
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
     split_convolutions(graph, in_two)
+    # What draws may run again; what has other bits then may not.
     if on_cpu:
         forget_inputs(graph)
         save_states(graph)  # of draws that somebody reads
@@ -147,10 +150,7 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
 def draw_as_in_place(graph: fx.Graph) -> None:
     """Let ``bernoulli_`` on a tensor that is not contiguous draw without reading it; its draws take memory order.
 
-    `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it.
-
-    Raises:
-        Unsupported: for `F.rrelu`, if the tensor is not contiguous.
+    `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it. `F.rrelu` of such a tensor is refused.
     """
     for node in graph.find_nodes(op="call_function", target=draw_copy):
         op, x, *p = node.args

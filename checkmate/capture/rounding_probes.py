@@ -1,10 +1,9 @@
 """Numbers on which a sum in another order gives other bits: to try whether two ways to run an op round alike.
 
-A sum of n numbers in another order has other last digits mostly, and on numbers drawn at random these show in the
-result where that has as many digits as the sum: of products in float32 two orders give equal bits in 5 to 40 of a
-hundred elements. In half precision they show in one of 1e4 to 1e5, since the sum is rounded once more. So the terms are
-made in pairs that are opposite, in any order among the others, and of sizes that are powers of two apart: the exact sum
-is zero, and what is left is what the order has rounded. Two orders then agree in
+A sum of n numbers in another order has other last digits mostly. On numbers drawn at random two orders of a product in
+float32 give equal bits in 5 to 40 of a hundred elements, and in half precision in all but one of 1e4 to 1e5, since the
+sum is rounded once more. So the terms are made in pairs that are opposite, in any order among the others, and of sizes
+that are powers of two apart: the exact sum is zero, and what is left is what the order has rounded. Two orders agree in
 
     n terms       8     16     32     64    256
     float32       0      0      0      0    0-4   of a hundred elements, by the processor
@@ -16,12 +15,11 @@ is zero, and what is left is what the order has rounded. Two orders then agree i
 column, not in one; and four inputs at least are tried.
 
 Numbers are drawn on the host, so that they are the same for each device, `DRAWN` of a tensor at most, and repeated over
-its memory on the device. These tell two orders apart as all drawn ones would. The order in which an op sums depends on
-shapes and layouts, not on numbers. Whether an element of the result shows another order depends on the terms of its own
-sum, which are random numbers all the same. Two rows, tiles, channels or images have the same numbers only if they begin
-a multiple of `DRAWN` apart. That is a prime, so of rows of n elements this holds for row i and row i + `DRAWN`, but for
-none in between: an order that is wrong in some of them only shows on as many different sums as are drawn, and a row in
-the place of another one shows too.
+its memory. These tell two orders apart as all drawn ones would: the order in which an op sums depends on shapes and
+layouts, not on numbers, and the terms of each element's own sum are random all the same. Rows, tiles, channels or
+images have the same numbers only if they begin a multiple of `DRAWN` apart. That is a prime, so of rows of n elements
+row i and row i + `DRAWN` are alike, and none in between: an order that is wrong in some of them, or a row in the place
+of another one, shows too.
 """
 
 from __future__ import annotations

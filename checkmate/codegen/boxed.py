@@ -20,6 +20,7 @@ from checkmate.codegen.transfers import ending_calls
 from checkmate.torch_internals import kernels
 
 aten = torch.ops.aten
+Run = Callable[[list[Any]], Any]  # of inputs in one list
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
@@ -50,24 +51,25 @@ class Boxed(CodeGen):
     """Code that takes one list and clears it: the caller then holds nothing of what the code frees."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
-        """The head of the generated function."""
+        """Write the head of the function."""
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = inputs" if names else ""
         return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
 
 
-def takes_one_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def takes_one_list(run: Run) -> Run:
     """Tell AOTAutograd that a function takes its inputs in one list, which it may clear."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+def boxed(module: fx.GraphModule) -> Run:
     """The function of a module that takes and clears one list, marked as such for AOTAutograd.
 
     It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this
     has the op itself. On small tensors this takes a third to a half off what a call costs.
     """
+    # Write the code, with each op under a short name of its own.
     module.graph.set_codegen(Boxed())
     code = module.graph.python_code("self")
     bound: dict[str, Any] = dict(code.globals)
@@ -79,6 +81,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         bound[short] = _BINDINGS.get(op, op._op)
         return f"{short}("
 
+    # Make the function, which says where an op that fails comes from.
     file = f"<checkmate {id(module):x}>"
     exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
     forward = ending_calls(module.graph, partial(bound["forward"], module))

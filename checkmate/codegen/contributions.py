@@ -1,12 +1,11 @@
 """Hand over the gradients of a weight that is used several times one by one, in the order of plain PyTorch.
 
 A weight that a step uses twice gets two contributions to its gradient, a and b, and the backward of the step hands
-over their sum. That is what plain PyTorch computes, as long as nothing else has come before: floating-point sums depend
-on the order, and to what has come before, c, plain PyTorch adds (c + a) + b where the sum gives c + (a + b). So it is
-where the step is called twice before one backward, or a weight is used after the step as well.
+over their sum. Plain PyTorch computes that, too, unless something else, c, has come before: then it has (c + a) + b, in
+place of c + (a + b). So it is where the step is called twice before one backward, or a weight is used after the step.
 
-Here tracing is watched to learn which inputs get several contributions. Each such input is passed to the step through a
-node of autograd that leads to it as often as plain PyTorch's graph does (`Fan`). In a backward in which something else
+Tracing is watched to learn which inputs get several contributions. Each such input is passed to the step through a node
+of autograd that leads to it as often as plain PyTorch's graph does (`Fan`). In a backward in which something else
 contributes first (`checkmate.codegen.arrival_order`), the step's backward returns the contributions themselves, and
 that node hands them on in their order. In any other backward it hands on the sum, and takes no memory.
 """
@@ -24,10 +23,11 @@ import torch
 import torch.fx as fx
 from torch.autograd.graph import get_gradient_edge
 
-from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
+from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import arrivals, is_before, reachable, verdicts
-from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.boxed import Run, takes_one_list
+from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
@@ -36,7 +36,6 @@ from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.engine import _current_autograd_node
 
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]
 _BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
     "A batch of gradients (is_grads_batched=True, or vectorize=True) of a compiled step: PyTorch runs its products one "
     "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
@@ -122,6 +121,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
             reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
             if reached:
                 handles.append(node.register_hook(partial(count, reached)))
+        # Differentiate as it was asked.
         try:
             results = grad(outputs, inputs, *args, **kwargs)
         finally:
@@ -138,23 +138,18 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 
 
 def sharing_of(
-    counts: list[int],
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    results: int,
-    names: Sequence[str],
-    shards: Collection[int] = (),
+    counts: list[int], results: int, names: Sequence[str], shards: Collection[int], modules: Modules
 ) -> Sharing:
     """Find the inputs with several contributions, and mark in the backward those that autograd can get one by one.
 
     Args:
         counts: what `counted_contributions` found when the joint graph was traced.
-        forward, backward: the two modules of its plan.
+        modules: of its plan.
         results: how many of the forward's outputs belong to the step; the others are saved tensors.
         names: of the inputs, by position.
         shards: positions of those whose gradients become those of a `DTensor`, which one sum does.
     """
-    output = backward.graph.output_node()
+    forward, output = modules.forward, modules.backward.graph.output_node()
     gradients: Any = output.args[0]
     found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
     if len(counts) != len(found):  # gradients of subclasses of tensors, which are several in the graph
@@ -163,12 +158,11 @@ def sharing_of(
     made: Any = forward.graph.output_node().args[0]
     descs: Any = forward.graph.output_node().meta["desc"]
     kept = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
-    views = [n for n in leaf_nodes(made[:results]) if n.op != "placeholder"]
-    shown = {storage(t) for n in views for t in tensors(n.meta.get("val"))}
+    shown = {*storages(*(n for n in leaf_nodes(made[:results]) if n.op != "placeholder"))}
     for node in forward.graph.find_nodes(op="placeholder"):
         is_written = any(is_mutating(user) and user.args[0] is node for user in node.users)
-        if is_written or any(storage(t) in shown for t in tensors(node.meta.get("val"))):
-            kept.add(getattr(node.meta.get("desc"), "idx", None))
+        if is_written or not shown.isdisjoint(storages(node)):
+            kept.add(input_position(node))
     kept.discard(None)
     # Of the others autograd gets the contributions one by one, where the gradient is their sum.
     apart: list[Shared] = []
@@ -211,10 +205,7 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
 def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
     """The function of a module; of a backward for any gradients that are handed in, and any that are asked for.
 
-    Those handed in may be None. Contributions are returned one by one to a `Fan` where that needs them.
-
-    Raises:
-        Unsupported: when it is called with a batch of gradients.
+    Those handed in may be None; a batch of them is refused. A `Fan` gets contributions one by one where it needs them.
     """
     given, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
     counts: dict[int, int] = output.meta.get(_APART, {})
@@ -241,6 +232,7 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
         results = (variant(wanted, missing) if wanted or missing else whole)(inputs)
         if not wanted:
             return results
+        # Leave the contributions with that node.
         results = [*results]
         rest = iter(results[length:])
         for i in wanted:
@@ -281,11 +273,13 @@ def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
     def fanning(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*args)
+        # Pass inputs through a `Fan`.
         given = list(args)
         inputs = [args[shared.position] for shared in sharing.apart for _ in range(shared.count)]
         aliases = Fan.apply(tuple(shared.count for shared in sharing.apart), *inputs) if inputs else ()
         for shared, alias in zip(sharing.apart, aliases, strict=True):
             given[shared.position] = alias
+        # Refuse, in the backward, what cannot be handed over one by one.
         original = {id(given[s.position]): args[s.position] for s in sharing.apart}
         known = [args[shared.position] for shared in sharing.together if shared is not UNKNOWN]
         edges = [get_gradient_edge(tensor)[:2] for tensor in known]  # a write moves them

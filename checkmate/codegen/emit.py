@@ -71,11 +71,7 @@ class Modules:
 
 
 def emit(
-    joint: Joint,
-    plan: Plan,
-    over: Positions = MappingProxyType({}),
-    *,
-    begin: Begin = transfers.no_second_memory,
+    joint: Joint, plan: Plan, over: Positions = MappingProxyType({}), *, begin: Begin = transfers.no_second_memory
 ) -> Modules:
     """Write the modules of a plan.
 
@@ -96,11 +92,13 @@ def emit(
         steps.append(step)
         if isinstance(step, (Send, Fetch)):
             going[step.value] = step
+    # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     needed = _saved(joint, after, tangents)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
+    # Write both, the forward first.
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
@@ -108,9 +106,9 @@ def emit(
     call = first.begin(begin, plan) if plan.sent else None
     saved = saved if call is None else [call, *saved]
     descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
-    forward = first.write(before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs])
+    forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
     second = _Writer(joint, [*numbers, *saved, *tangents], times, over, call=call)
-    backward = second.write(after, joint.backward_outputs, joint.backward_descs)
+    backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
         refuse_unwritable(module.graph)
@@ -136,7 +134,7 @@ def _draw_once(forward: fx.GraphModule) -> None:
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
-    return [node for is_kind in kinds for node in joint.placeholders if is_kind(node)]
+    return [node for is_kind in kinds for node in joint.step.placeholders if is_kind(node)]
 
 
 def is_unchecked(node: fx.Node) -> bool:
@@ -160,9 +158,9 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
             read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
             made.update(joint.nodes_of_value[step.value])
-    read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    read(n for n in joint.step.backward_outputs if isinstance(n, fx.Node))
     # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
-    saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
+    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
 
@@ -176,8 +174,6 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module."""
-
     def __init__(
         self,
         joint: Joint,
@@ -230,6 +226,7 @@ class _Writer:
                 launched.target = node.target.begin
             else:
                 self._transfer(step)
+        # Of a call with a second memory the backward is the end.
         if self.call is not None and self.call.op == "placeholder":
             self.graph.call_function(transfers.finish, (self.call,))
         results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
@@ -247,7 +244,7 @@ class _Writer:
         # An op of autograd's own hands over what is at hand.
         if node is None:
             joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
-            results = joint.forward_outputs if op < joint.graph.forward_length else joint.backward_outputs
+            results = joint.step.forward_outputs if op < joint.graph.forward_length else joint.step.backward_outputs
             nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
             self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return
@@ -284,7 +281,7 @@ class _Writer:
         v, call = step.value, self.call
         assert call is not None
         nodes = self.joint.nodes_of_value[v]
-        # not the call itself: where a part of the backward runs, what is not sent stays
+        # After the send, not the call itself: where a part of the backward runs, what is not sent stays.
         at = call if isinstance(step, Send) else self.sent.get(v, call)
         if not isinstance(step, Land):
             read = map(self._at_hand, nodes) if isinstance(step, (Send, Wait)) else ()
@@ -293,7 +290,8 @@ class _Writer:
             if isinstance(step, Send):
                 self.sent[v] = node
             return
-        landed = self.graph.call_function(transfers.land, (at, v))  # in place of what the value's op made
+        # What lands is at hand in place of what the value's op made.
+        landed = self.graph.call_function(transfers.land, (at, v))
         if len(nodes) == 1:
             landed.meta = dict(nodes[0].meta)
             self.env[nodes[0]] = landed

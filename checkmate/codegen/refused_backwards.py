@@ -86,6 +86,7 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
     position = {desc: i for i, desc in enumerate(output.meta["desc"][_tokens_of(output, count) : count])}
     results = {n: position.get(getattr(n.meta.get("desc"), "output", None)) for n in graph.nodes if _is_tangent(n)}
     found: dict[int, list[set[int]]] = {}
+    # Follow the sum that begins with each gradient, as long as nothing else reads it.
     for tangent, result in results.items():
         total, terms = tangent, []
         while len(total.users) == 1:
@@ -120,7 +121,7 @@ def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any
 def _refuse_views(
     numbers: Mapping[int, set[int]], within: Mapping[int, Sequence[set[int]]], node: Any, grads: Sequence[Any]
 ) -> None:
-    """``numbers``: the sequence numbers of the views of each result, as autograd counts its nodes."""
+    # ``numbers`` are those of the views of each result, as autograd counts its nodes.
     defined = {position for position, grad in enumerate(grads) if grad is not None}
     shown = defined.intersection(numbers)
     found = arrivals(node) if shown else None

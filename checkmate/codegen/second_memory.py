@@ -89,7 +89,7 @@ _here = threading.local()  # .call: the one that runs on this thread
 
 
 def _leave(number: int) -> None:
-    """Nobody can ask for a backward any more. This may be called at any point of the program, and does not wait now."""
+    """Note that nobody can ask for a backward any more; called at any point of the program, so nothing is ended now."""
     call = _calls.pop(number, None)
     if call is not None and not call.is_over:
         call.home.left.append(call)
@@ -146,12 +146,9 @@ class SecondMemory:
             return HostUse(self.where, *self._last, taken, self._calls, len(self._used))
 
     def host(self, graph: Graph) -> Host:
-        """Describe it for a planner; its links are measured once.
+        """Describe it for a planner, or raise a `HostError`; its links are measured once.
 
-        It takes whole blocks for each value: what these may be more than the values is left out of the budget.
-
-        Raises:
-            HostError: if it cannot be had.
+        Each value takes whole blocks: the most that these may exceed the values is left out of the budget.
         """
         with outside_tracing():  # a step is being captured
             links = known_links(self.where, self.device, cache=self._cache)

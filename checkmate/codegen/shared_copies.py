@@ -67,6 +67,7 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
                 if not is_present:
                     raise _changed(name)
                 nodes[name] = copy.grad_fn
+        # In a backward, ask whether it runs these too, or other steps that have used them.
         results = run(*args)
         for function in compiled_functions(results, args):
             for node in nodes.values():
@@ -103,7 +104,6 @@ class _Copy(torch.Tensor):
         return func(*args, **kwargs)
 
     def converted(self) -> torch.Tensor:
-        """The copy itself."""
         if self.made is None:
             weight = self.weight()
             if weight._version != self.version:
@@ -120,7 +120,7 @@ def _changed(name: str) -> Unsupported:
 
 
 class _Lookup(TorchDispatchMode):
-    """Sees what autocast has as the copy of a weight, and gives it a `_Copy` where it has none. Nothing is computed."""
+    """Looks up the copy of a weight that autocast keeps, and gives it a `_Copy` where it has none; computes nothing."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ def finish(token: torch.Tensor) -> None:
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
-    """Raise a `HostError`: there is no second memory in code of a plan that was made for no step."""
+    """Raise a `HostError`: the code of a plan that was made for no step has no second memory."""
     raise HostError(
         f"This plan has {capacity} bytes of values wait in a second memory, and there is none: it was made for a "
         "problem, and not by checkmate.compile(..., host_budget=...), which opens one."
@@ -136,7 +136,7 @@ def most_there(plan: Plan, graph: Graph) -> int:
 
 
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A function of a graph after which nothing stays elsewhere if it fails."""
+    """The function of a graph, which frees what its call has in the second memory if it fails."""
     given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
     if not given and not any(node.target in (send, fetch) for node in graph.nodes):
         return run

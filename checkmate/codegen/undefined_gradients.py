@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
+from checkmate.capture.nodes import leaf_nodes, storages, written
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
@@ -89,11 +89,10 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
     if not all(isinstance(found, PlainAOTInput) for found in reached):  # of a tensor that several inputs are views of
         return []
     handed_out = [n for n in leaf_nodes(outputs[:results]) if not _is_detached(n)]
-    seen = {storage(t) for n in handed_out for t in tensors(n.meta.get("val"))}
-    seen |= {storage(t) for n in joint.graph.nodes for a in written(n) for t in tensors(a.meta.get("val"))}
+    seen = {*storages(*handed_out, *(a for n in joint.graph.nodes for a in written(n)))}
     given = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
     without_gradient = [n for n in given if n.meta["desc"] not in reached]
-    return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(map(storage, tensors(n.meta.get("val"))))]
+    return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(storages(n))]
 
 
 def _is_detached(node: fx.Node) -> bool:

@@ -1,24 +1,23 @@
 """Let ops write their results over inputs that die there, as planned, if nobody else could see it.
 
-A plan's modules are functional: an op that writes over an input stands there as it does in the captured graph, with a
-mark. Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the
-marks. Code is written last, and only then a marked op becomes a call that writes: where in this very module nothing
-reads the storage afterwards. That is told by the storages of the fake tensors, not by the plan.
+A plan's modules are functional: an op that writes over an input stands there as in the captured graph, with a mark.
+Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the marks.
+When code is written, a marked op becomes a call that writes, where nothing in this very module reads the storage
+afterwards. That is told by the storages of the fake tensors, not by the plan.
 
 What else could see a write is looked for at each call. Saved tensors are another's too where the graph is retained for
 a second backward, a hook of the user's keeps what is saved, or somebody has asked autograd's graph for it: then the
 backward writes over none of them. Modes that watch each op may keep what it made: under them nothing is written over,
 nor where a batch of gradients is handed in as one. Bits are the same in each case; only bytes are not.
 
-Nothing is freed by a write, so streams of a device need not be told of it: what is written to was read, and is read
-again, in the order of the one stream on which the step runs.
+Nothing is freed by a write, so streams of a device need not be told of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,8 +28,8 @@ import torch.fx as fx
 from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import is_view, storage, tensors
-from checkmate.codegen.boxed import boxed, takes_one_list
+from checkmate.capture.nodes import is_view, storages
+from checkmate.codegen.boxed import Run, boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
 from checkmate.torch_internals.dispatcher import (
@@ -45,7 +44,6 @@ from checkmate.torch_internals.dispatcher import (
 from checkmate.torch_internals.engine import NAMES, _storage_Use_Count
 
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]
 Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
@@ -54,10 +52,10 @@ _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Cou
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
-    """A profile with those ways only that can be written, and the arguments that they write over.
+    """Keep the ways of a profile that can be written, and give the arguments that they write over.
 
-    Left out are those whose bytes others may hold: ops that are not PyTorch's own, which may keep what they read or
-    return it, and collectives, which read and write while later ops run.
+    Left out is what others may hold: ops that are not PyTorch's own may keep what they read or return it, and
+    collectives read and write while later ops run.
     """
     if not profile.ways:
         return profile, {}
@@ -68,7 +66,7 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 
 def _keeps_nothing(node: fx.Node) -> bool:
-    """True for ops of PyTorch's own or ours that exchange no data with other ranks."""
+    """True for ops of PyTorch's own, or of ours, that exchange no data with other ranks."""
     called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")
@@ -87,7 +85,7 @@ def refuse_unwritable(graph: fx.Graph) -> None:
             raise SolverError(f"The plan has {node.name} write over {over}, which is needed afterwards.")
 
 
-def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
+def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
     """Number the storages of each node's tensors: an op that runs twice makes two, though its fake result is one."""
     found: dict[fx.Node, dict[int, int]] = {}
     given: dict[int, int] = {}
@@ -96,7 +94,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
         known = {key: number for n in node.all_input_nodes for key, number in found[n].items()}
         if node.op != "call_function":
             known = given
-        keys = [] if node.op == "output" else [storage(t) for t in tensors(node.meta.get("val"))]
+        keys = [] if node.op == "output" else storages(node)
         found[node] = {key: known[key] if key in known else next(numbers) for key in keys}
         if node.op != "call_function":
             given |= found[node]
@@ -105,23 +103,23 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     """The marked ops that can write over their argument, each with its position; ``spare``: the module's inputs."""
-    storages = _storages(graph)
-    last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
+    numbered = _numbered_storages(graph)
+    last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in numbered[a].values()}
     # A result that belongs to another, or whose base is not known, must not be written over.
     locked = set[int]()
     for n in graph.nodes:
         of_unknown = any(a.op == "call_function" and a.meta.get("val") is None for a in n.all_input_nodes)
         if of_unknown if n.op == "call_function" else spare or OWN not in n.meta:
-            locked.update(storages[n].values())
+            locked.update(numbered[n].values())
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         position = node.meta.get(OVER)
         if position is None or position not in positions(node):
             continue
-        over = {*storages[node.args[position]].values()}
+        over = {*numbered[node.args[position]].values()}
         reads: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), reads.append)
-        once = sum(not over.isdisjoint(storages[n].values()) for n in reads) == 1
+        once = sum(not over.isdisjoint(numbered[n].values()) for n in reads) == 1
         if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
             found[node] = position
     return found
@@ -152,10 +150,10 @@ def writing_over(module: fx.GraphModule) -> Run:
     writes = _writes(module.graph)
     if not writes:
         return boxed(module)
-    storages = _storages(module.graph)
-    over = {number for node, i in writes.items() for number in storages[node.args[i]].values()}  # type: ignore[index]
+    numbered = _numbered_storages(module.graph)
+    over = {number for node, i in writes.items() for number in numbered[node.args[i]].values()}  # type: ignore[index]
     given = module.graph.find_nodes(op="placeholder")
-    saved = [i for i, node in enumerate(given) if not over.isdisjoint(storages[node].values())]
+    saved = [i for i, node in enumerate(given) if not over.isdisjoint(numbered[node].values())]
     whole = boxed(written(module))
     sparing = cache(lambda: boxed(written(module, spare=True)))
     plain = cache(lambda: boxed(module))

@@ -94,7 +94,7 @@ class FileMover:
 
 
 class _Lane:
-    """One direction: its thread, and the small buffer that this uses."""
+    """A direction of copies, with its thread and the thread's small buffer."""
 
     def __init__(self, fd: int, alignment: int, *, out: bool) -> None:
         self._fd, self._alignment, self._is_out = fd, alignment, out
@@ -146,7 +146,7 @@ class _Lane:
 
 
 def _open(folder: Path, nbytes: int) -> FileIO:
-    """Make a file without a name, whose bytes are taken."""
+    """Make a file without a name, and take its bytes from the disk."""
     try:
         file: FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as the store is)
     except OSError as error:
@@ -159,6 +159,7 @@ def _open(folder: Path, nbytes: int) -> FileIO:
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         file.close()
+        # Say what is in the way: a limit of the process or the file system, or the disk.
         if error.errno == errno.EFBIG:
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             largest = "larger than this file system's" if limit == resource.RLIM_INFINITY else exact_bytes(limit)
@@ -173,13 +174,14 @@ def _open(folder: Path, nbytes: int) -> FileIO:
 
 
 def _find_alignment(fd: int, folder: Path) -> int:
-    """Use a file past the page cache, and find by trying the alignment that this asks of addresses; 1: it cannot be."""
+    """Use a file past the page cache, and find the alignment that this asks of addresses; 1: it cannot be used so."""
     # It was opened without, since to take its bytes may mean to write some of each block.
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
     except OSError:  # a file system without
         return 1
+    # Try each alignment, with a block that lies so.
     with mmap.mmap(-1, 3 * BLOCK) as space, memoryview(space) as memory:
         for alignment in ALIGNMENTS:
             try:

@@ -116,6 +116,7 @@ def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -
 
 def _times(store: Store, device: torch.device, size: int) -> tuple[float, float, float]:
     """Seconds to send a block, to fetch one, and for both at once."""
+    # Two blocks: one to send, and one that is there to be fetched.
     near, far = -1, -2  # keys that no plan has
     first, second = (torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for _ in range(2))
     out, back = (store.send, near, first), (store.fetch, far, second)
@@ -130,6 +131,7 @@ def _times(store: Store, device: torch.device, size: int) -> tuple[float, float,
         _synchronize(device)
         return time.perf_counter() - begin
 
+    # Medians over some rounds.
     store.send(far, second)
     store.wait(far)
     rounds = []
@@ -167,6 +169,7 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
     place = f"{there} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
     if place not in _measured:
         links = None
+        # Take the record on disk, where it is valid; else measure, and keep that.
         if cache:
             try:
                 with rows(TABLE) as kept:

@@ -135,7 +135,7 @@ class Store:
             value.pending = self._mover.back(value, landing)
 
     def wait(self, key: int) -> None:
-        """Until the copy of a value that was begun last has ended. From then on its source may go, its landing be read.
+        """Wait until the copy of a value that was begun last has ended: its source may go, its landing be read.
 
         On CUDA it is the compute stream that waits, not the caller.
 
@@ -194,7 +194,7 @@ class Store:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """The books of an open store. A forked child must not even wait for them: who has them is not there."""
+        """Hold the books of an open store. A forked child must not wait for them: their holder is not in it."""
         if os.getpid() != self._process:
             raise HostError(
                 f"The second memory in {self._mover.name} was opened by process {self._process}. This one was forked "

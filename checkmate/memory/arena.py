@@ -6,9 +6,9 @@ the best gaps of one mapping. From the second step on everything has an address 
 
 What is not as noted is served by PyTorch's allocator, and counted: another size or order, an address where something
 is still alive (a result that is kept, a second forward before the backward). Other threads, and what is below 4 KiB,
-are left to it. What lives on after the step keeps its bytes until it is freed. When a step has changed, addresses are
-planned anew, in another mapping; the pages of the old one go with the tensors in them. When another arena takes over,
-the pages go that hold nothing alive. In a forked child arenas serve nothing any more.
+are left to it. When a step has changed, addresses are planned anew, in another mapping; the pages of the old one go
+with the tensors in them. When another arena takes over, the pages go that hold nothing alive. In a forked child arenas
+serve nothing any more.
 """
 
 from __future__ import annotations

@@ -150,7 +150,6 @@ def limits(root: Path = Path("/")) -> Iterator[Limit]:
 
 
 def _table(file: Path, unit: int = 1) -> dict[str, int]:
-    """Numbers by name, of a file of the kernel's."""
     found = re.findall(r"^(\w+):?\s+(\d+)", _text(file), re.MULTILINE)
     return {name: int(number) * unit for name, number in found}
 

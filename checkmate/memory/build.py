@@ -51,11 +51,9 @@ _LIBRARY = _Library()
 
 
 def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
-    """Load the library in the background, built where it is not yet; once in a process.
+    """Load the library in the background, once in a process, built where it is not yet, and then kept with ``keep``.
 
-    Args:
-        keep: in the cache folder what was built.
-        level: of the line in the log that says why there is none.
+    ``level``: of the line in the log that says why there is none.
     """
     made = _LIBRARY
 

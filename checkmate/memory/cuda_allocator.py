@@ -219,14 +219,16 @@ class CudaAllocator:
         key = tuple(segment["segment_pool_id"]), segment["stream"]
         is_small = segment["segment_type"] == "small"
         pool = self._pools.setdefault((key, is_small), _Pool(is_small))
+        # An expandable one goes on where the one before it ended, behind addresses without memory.
         below, expandable = None, segment["is_expandable"]
         if expandable and pool.unmapped and pool.unmapped[-1].size == ENDLESS:
-            below = pool.unmapped.pop()  # the same range of addresses goes on, with a part that has no memory
+            below = pool.unmapped.pop()
             if gap := segment["address"] - below.begin:
                 below.size = gap
                 insort(pool.unmapped, below)
             else:
                 below = below.previous
+        # Chain its blocks.
         base = segment["address"] if below is None else below.base
         for each in segment["blocks"]:
             in_use = each["state"] == IN_USE
@@ -319,7 +321,6 @@ def _parted(block: Block, size: int) -> Block:
 
 
 def _remove(blocks: list[Block], block: Block) -> None:
-
     del blocks[bisect_left(blocks, block)]
 
 

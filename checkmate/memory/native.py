@@ -69,6 +69,7 @@ class Source:
             Unbuildable: if there is no compiler, or it fails.
             OSError: if the library cannot be loaded.
         """
+        # The one that is kept, or a new one, which is kept.
         path = self.path()
         with contextlib.suppress(OSError):  # a damaged one is built anew
             if (known := self._loaded(path)) is not None:
@@ -139,6 +140,7 @@ def _opened(path: Path) -> int | None:
         return None
     finally:
         os.close(folder)
+    # The file is checked once it is open, so that it is the one that is loaded.
     about = os.fstat(found)
     if stat.S_ISREG(about.st_mode) and _is_ours(about):
         return found

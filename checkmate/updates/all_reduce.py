@@ -2,15 +2,14 @@
 
     mean = sum over all ranks of g / n
 
-Each rank multiplies its gradient by 1/n, then all are summed, as `DistributedDataParallel` does it. That sums several
-gradients at once, in buckets; of two ranks the bits are the same all the same, since a + b = b + a. Of more, the order
-in which a backend adds the numbers of an element depends on where it stands in what is sent.
+Each rank multiplies its gradient by 1/n, then all are summed, as `DistributedDataParallel` does it, which sums several
+gradients at once, in buckets. Of two ranks the bits are equal, since a + b = b + a. Of more, the order in which a
+backend adds the numbers of an element depends on where it stands in what is sent.
 
-All ranks must send the same gradients in the same order. They agree on that before the first is sent: what else would
-be summed may be gradients of different parameters.
+All ranks must send the same gradients in the same order, and agree on that before the first is sent.
 
 Which ranks these are is told by `DistributedDataParallel` or a group. A step does itself what that module does around
-its forward and its backward. While the step is captured and runs, the module is called as the one that it wraps.
+its forward and its backward, and calls the module as the one that it wraps.
 """
 
 from __future__ import annotations
@@ -74,11 +73,7 @@ class Exchange:
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
-        """Check that all ranks are about to send the same gradients, described in words that mean the same on each.
-
-        Raises:
-            Unsupported: on every rank, if they are not the same.
-        """
+        """Check that all ranks are about to send the same gradients, in words that mean the same; else all refuse."""
         if not same_on_all(as_number(gradients), device, self.group):
             raise Unsupported(
                 f"The ranks ran different steps: rank {dist.get_rank()} has gradients of {len(gradients)} parameters, "
@@ -163,6 +158,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
         Unsupported: if modules exchange gradients in other ways, or with different ranks.
         ValueError: if both are given, or the ranks' parameters are not of the same shapes.
     """
+    # Ranks of a group average the gradients of all parameters.
     wrapped = wrapped_in(modules)
     if group is not False:
         if wrapped:
@@ -180,7 +176,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
             return {id(b): b for module in modules for b in module.buffers()}.values()
 
         exchange = Exchange(group, lambda: parameters_of(optimizers), shared)
-        # The ranks begin with the tensors of the first one.
+        # The ranks have models of the same shapes, and begin with the tensors of the first one.
         tensors = [*exchange.parameters(), *exchange.buffers()]
         shapes: list[Any] = [None] * exchange.ranks
         dist.all_gather_object(shapes, [(tuple(t.shape), str(t.dtype)) for t in tensors], group)
@@ -188,6 +184,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
             raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
         exchange.share(t for t in tensors if not is_fake(t))
         return exchange
+    # Those of `DistributedDataParallel` average the gradients of the modules within.
     if not wrapped:
         return None
     refuse_special(wrapped)

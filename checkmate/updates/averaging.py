@@ -117,6 +117,7 @@ def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, 
     if not like.use_buffers and not isinstance(tensor, nn.Parameter):
         averaged.detach().copy_(tensor.detach().to(averaged.device))
         return
+    # PyTorch's own method, on a view of the averaged model that has this tensor only.
     one: Any = object.__new__(AveragedModel)
     nn.Module.__init__(one)
     one.avg_fn, one.multi_avg_fn, one.use_buffers = like.avg_fn, like.multi_avg_fn, like.use_buffers
@@ -126,7 +127,6 @@ def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, 
 
 
 def _module_of(tensor: torch.Tensor) -> nn.Module:
-    """A module that has this tensor only."""
     module = nn.Module()
     register: Any = module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer
     register("only", tensor)

@@ -1,8 +1,8 @@
 """The steps of gradients before an update: sum, unscale, clip, each as plain PyTorch does it.
 
 **Sums.** Gradients of several micro-batches are summed in each parameter's ``.grad``. The first is stored there, later
-ones are added to it in place. What it is stored in is made before the backward: it outlives the step, so that it is no
-part of what the step's plan allocates, but is in use all the time.
+ones are added to it in place. Its memory is allocated before the backward: it outlives the step, and is no part of what
+the step's plan allocates.
 
 **Scaling** of the loss by a `torch.amp.GradScaler`, taken apart for a plan.
 
@@ -199,11 +199,7 @@ class Clipping:
             nn.utils.clip_grad_value_(parameter, self.value)
 
     def coefficient(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The factor of gradients whose norms these are, in PyTorch's order.
-
-        Raises:
-            RuntimeError: if the norm of all is not finite and has to be.
-        """
+        """The factor of gradients whose norms these are, in PyTorch's order; a RuntimeError if it has to be finite."""
         assert self.most is not None
         self.norm = norm = total(norms, self.order)
         if self.finite and not norm.isfinite():

@@ -111,8 +111,6 @@ class Insert:
 
 @dataclass(frozen=True, eq=False)
 class _Writer:
-    """Writes the nodes."""
-
     what: Updates
     output: fx.Node  # of the graph
     results: list[Any]  # that it gives; gradients that it gives no more are None then
@@ -125,6 +123,7 @@ class _Writer:
         assert what.sums is not None
         together = what.clipping.most is not None or what.scaling is not None
         token = self._agreed() if last else None
+        # Add each, average the sum over ranks, and update by it, unless all are first clipped or unscaled together.
         for i, (parameter, update) in self.found.items():
             gradient, self.results[i] = self.results[i], None
             what.sums.expect(update.parameter, _strides(gradient, parameter))
@@ -140,13 +139,14 @@ class _Writer:
             else:
                 add = operations.add(what, update)
                 tokens.append(self._last(add, (gradient, parameter), gradient, f"{parameter.name}_add"))
+        # Then update by all sums, once they are clipped and unscaled.
         if last and together:
             ready = self._last(operations.prepare(what), (tokens,), tokens[-1], "clip")
             for parameter, update in self.found.values():
                 self._update(operations.update(what, update, by_sum=True), ready, parameter, update)
 
     def without_sums(self) -> None:
-        """Lead each gradient to its update."""
+        """Update each parameter by its gradient: laid out, averaged over ranks, unscaled, clipped."""
         what, results, found = self.what, self.results, self.found
         clip, scaling, exchange = what.clipping, what.scaling, what.exchange
         # Lay gradients out as autograd stores them.
@@ -201,8 +201,7 @@ class _Writer:
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
     @cached_property
-    def averaged(self) -> set[torch.Tensor]:
-        """The parameters whose gradients are averaged over ranks."""
+    def averaged(self) -> set[torch.Tensor]:  # the parameters whose gradients are averaged over ranks
         return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
 
     def _agreed(self) -> fx.Node | None:
@@ -217,7 +216,7 @@ class _Writer:
     def _update(
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
-        """An update, which overwrites the parameter, and its average, if the step reads that."""
+        """Write an update; it overwrites the parameter, and its average, if the step reads that."""
         average, about = self.what.average, update.about
         followed = None if average is None else average.pairs.get(update.parameter)
         if average is not None and followed is not None:
@@ -228,12 +227,12 @@ class _Writer:
         node.meta = {key: what for key, what in read.meta.items() if key != "tensor_meta"} | {"val": None}
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
-        """A node behind its first argument."""
+        """Write a node behind its first argument."""
         with self.output.graph.inserting_after(args[0]):
             return _call(args[0], target, args, f"{args[0].name}_{suffix}")
 
     def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
-        """A node behind all others."""
+        """Write a node behind all others."""
         with self.output.graph.inserting_before(self.output):
             return _call(origin, target, args, name)
 

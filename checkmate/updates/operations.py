@@ -45,6 +45,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
     """
     average, sums = updates.average, updates.sums
 
+    # What the graph calls.
     def run(read: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
         if adds and sums is not None:
             sums.add(of.parameter, read)
@@ -53,6 +54,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
         else:
             updates.update(of, read)
 
+    # What is measured in its place, with states, sums and averages of its own.
     def rehearsal() -> Op:
         update_one, add_one = of.rehearsal(), _rehearsed_add()
         follow = None if average is None or of.parameter not in average.pairs else average.rehearsal()
@@ -65,6 +67,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
         return rehearse
 
+    # What it is called, and the bytes that it moves and makes beside its arguments.
     name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
     state = 2 * of.state_bytes + local(of.parameter).nbytes
     about = {"moved_bytes": state, "workspace_bytes": of.workspace_bytes}
@@ -79,12 +82,14 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
     sums = updates.sums
     assert sums is not None
 
+    # What the graph calls.
     def run(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
         sums.add(of.parameter, gradient)
         if exchanges:
             updates.exchange_sum(of.parameter)
         return _token_of(of.parameter)
 
+    # What is measured in its place, with a sum of its own.
     def rehearsal() -> Op:
         add_one = _rehearsed_add()
 
@@ -138,6 +143,7 @@ def prepare(updates: Updates) -> Op:
         updates.prepare()
         return _token_of(added[0])
 
+    # Clip gradients of zeros, which cost what those of the step do.
     def rehearsal() -> Op:
         ghosts: list[nn.Parameter] = []
 
@@ -188,5 +194,5 @@ def _rehearsed_add() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 
 def _token_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A number that says, by being there, that something was done with a parameter's gradient."""
+    """A number that says, by being there, that something was done with a gradient."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device)

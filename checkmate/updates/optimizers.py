@@ -4,12 +4,11 @@ The optimizer's own `step` runs, on a view of the optimizer that has this parame
 by hand or by a scheduler holds from the next update on, and states are where `state_dict` finds them. PyTorch's
 optimizers compute each element of a parameter from its own gradient and state, whichever others are updated with it.
 
-A large parameter is updated slice by slice, so that what an optimizer makes on its way is small. The single-tensor Adam
-makes two or three temporaries of the parameter's size; of a slice they are a few MB. A slice is a view of the
-parameter, of its gradient and of its state, and has the bits of the whole wherever an optimizer computes each element
-on its own, and PyTorch's kernels round an element alike wherever in a tensor it stands. In float32 and float64 they do;
-in float16 and bfloat16 the last elements of each thread's share are rounded otherwise. Fused kernels make no
-temporaries.
+A large parameter is updated slice by slice, so that what an optimizer makes on its way is small: the single-tensor Adam
+makes two or three temporaries of the parameter's size. A slice is a view of the parameter, of its gradient and of its
+state, and has the bits of the whole where an optimizer computes each element on its own, and kernels round an element
+alike wherever in a tensor it stands. In float32 and float64 they do; in float16 and bfloat16 the last elements of each
+thread's share are rounded otherwise. Fused kernels make no temporaries.
 
 Optimizers are supported that update one parameter at a time with the bits that they have for all at once.
 """
@@ -110,6 +109,7 @@ class Update:
         settings, firsts = dict(self.settings), 1 if known(self.optimizer) else 2
 
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
+            # Begin with a copy of this parameter's state, or once more without one.
             nonlocal firsts
             counts = not isinstance(parameter, FakeTensor)  # whose counts cannot be read
             if parameter not in states:
@@ -120,6 +120,7 @@ class Update:
                 states[parameter].clear()
                 settings.clear()
                 settings.update(self.settings)
+            # Make the state by a first update, and set its counts late.
             if firsts and counts:
                 firsts -= 1
                 self._update(parameter, gradient, states, settings)
@@ -229,7 +230,7 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
 
 
 def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
-    """A number for the code of an optimizer and the numbers that it has."""
+    """Hash the code of an optimizer and the numbers that it has."""
     sources = []
     for kind in type(optimizer).__mro__:
         if not kind.__module__.startswith(("torch.", "builtins")):
@@ -308,6 +309,7 @@ def checked(
         TypeError: if something else is given.
         Unsupported: if one cannot update one parameter at a time, or has hooks, or two update the same parameter.
     """
+    # Each is an optimizer that is supported.
     given: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
@@ -320,6 +322,7 @@ def checked(
         _refuse(optimizer, keep, alone)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
+    # No two have a parameter in common.
     seen: set[torch.Tensor] = set()
     for parameter in parameters_of(given):
         if parameter in seen:

@@ -1,16 +1,15 @@
 """Optimizers that update each parameter alone: known by a table, or promised by the user.
 
 **Known.** What these compute of a parameter depends on nothing but its gradient, its state and its group's settings. A
-class that is derived from one has its parent's bits where it changes nothing that the parent's `step` runs: it may have
-its own ``__init__``, ``add_param_group``, and what saves and loads its state. Of other libraries `NAMED` has those that
-tests have shown to do so.
+derived class has its parent's bits where it changes nothing that the parent's `step` runs: it may have its own
+``__init__``, ``add_param_group``, and what saves and loads its state. Of other libraries `NAMED` has those that tests
+have shown to do so.
 
 **Promised.** Of any other optimizer only its author can know: what a `step` does for large parameters, or after a
-thousand updates, no trial shows. So ``alone=True`` is asked for, and an optimizer without it is refused.
+thousand updates, no trial shows. So it is refused without ``alone=True``.
 
-What is not of `torch.optim` runs its own `step`, as it is, for one parameter at a time, so that no number in it is a
-constant of a plan. What a `step` does once for all, as to count in a group or to set a rate, is done by one more run,
-in which no parameter has a gradient.
+What is not of `torch.optim` runs its own `step`, as it is, for one parameter at a time. What a `step` does once for
+all, as to count in a group or to set a rate, is done by one more run, in which no parameter has a gradient.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from checkmate.backends.step_problem import with_what_is_held
 from checkmate.capture import device as devices
 from checkmate.capture.device import allocated_on, device_of, in_autograds_thread, random_states
 from checkmate.capture.joint import read_joint
+from checkmate.capture.op_order import TracedStep
 from checkmate.devices import kind_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
@@ -165,7 +166,7 @@ def test_a_step_on_cuda_is_counted_in_blocks() -> None:
             node.meta["val"] = torch.empty(3, 5, device="cuda:0")
     graph.output((y, grad)).meta["desc"] = [None, None]
     module = fx.GraphModule(torch.nn.Module(), graph)
-    joint = read_joint(module, num_fwd_outputs=1, block_bytes=kind_of(device_of(graph)).block_bytes)
+    joint = read_joint(TracedStep(module, 1), block_bytes=kind_of(device_of(graph)).block_bytes)
     assert [value.size_bytes for value in joint.graph.values] == [512] * 5
     assert joint.resident_bytes == 512
 

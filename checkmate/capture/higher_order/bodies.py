@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from checkmate.capture.nodes import storage, target_name, tensors
+from checkmate.capture.nodes import storage, storages, target_name, tensors
 
 
 def bodies(node: fx.Node) -> list[Any]:
@@ -66,7 +66,7 @@ def bytes_within(node: fx.Node) -> int:
 def bytes_of_graph(body: fx.GraphModule) -> int:
     """Peak bytes of a graph's intermediates, without its results."""
     nodes = list(body.graph.nodes)
-    given = {storage(t) for n in nodes if n.op == "placeholder" for t in tensors(n.meta.get("val"))}
+    given = {*storages(*body.graph.find_nodes(op="placeholder"))}
     sizes: dict[int, int] = {}  # of each storage that the graph makes
     first: dict[int, int] = {}
     last: dict[int, int] = {}  # where it is read last: the results by the node at the end
@@ -106,6 +106,7 @@ def put_regions_in_place(module: fx.GraphModule) -> None:
                         module.register_buffer(copy.target, what)
                     else:
                         setattr(module, copy.target, what)
+            # Then the call goes, and the graph of a region that has no other.
             results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
             for user in list(node.users):
                 if (result := results[user.args[1]]) is not None:

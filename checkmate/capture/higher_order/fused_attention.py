@@ -21,6 +21,7 @@ from checkmate.capture.nodes import tensors
 from checkmate.capture.patches.small_changes import COMPILED, OPTIONS
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.memory import CPU
 from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
 from checkmate.torch_internals.aot import tracing
 from checkmate.torch_internals.descriptions import FakeTensorMode
@@ -33,7 +34,6 @@ from checkmate.torch_internals.dispatcher import (
 )
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
-CPU = torch.device("cpu")
 _kernels: dict[str, Callable[..., Any]] = {}  # by what they compute, as compiled in this process
 _FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 _INSTALL = {
@@ -67,11 +67,7 @@ def is_compiled(node: fx.Node) -> bool:
 
 
 def compile_attention(graph: fx.Graph) -> None:
-    """Replace each attention that the user has compiled by a call of its compiled kernel.
-
-    Raises:
-        Unsupported: if there is no compiler for the device, or it cannot compile one of them.
-    """
+    """Replace each attention that the user has compiled by a call of its kernel, or refuse it without a compiler."""
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
@@ -92,10 +88,11 @@ def compile_attention(graph: fx.Graph) -> None:
 
 
 def dense_ops(node: fx.Node) -> fx.GraphModule | None:
-    """The ops that an attention is that the user has not compiled; None for any other op, and for the kernel."""
+    """The dense ops of an attention that the user has not compiled; None for any other op, and for the kernel."""
     dense = {"flex_attention": sdpa_dense, "flex_attention_backward": sdpa_dense_backward}.get(str(node.target))
     if dense is None or is_compiled(node):
         return None
+    # Trace the op as Python has it, on fake tensors on the CPU, as there may be no other device here.
     with outside_tracing(), tracing(None), torch.no_grad():
         given: list[Tensor] = []
 
@@ -120,7 +117,7 @@ def dense_ops(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _on_cpu(body: nn.Module) -> nn.Module:
-    """A graph that makes its tensors on the CPU, as there may be no other device here."""
+    """A copy of a graph that makes its tensors on the CPU."""
     if not isinstance(body, fx.GraphModule):
         return body
     graph = fx.Graph()
@@ -133,6 +130,7 @@ def _on_cpu(body: nn.Module) -> nn.Module:
 
 
 def _compiled(node: fx.Node) -> Callable[..., Any]:
+    # Have Inductor compile a module of the op alone.
     device = main_device(tensors(node.meta["val"]))
     options: Any = node.args[OPTIONS[str(node.target)]]
     try:
@@ -152,6 +150,7 @@ def _compiled(node: fx.Node) -> Callable[..., Any]:
             "torch.compile it needs no compiler, but memory for all scores.\n"
             f"{type(error).__name__}: {said[0] if said else ''}"
         ) from error
+    # Its results are those that are read; None stands for the others.
     leaves, spec = tree_flatten(node.meta["val"])
 
     def call(*given: Tensor) -> Any:
@@ -163,7 +162,8 @@ def _compiled(node: fx.Node) -> Callable[..., Any]:
 
 
 def _alone(node: fx.Node) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A module that runs an op on tensors alone, and gives those of its results that are read; and such tensors."""
+    """A module that runs an op on tensors alone and gives the results that are read, with fake tensors to trace it."""
+    # Tensors become inputs, and graphs parts of the module.
     root, graph, inputs = nn.Module(), fx.Graph(), list[Tensor]()
 
     def copy(arg: Any) -> Any:
@@ -180,6 +180,7 @@ def _alone(node: fx.Node) -> tuple[fx.GraphModule, list[Tensor]]:
 
     mode = FakeTensorMode()
     args: list[Any] = [fx.node.map_aggregate(arg, copy) for arg in node.args]
+    # The options of the compilation are none of the op's.
     position = OPTIONS[str(node.target)]
     args[position] = {name: value for name, value in args[position].items() if name != COMPILED}
     made = graph.call_function(node.target, tuple(args))  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def candidates(joint: Joint) -> Iterator[Candidate]:
 
 def handed_out(joint: Joint) -> set[int]:
     """Values that the caller sees, in whole or in part, or that stay to the end of the step."""
-    outputs = leaf_nodes((*joint.forward_outputs, *joint.backward_outputs))
+    outputs = leaf_nodes((*joint.step.forward_outputs, *joint.step.backward_outputs))
     return {v for n in outputs for v in joint.value_of[n]}.union(joint.graph.outputs)
 
 
@@ -65,6 +65,7 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
 
     ``shown``: the values that are `handed_out`.
     """
+    # One value is behind it, which an op of the step has made, and nobody else sees.
     node, outputs = joint.nodes[k], joint.graph.ops[k].outputs
     assert node is not None
     made, values = first_result(node), joint.value_of[argument]
@@ -78,10 +79,12 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
         return Reason.HELD
     if v in shown:
         return Reason.HANDED_OUT
+    # Its bytes are the value's, and as many as the result's.
     if not is_whole(argument):
         return Reason.PART
     if values_of[v].size_bytes != values_of[outputs[0]].size_bytes:
         return Reason.OTHER_SIZE
+    # No other argument may show the value, nor this one twice.
     read: list[fx.Node] = []  # with repetitions
     fx.node.map_arg((node.args, node.kwargs), read.append)
     read = [n for n in read if v in joint.value_of.get(n, ())]

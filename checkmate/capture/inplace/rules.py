@@ -1,12 +1,12 @@
 """Table of candidates: ops that can write their result over an argument, and how they are called to do so.
 
 Only variants that need no second copy are here: some of PyTorch's ``out=`` are generated, and fill a new tensor that
-they then copy. What computes each element from the same element of its arguments may write over these on any device,
-as PyTorch documents for ``out=``. Of the others it is known on the CPU only; some of these run block by block, in more
-time than at once (`kernels`).
+they then copy. What computes each element from the same element of its arguments may write over these on any device, as
+PyTorch documents for ``out=``. The others are for the CPU only; some of these run block by block, in more time
+(`kernels`).
 
-Whether an op of the table leaves the same bits so is not assumed: it is tried, for each shape, layout and type, when
-costs are measured (`checkmate.profiling`). Whether its argument may go is another question (`aliasing`).
+That bits are equal is tried, for each shape, layout and type, when costs are measured (`checkmate.profiling`). Whether
+the argument may go is another question (`aliasing`).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
 
     The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
     """
+    # The key of the trial: all nodes of the loss, the split and the threads.
     module = alone(loss)
     about: list[Any] = []
     for n in module.graph.nodes:

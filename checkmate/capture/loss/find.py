@@ -105,7 +105,8 @@ def losses(graph: fx.Graph) -> list[Loss]:
 
 
 def _read(forward: fx.Node) -> Loss | None:
-    """The place of a loss; None: there is none whose logits need not be there."""
+    """Read the loss that ends in this node; None if it cannot run in parts."""
+    # Follow the log-probabilities up to the softmax and the product.
     args: Any = forward.args
     if len(args) != 5 or forward.kwargs or not args[1].meta["val"].is_contiguous():
         return None
@@ -147,7 +148,7 @@ def _read(forward: fx.Node) -> Loss | None:
 
 
 def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, Nodes]:
-    """The node that this one is made of, and the nodes from there to it; None: by something else."""
+    """Follow a node up to one of these ops: that one, and the path from it; None if another op stands between."""
     path: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.target not in ends:
         if not (is_of_rows(node) or (pointwise and _is_pointwise(node, ()))):
@@ -189,7 +190,7 @@ def is_of_rows(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
-    """Tell whether this is a function of each number by itself, but for what a backward may read of the forward."""
+    """Tell whether an op is a function of each number by itself; a backward may read the forward's result, too."""
     args: Any = node.args
     if (name := str(node.target)) not in POINTWISE:
         return False
@@ -211,6 +212,7 @@ def _ends(node: fx.Node, product: fx.Node) -> tuple[fx.Node | None, fx.Node | No
 
     None if anything else reads that, or if they are not made of the rows and the weight of the forward as in parts.
     """
+    # Each reader is one of the three products or sums, each once.
     found: dict[str, fx.Node] = {}
     for user in node.users:
         turned = user.target is aten.t.default and len(user.users) == 1
@@ -225,6 +227,7 @@ def _ends(node: fx.Node, product: fx.Node) -> tuple[fx.Node | None, fx.Node | No
         if kind in found:
             return None
         found[kind] = reader
+    # They read the rows and the weight of the forward.
     rows, weight, bias = map(found.get, ("rows", "weight", "bias"))
     *b, h, w = (one.meta["val"] for one in product.args)  # type: ignore[union-attr]
     if not found or (b and b[0].dim() != 1):

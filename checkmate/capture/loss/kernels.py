@@ -185,7 +185,7 @@ def gradients_of_weights(
 
 
 def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...], list[torch.dtype | None], list[int]]:
-    """Steps from the product to the logits, types of pieces of memory, and the pieces of the product and each step."""
+    """Steps from product to logits, the types of pieces of memory, and the pieces of the product and of each step."""
     steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())  # a kept product is copied first
     stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
     types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]
@@ -251,7 +251,7 @@ class _Gradient:
         self.memory = {dtype: torch.empty_like(last, dtype=dtype) for dtype in types} | {form.dtype: last}
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
-        """Columns behind the block stand for targets outside of it."""
+        # Columns behind the block stand for targets outside of it.
         self.logits(at, columns)
         q, y, g = self.logits.last, self.y[at], self.g[at]
         if columns is not None:
@@ -260,11 +260,12 @@ class _Gradient:
             y = y - columns.start
             y = y.where((y >= 0) & (y < wide), wide)
 
-        # Turn logits into log-probabilities, and these into gradients.
+        # Turn logits into log-probabilities.
         if self.form.dtype is EXACT:
             q.sub_(self.sums[1, at, None]).add_(self.sums[2, at, None])
         else:
             torch.log_softmax(q, 1, out=q)
+        # Turn these into gradients, by ATen's kernel, and go back through the steps to the product.
         if self.u is not None:
             self.given.copy_(self.u[at] + 0.0)
             g = self.u[at] + g
@@ -295,6 +296,7 @@ def estimate(node: fx.Node) -> Estimate | None:
     """The cost of a node that calls one of these functions; None for any other node."""
     if node.target not in _PASSES:
         return None
+    # Products: one for the logits, unless they are kept, again for each block of whole rows; and one for the gradient.
     args: Any = node.args
     form: Form = args[1]
     layer = Layer(*(None if one is None else one.meta["val"] for one in args[0]))
@@ -306,6 +308,7 @@ def estimate(node: fx.Node) -> Estimate | None:
     again = -(-columns // block) if of_weights and not by_columns else 1
     products = (0 if layer.z is not None else again) + (not forward and (not of_weights or args[5]))
     depth = 0 if not products else layer.h.shape[1] if layer.h is not None else args[5].meta["val"].shape[1]
+    # Passes over all logits, and the bytes that each takes beside the results.
     passes = _PASSES[node.target] + _STEP * (len(form.forward) + (0 if forward else len(form.backward)))
     _, types, _ = _memory(layer, form, saved=not forward)
     each_logit = sum(dtype.itemsize for dtype in types if dtype)

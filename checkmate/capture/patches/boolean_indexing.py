@@ -7,9 +7,8 @@ elements: what eager PyTorch makes of a mask as well, so that the kernels that f
 
 So is an integer that the step reads, ``int(self.pointer)``, which a slice or a size may depend on.
 
-Not all of this is needed: ``x[mask].sum()`` is captured for any mask, and ``x * count.item()`` for any number. So it is
-only done where a capture has failed without: see `knowing_selections`. Importing this module has Dynamo do so in what
-our backends capture.
+``x[mask].sum()`` is captured for any mask, and ``x * count.item()`` for any number, so this is done only where a
+capture has failed without (`knowing_selections`).
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def knowing_selections(run: Callable[..., Any], answer: Answer) -> Callable[...,
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
+        # First without: most of it is captured for any mask.
         answer.may_ask_sizes = False
         try:
             return run(*args, **kwargs)
@@ -51,6 +51,7 @@ def knowing_selections(run: Callable[..., Any], answer: Answer) -> Callable[...,
             if answer.asks_sizes or not answer.may_ask_sizes or not _OF_DATA.search(str(error)):
                 raise
             refused = error
+        # Then with these questions; if that fails too, the first error stands.
         answer.asks_sizes = True
         try:
             return run(*args, **kwargs)
@@ -69,7 +70,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _places(tx: Any, mask: Any, as_tuple: bool = True) -> Any:
-    """The places where a tensor is not zero: int64, (number of places, dimensions), or its columns; None: not known."""
+    """The places where a tensor is not zero, int64 (places, dimensions), or their columns; None: they are not known."""
     if not mask.ndim:
         return None
     try:
@@ -87,7 +88,7 @@ def _places(tx: Any, mask: Any, as_tuple: bool = True) -> Any:
 
 
 def _by_place(tx: Any, key: Any) -> Any:
-    """An index with places where it has masks; None: it has none that is known."""
+    """An index with places instead of masks; None: it has no mask that is known."""
     key = key.realize()
     indices: list[Any] = []
     found = False
@@ -105,7 +106,7 @@ def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwa
 
 
 def _set(plain: Callable[..., Any], self: Any, tx: Any, key: Any, value: Any) -> Any:
-    """``x[mask] = y``, where there may be a y for each element that is true."""
+    """Assign ``x[mask] = y``; where y has an element for each true one, by their places."""
     value = value.realize()
     if value.is_tensor() and value.ndim:
         key = _by_place(tx, key) or key
@@ -131,7 +132,7 @@ def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
 
 
 def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer a call of these functions; ``self`` is a tensor where it is called as its method."""
+    """Call one of these functions; ``self`` is a tensor where it is called as its method."""
     given = [self, *args] if isinstance(self, TensorVariable) else [args[0].realize(), *args[1:]] if args else []
     is_known = given and "out" not in kwargs and given[0].is_tensor()
     result = how(tx, *given, **kwargs) if is_known else None

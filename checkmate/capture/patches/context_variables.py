@@ -1,8 +1,7 @@
 """`contextvars.ContextVar` within a step: set, read and reset while it is captured, as in plain PyTorch.
 
 Dynamo cannot call their methods. Libraries that know it ask whether they are compiled, and keep a global variable
-instead, which is another program: reset, it forgets what was set around it, so that a part that sets the same variable
-again leaves the whole without. Importing this module has Dynamo follow the values itself, in what our backends capture.
+instead, which is another program: reset, it forgets what was set around it. Here Dynamo follows the values itself.
 
 What a variable holds when the step begins is guarded: another value is another capture. A step that leaves one set is
 refused, as the compiled step would not set it.
@@ -35,6 +34,7 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
     var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
     if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
+    # Set and reset change what the capture knows.
     known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
     if name == "set" and len(args) == 1:
         before = known.get(var)
@@ -46,6 +46,7 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
         if token.before is None:
             del known[var]
         return VariableTracker.build(tx, None)
+    # Get reads that, or else what the variable holds before the step, with a guard on it.
     if name == "get" and var in known:
         return known[var]
     if name == "get" and self.source is not None:
@@ -58,7 +59,7 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
 
 
 def _end(plain: Handler, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The end of a capture, at which no context variable is left set."""
+    """End a capture, unless a context variable is left set."""
     if left := vars(self).get(_VALUES):
         names = ", ".join(var.name for var in left)
         unimplemented(

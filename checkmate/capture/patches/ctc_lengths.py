@@ -1,9 +1,8 @@
 """The loss of connectionist temporal classification, captured where its lengths are numbers, or known before the step.
 
 How large its workspace is depends on the lengths. PyTorch describes the kernel as one whose sizes depend on data, be
-the lengths tensors or numbers. Importing this module describes that for numbers, for the process. The kernel that takes
-tensors is captured by no compiler that traces: on the CPU it reads them as numbers, and has Dynamo ask each of them
-before the step, in what our backends capture. The mean is then taken as PyTorch does, of the losses and the lengths.
+the lengths tensors or numbers; here it is described for numbers. Lengths that are tensors become numbers on the CPU:
+each is asked before the step. The mean is then taken as PyTorch does, of the losses and the lengths.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _describe_backward(
 
 
 def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of the loss; None: as PyTorch has it."""
+    """Capture a call of the loss with its lengths as numbers; None: as Dynamo does."""
     given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     if len(args) > len(_ARGUMENTS) or given.keys() != set(_ARGUMENTS):
         return None
@@ -58,6 +57,7 @@ def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if None in asked:
         return None
     blank, reduction, zeroed = [a.as_python_constant() if isinstance(a, VariableTracker) else a for a in rest]
+    # Take the kernel without the mean, and the mean of its losses by the lengths.
     takes_mean = reduction in ("mean", get_enum("mean"))
     how = 0 if takes_mean else get_enum(reduction) if isinstance(reduction, str) else reduction
     called = log_probs.as_proxy(), targets.as_proxy(), *asked, blank, how, zeroed
@@ -71,7 +71,7 @@ def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
-    """The lengths of this call, others have another plan; None: they depend on what the step computes."""
+    """The lengths of this call, with a guard on each; None: they depend on what the step computes."""
     if not lengths.is_tensor():
         return tuple(lengths.as_python_constant()) if lengths.is_python_constant() else None
     try:

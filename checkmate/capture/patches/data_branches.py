@@ -3,9 +3,8 @@
 A condition is a jump (``if``, ``while``, ``and``, ``assert``), ``bool(tensor)``, a number that Python needs
 (``range(tensor.item())``, ``sizes[int(tensor.item())]``), `torch.equal` and its like, or one of PyTorch's own checks
 (`torch._check_tensor_all`). What `guards.evaluate` cannot tell is refused with its reason. A number that ops take is
-followed, whatever it is, unless a capture has failed so: see `boolean_indexing.knowing_selections`. Importing this
-module has Dynamo do so in what our backends capture; others are not affected. An ``assert`` is then a jump as any
-other, and raises what it says.
+followed, whatever it is, unless a capture has failed so: see `boolean_indexing.knowing_selections`. An ``assert`` is a
+jump as any other, and raises what it says.
 """
 
 from __future__ import annotations
@@ -53,14 +52,11 @@ _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
 def value_now(tx: Any, node: torch.fx.Node) -> Any:
-    """Evaluate a node on the tensors of this call.
-
-    Raises:
-        CannotTellError: if that cannot be told before the step runs.
-    """
+    """Evaluate a node on the tensors of this call, or raise `CannotTellError`."""
     tracer = tx.output.current_tracer
     if tracer.parent is not None or node.graph is not tracer.graph:
         raise CannotTellError("it is asked within a checkpointed part or another function that is captured by itself")
+    # The tensors of this call, and how often the step has written to each so far.
     given, writes = {}, {}
     versions = iter(getattr(tracer, "_input_versions_at_beginning", ()))
     for n in node.graph.find_nodes(op="placeholder"):
@@ -127,7 +123,7 @@ def is_question(value: VariableTracker | None) -> bool:
 
 
 def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
-    """A jump, with the answer on the stack in place of the question."""
+    """Jump by the answer, which is put on the stack in place of the question."""
     value: Any = self.stack[-1].realize()
     if not is_question(value):
         plain(self, inst)
@@ -146,12 +142,12 @@ def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
 
 
 def _truth(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
-    """``bool(tensor)``, and that of a number from a tensor."""
+    """Answer ``bool(tensor)``, and that of a number from a tensor."""
     return VariableTracker.build(tx, decide(tx, self)) if is_question(self) else plain(self, tx)
 
 
 def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """A Python number of one that a tensor gave."""
+    """Make a Python number of a symbol that a tensor gave."""
     if not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
         return plain(self, *args)
     kind = bool if isinstance(self.sym_num, torch.SymBool) else int
@@ -159,14 +155,14 @@ def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
 
 
 def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """``tensor.item()``: a number that is followed, and a question once Python needs it, or a size does."""
+    """Follow ``tensor.item()`` as a number, which becomes a question once Python needs it, or a size does."""
     known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
     known.settings = replace(known.settings, allow_scalar_outputs=True)
     return _known_number(tx, self)
 
 
 def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
-    """The number in a tensor of one element, when sizes are asked: a float only if it is always the same; else None."""
+    """The number in a tensor of one element, where sizes are asked; a float only if it is always the same; or None."""
     answer: Any = answer_now()
     answer.may_ask_sizes = True
     if not answer.asks_sizes or tensor.dtype.is_complex:
@@ -184,7 +180,7 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
 
 
 def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
-    """``tensor.tolist()``, of what `_known_number` tells."""
+    """Answer ``tensor.tolist()``, where `_known_number` knows each element."""
     if self.ndim != 1 or not isinstance(self.size[0], int):
         return plain(self, tx)
     known = []
@@ -197,7 +193,7 @@ def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
 
 
 def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
-    """An element of a list or a tuple, whose place must be a number that is known."""
+    """Take an element of a list or a tuple; a tensor that is its place is a question."""
     place = place.realize()
     if is_question(place) and _is_index(place):
         place = VariableTracker.build(tx, decide(tx, place, int))
@@ -212,14 +208,14 @@ def _is_index(value: VariableTracker) -> bool:
 
 
 def _compare(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of tensors that gives a Python bool; ``self`` is a tensor where it is called as its method."""
+    """Answer a function of tensors that gives a Python bool; ``self`` is a tensor where it is its method."""
     given = (self, *args) if isinstance(self, TensorVariable) else args
     proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(given, kwargs))
     return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
 
 
 def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """An operator: draws of Python's generator can be compared, as PyTorch 2.13 does of itself."""
+    """Compare draws of Python's generator, as PyTorch 2.13 does of itself; other operators are Dynamo's."""
     if self.fn not in _COMPARE or not any(isinstance(a, UnspecializedPythonVariable) for a in args):
         return plain(self, tx, args, kwargs)
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
@@ -238,6 +234,7 @@ def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, 
         return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
     if decide(tx, condition):
         return VariableTracker.build(tx, None)
+    # It fails: raise what it raises in plain PyTorch.
     error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
     message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
     if function is _assert:

@@ -2,7 +2,7 @@
 
 Dynamo answers yes to `torch.compiler.is_compiling` and its like, and libraries take another algorithm then: Mamba of
 transformers scans its states in another order, whose gradients differ in the last bits. Here the user's code is told
-no; PyTorch's own code, which asks what it may do while it is traced, is told yes. Other backends are not affected.
+no; PyTorch's own code, which asks what it may do while it is traced, is told yes.
 
 Some code cannot be captured unless it is told yes: it would call a kernel that cannot be traced. Where a capture fails,
 who asked last before that is told yes and it is tried again; a warning says who was told. A backend that PyTorch calls
@@ -76,6 +76,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
                         if error is not first and getattr(error, "users", None) is not None and not error.is_users:
                             raise first from None
                         raise
+                    # Tell who asked last that it is compiled; all who asked, where the capture fails as before.
                     log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
                     frames = FRAME.findall(str(error))
                     answer.compiled.update(told_no if frames == failed_at else told_no[-1:])
@@ -98,10 +99,7 @@ def warn(told_yes: set[str]) -> None:
 
 
 def _call(plain: Handler, self: Any, fn: Any, args: Any, kwargs: Any) -> None:
-    """A call of a function, which Dynamo refuses to follow if it marks a tensor for a compiler.
-
-    Code that is told that it is not compiled marks what it makes for later calls.
-    """
+    """Call a function, but for one by which code that is not compiled marks a tensor for later: Dynamo refuses it."""
     if (getattr(fn, "fn", None) or getattr(fn, "value", None)) is mark_static_address:
         self.push(VariableTracker.build(self, None))
     else:

@@ -2,18 +2,17 @@
 
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
-aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
-of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`. Matrix
-products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for the choice between a
+aside, on every device; PyTorch then records the op itself and its own backward. Batch norm by cuDNN is decomposed too
+and cannot be set aside here; see `cudnn`. Matrix products are decomposed as in C++, but for the choice between a
 product of batches and one of matrices, which is made here as C++ makes it.
 
-Of a few reductions autograd's formula depends on the data: it asks whether a number is zero, or is none, and goes on
-accordingly. Of tensors that are traced it cannot ask, and takes a formula for all cases, which rounds differently or
-has minus zero where eager has zero. While a step is captured, the gradient of such an op is traced as one op, which
-leaves the choice to eager PyTorch's autograd when it runs.
+Of a few reductions autograd's formula depends on the data: whether a number is zero, or is none. Tensors that are
+traced cannot be asked, and get a formula for all cases, which rounds differently or has minus zero where eager has
+zero. Here the gradient of such an op is traced as one op, which leaves the choice to eager PyTorch's autograd when it
+runs.
 
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
-rounds otherwise; not so ``eigvals``. While they are traced PyTorch takes it that a gradient may be needed (ATen's
+rounds otherwise. Of what is traced PyTorch takes it that a gradient may be needed (ATen's
 ``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
 """
 
@@ -105,10 +104,8 @@ class _Products(TorchDispatchMode):
 
 
 def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
-    """Tell whether a product of batches calls the kernel for one matrix: asked of the running version, without data.
-
-    It depends on shapes, on strides, and on whether the smaller one needs a gradient, in each version otherwise.
-    """
+    """Tell whether a product of batches calls the kernel for one matrix: each version of PyTorch decides otherwise."""
+    # Have it multiply tensors of these shapes and strides without data, which need gradients as these do.
     with outside_tracing(), _Products() as seen:
         described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
         for meta, tensor in zip(described, (x, y), strict=True):

@@ -1,15 +1,13 @@
 """Uses of autograd that Dynamo refuses, captured: tensors given twice, leaves made on the way, frozen parameters.
 
-Importing this module has Dynamo take these in what our backends capture, and in nothing else.
-
 An `autograd.Function` that is given one tensor in several places has a gradient for each. Dynamo keeps one for each
 tensor; here every place but the first is given a view of it, so that autograd adds the gradients, in plain PyTorch's
 order. So is what Dynamo takes for a tensor that needs no gradient, and has come to need one.
 
-An intermediate that is given ``requires_grad_()`` is a leaf in plain PyTorch, which leaves a gradient with it. Dynamo
-refuses results that depend on one, since AOTAutograd computes gradients of the inputs only. Where nobody can ask for
-the leaf's own gradient, that is all there is to compute; `refuse_lost_leaves` refuses the rest. Dynamo refuses
-``t.requires_grad = True``, too, which is the same.
+An intermediate that is given ``requires_grad_()``, or ``requires_grad = True``, is a leaf in plain PyTorch, which
+leaves a gradient with it. Dynamo refuses results that depend on one, since AOTAutograd computes gradients of the inputs
+only. Where nobody can ask for the leaf's own gradient, that is all there is to compute; `refuse_lost_leaves` refuses
+the rest.
 
 A parameter that is frozen within the step and thawed again, as an adapter that is off while the reference of DPO is
 computed, is no gradient's concern in between: until then its name stands for what ``detach()`` makes of it.
@@ -38,6 +36,7 @@ _frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of each
 
 def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Refuse intermediates with ``requires_grad_()`` that train nothing, or whose own gradient can be asked for."""
+    # Nobody may ask for a leaf's own gradient.
     results = [n for n in module.graph.output_node().all_input_nodes if _requires_grad(n)]
     kept = set(map(_storage, results))
     leaves = [*_leaves(module)]
@@ -99,7 +98,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def _set_attribute(plain: Handler, self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-    """An attribute is set, which may be whether a tensor needs a gradient."""
+    """Set an attribute; ``t.requires_grad`` by its method."""
     attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
     if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_parameter(obj)):
         return plain(self, tx, obj, name, value)
@@ -149,7 +148,7 @@ def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
 
 
 def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An `autograd.Function`, given views where it is given one tensor twice."""
+    """Call an `autograd.Function`, with views where it is given one tensor twice."""
     given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
         if (node := nodes[i]) is None:

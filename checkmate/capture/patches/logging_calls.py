@@ -2,7 +2,7 @@
 
 That a call is left out is logged, once for each place. An exception that the user's code raises leaves the step as in
 plain PyTorch, of its own type and with its own text, for which tensors are computed where `data_branches.value_now`
-can. Importing this module has Dynamo do so in what our backends capture; others are not affected.
+can.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _call_builtin(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) ->
 
 
 def _call_function(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A function, followed or not, which may be one of logging or of warnings."""
+    """Call a function; leave it out if it logs or warns."""
     function: Any = getattr(self, "fn", None) or getattr(self, "value", None)
     if function is warnings.warn:
         return _leave_out(tx, "warnings.warn")
@@ -112,7 +112,7 @@ def _call_function(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -
 
 
 def _format(plain: Handler, self: Any, spec: Any, flags: int) -> None:
-    """A value in an f-string: a number from a tensor stays one until the text is said."""
+    """Format a value in an f-string; a number from a tensor stays one until the text is said."""
     if not is_question(self.stack[-1]):
         plain(self, spec, flags)
         return
@@ -135,7 +135,7 @@ def _made(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseExc
 
 
 def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """A class: what an exception of the user's own class is made of is remembered."""
+    """Call a class, and note the arguments of an exception of the user's."""
     try:
         result = plain(self, tx, args, kwargs)
     except Unsupported:  # of a constructor that hands something else on to that of Exception
@@ -153,7 +153,7 @@ def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> A
 
 
 def _handle_exception(plain: Handler, self: Any, raised: Any) -> None:
-    """The search for who handles an exception: one of the user's that nobody does goes with the error, whole."""
+    """Look for the handler of an exception; one of the user's that has none goes with Dynamo's error, whole."""
     try:
         current = get_raised_exception(self.exn_vt_stack)
     except AssertionError:  # Dynamo's own: it keeps none of a call whose arguments do not fit

@@ -3,9 +3,8 @@
 Dynamo captures ``np.random.rand(3)`` as a draw of torch's generator, which has other numbers. Here a function of
 constants that draws so is not followed: it is called as it is, by plain NumPy, before each step, in the order of the
 program, and hands in its array as an input of the captured graph. That is one of NumPy's own, or one of the user's that
-names ``np.random``, such as the masks of SpecAugment. Importing this module has Dynamo do so in what our backends
-capture. Where such a function is a method, is given tensors, names PyTorch or what it computes with, or returns neither
-a number nor an array, Dynamo follows it, and the draw is refused when it is met.
+names ``np.random``, such as the masks of SpecAugment. Where it is a method, is given tensors, names PyTorch or what it
+computes with, or returns neither a number nor an array, Dynamo follows it, and the draw is refused when it is met.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class DrawnArray(RandomValueSource):
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Turn the result of a function into an array; None if it is neither an array nor a number."""
     found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
     return found if found is not None and found.dtype.kind in "biuf" else None
 
@@ -49,6 +47,7 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     """Make the result of a function of constants an input of the captured graph; None: it has to be followed."""
     if not all(a.is_python_constant() for a in (*args, *kwargs.values())):  # which Dynamo looks at from now on
         return None
+    # Call it now, with NumPy's state as after earlier draws of this capture, and see what it gives.
     given = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}
     before, torchs = np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  # what users' code draws from
     np.random.set_state(vars(tx.output).get(_AFTER, before))  # noqa: NPY002

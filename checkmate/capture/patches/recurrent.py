@@ -3,8 +3,8 @@
 Dynamo captures them only if told to. `nn.RNN` and `nn.GRU` are then made of the ops that eager PyTorch runs on the CPU,
 and so is `nn.LSTM` with projections. Else each layer and direction of `nn.LSTM` is one kernel of oneDNN, which leaves a
 workspace for its backward. PyTorch describes it as one of no bytes, and the gradients of the two biases as one tensor.
-Importing this module mends that, for the process: how many bytes there are is asked of the kernel itself, once for each
-shape. The kernel leaves no workspace where gradients are not enabled, which the code of a plan runs without.
+Here the kernel itself is asked how many bytes there are, once for each shape. It leaves no workspace where gradients
+are not enabled, which the code of a plan runs without.
 """
 
 from __future__ import annotations

@@ -59,21 +59,18 @@ def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: A
 
 
 def _leave_whole(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
-    """Dynamo takes some ops apart, so that a number they take may be a tensor: the parts round otherwise.
-
-    ``addcdiv`` with a ``value`` becomes a quotient, a product and a sum.
-    """
+    """Keep an op whole where Dynamo takes it apart for a number that may be a tensor: parts round otherwise."""
 
 
 def _pass_over_flags(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
+    """Pass over ``torch.backends.cudnn.flags`` on the CPU; None: it is refused, as kernels run later, without them."""
     described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
     return None if on_gpu else NullContextVariable()
 
 
 def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Dropout of no elements is the tensor itself, of a type that has no draws, too; None: there are some."""
+    """Give the tensor itself for dropout of no elements, also of a type without draws; None: there are some."""
     x = kwargs.get("input", x)
     if x is None or not x.is_tensor() or not x.realize().valid_size():
         return None
@@ -81,11 +78,11 @@ def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: A
 
 
 def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Errors that PyTorch's fake tensors have and its kernels may not have are refusals, which say so.
+    """Describe the result of an op; an error that its kernel may not have becomes a refusal, which says so.
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
-    ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements, which many kernels
-    return at once, the description of an op may check more than the kernel. And a backward is traced that never runs.
+    ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements the description of an
+    op may check more than the kernel. And a backward is traced that never runs.
     """
     given = node.all_input_nodes
     try:
@@ -115,9 +112,10 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
 
 
 def _note_compiled(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Attention within a function of `torch.compile` is one kernel in plain PyTorch, and else dense: say which it is.
+    """Call a function, and mark attention within one of `torch.compile`: one kernel in plain PyTorch, else dense ops.
 
-    Dynamo follows such a function as if it was not compiled. What the options of the call say the backward's have, too.
+    Dynamo follows such a function as if it was not compiled. The mark is in the call's options, which its backward has,
+    too.
     """
     source = self.source
     if hasattr(self, "wrapper_obj"):

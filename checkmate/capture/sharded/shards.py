@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.autocast import is_converted
-from checkmate.capture.nodes import viewed
+from checkmate.capture.nodes import input_position, viewed
 from checkmate.capture.sharded.collectives import join_waits
 from checkmate.errors import Unsupported
 
@@ -84,17 +84,8 @@ class Shards:
         """The shards among the inputs."""
         return cls({i: Layout.of(tensor) for i, tensor in enumerate(inputs) if is_shard(tensor)})
 
-    @property
-    def uneven(self) -> bool:
-        """Tell whether ranks have shards of different sizes, so that their steps differ."""
-        return not all(layout.is_even for layout in self.layouts.values())
-
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Make a graph of Dynamo's take shards in place of these inputs, and give the inputs to trace it with.
-
-        Raises:
-            Unsupported: if the step gives a `DTensor`.
-        """
+        """Make a graph of Dynamo's take shards, and give the inputs to trace it with; refuse a `DTensor` as result."""
         results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
         if any(map(is_shard, results)):
             raise Unsupported(
@@ -128,7 +119,7 @@ class Shards:
         """
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
             (source,) = node.all_input_nodes or (None,)  # a number that is made a tensor is no input
-            i = None if source is None else getattr(viewed(source).meta.get("desc"), "idx", None)
+            i = None if source is None else input_position(viewed(source))
             if i in self.layouts and kept[i] and is_converted(node):
                 raise Unsupported(
                     f"{names[i]} is a DTensor, and autocast converts it where it is read. Convert it yourself: the "
@@ -136,15 +127,14 @@ class Shards:
                 )
 
     def join_exchanges(self, graph: fx.Graph, static: Collection[int], *, overlap: bool = False) -> None:
-        """Make one op of each collective of a joint graph.
+        """Make one op of each collective of a joint graph; ``static``: positions of parameters and buffers.
 
-        Args:
-            static: positions of parameters and buffers.
-            overlap: links carry them, so that plans may have them go on beside other ops.
+        With ``overlap`` links carry them, so that plans may have them go on beside other ops.
         """
-        given = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
+        given = {input_position(node): node for node in graph.find_nodes(op="placeholder")}
         parameters = [given[i] for i in static if i in self.layouts and i in given]
-        join_waits(graph, parameters, again=not self.uneven, overlap=overlap)
+        again = all(layout.is_even for layout in self.layouts.values())  # else the steps of ranks differ
+        join_waits(graph, parameters, again=again, overlap=overlap)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled function, given whole tensors."""

@@ -55,6 +55,7 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
         )
         yield False
         return
+    # Answer what the library is asked, and what Python's side of PyTorch asks.
     cudnn = torch.backends.cudnn.version() or CUDNN
 
     @_CHOICE

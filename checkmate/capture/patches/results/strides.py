@@ -14,14 +14,13 @@ a list of tensors in place rounds its factors, as that which makes new tensors d
 Of some kernels for the CPU PyTorch's description has other strides than the kernel's result. Where the formula that
 describes one names its operands in another order than the kernel, the wrong one decides; the backward then views what
 cannot be viewed, or sums in another order. Batch norm lays its result out in the memory format that its input suggests,
-the fake one in the strides of its input. Importing this module mends these rules, for the process: a backend is called
-when Dynamo has traced already.
+the fake one in the strides of its input. These rules are mended for the process, as Dynamo traces before a backend is
+called.
 
-So it does the types of some results. Of an input in half precision and parameters in float32, as under autocast, the
-kernels make means and deviations in float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides).
-PyTorch's descriptions have them in the input's type, and the gradient of a group norm's input, or a soft margin loss,
-in a type of all operands, where the kernel has the input's. A plan would count other bytes, and a backward could not be
-measured with what is described.
+So are the types of some results. Of an input in half precision and parameters in float32, as under autocast, kernels
+make means and deviations in float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides), and the
+gradient of a group norm's input, or a soft margin loss, in the input's type. PyTorch describes the former in the
+input's type, the latter in a type of all operands: a plan would count other bytes.
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ from checkmate.torch_internals.descriptions import (
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from checkmate.torch_internals.dispatcher import (
-    OpOverload,
-    _get_dispatch_mode,
-    _TorchDispatchModeKey,
-    outside_tracing,
-)
+from checkmate.torch_internals.dispatcher import OpOverload, _get_dispatch_mode, _TorchDispatchModeKey, outside_tracing
 from checkmate.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
 aten = torch.ops.aten
@@ -198,7 +192,7 @@ def eager_strides() -> Iterator[None]:
 
 
 def _is_read_nowhere_else(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether the memory of what an op in place writes, its first argument, is that of no other argument."""
+    """Tell whether no other argument of an op in place shares memory with the first, which it writes."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FunctionalTensor)]
     storages = [t.elem.untyped_storage()._cdata for t in tensors]  # `detach` gives a view that has no base
     return storages.count(storages[0]) == 1
@@ -209,10 +203,7 @@ def _name(op: OpOverload) -> str:
 
 
 def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a write in place has other numbers, or leaves other strides, than the op that returns a new tensor.
-
-    A pointwise op computes the same; where it writes a part of a tensor, that part is read again from the whole.
-    """
+    """Tell whether a write in place has other numbers or strides than the op that returns a new tensor."""
     (x, *_) = args
     if torch.Tag.nondeterministic_seeded in op.tags or _overlaps(x):
         return True
@@ -220,6 +211,7 @@ def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if aten.is_non_overlapping_and_dense(x):
         with disable_proxy_modes_tracing():
             return twin is not None and _strides(twin(*args, **kwargs)) != _strides(x)
+    # Into a part of a tensor a pointwise op computes the same: the part is read again from the whole.
     return op not in _LIKE_POINTWISE and (twin is None or torch.Tag.pointwise not in twin.tags)
 
 
@@ -329,6 +321,7 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
 def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Describe the results of an op in the strides and types of the CPU's kernels."""
     results = _plain_dispatch(mode, op, types, args, kwargs)
+    # Types of results.
     if op in _TYPES and args[0].device.type == "cpu":
         names = [a.name for a in op._schema.arguments]
         given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
@@ -337,6 +330,7 @@ def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kw
             pairs = zip(made, _TYPES[op](given), strict=True)
             typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
         return tuple(typed) if made is results else typed[0]
+    # Strides of views, and of what else is described with others than the kernel's.
     if op in _VIEWS and isinstance(results, FakeTensor):
         return _as_eager_views(mode, op, args, results)
     if op not in _DESCRIBED_WRONG:
