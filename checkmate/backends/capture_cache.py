@@ -1,4 +1,4 @@
-"""Keep one captured graph for each kind of call of a step, and let go of the least recently used.
+"""Keep one captured graph for each kind of call of a step, and drop the least recently used.
 
 Dynamo keeps compiled code with a code object, looks through all of it at each call, and gives up at eight
 (`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one
@@ -57,7 +57,7 @@ MISS: Any = object()  # what a captured function gives for a call that no code o
 
 
 class _NothingToPlan(Exception):
-    """Raised by captured code in which nothing needs a gradient: plain PyTorch runs it."""
+    """Raised by captured code that needs no gradient: plain PyTorch runs it."""
 
 
 def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Collect garbage seldom within the block, which makes millions of objects that stay: it took a tenth of it."""
+    """Collect garbage seldom within the block, which makes millions of lasting objects: it took a tenth of the time."""
     before = gc.get_threshold()
     if before[0]:  # else it is turned off
         gc.set_threshold(*map(max, before, SELDOM))
@@ -84,7 +84,7 @@ def collecting_seldom() -> Iterator[None]:
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
-    """Make a function that Dynamo captures as ``fn``, and that gives `MISS` where it has no compiled code to run.
+    """Make a function that Dynamo captures as ``fn``, and that gives `MISS` if it has no compiled code for a call.
 
     When it is gone, Dynamo forgets its code. What autograd holds of that lives until the backward has run.
     """
@@ -101,7 +101,7 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
 
 def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
-    """Have Dynamo compile a step by a backend; ``hands_back``: where nothing is planned, raise `_NothingToPlan`."""
+    """Have Dynamo compile a step by a backend; ``hands_back``: raise `_NothingToPlan` if nothing is planned."""
     alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
 
     def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -152,7 +152,7 @@ class CaptureCache:
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the capture for this call, which is made if there is none."""
+        """Run the capture for this call; make it if there is none."""
         # Dynamo does not look whether the hooks of all modules are others than at the capture.
         kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
@@ -177,7 +177,7 @@ class CaptureCache:
         return self._anew(kind, args, kwargs, other)
 
     def _anew(self, kind: Any, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
-        """Capture the call. Numbers that have changed since another one become inputs, where they can.
+        """Capture the call. Numbers that changed since another capture become inputs, if they can.
 
         ``other``: the failed guard of a capture that is not for this call, if one failed.
         """

@@ -69,13 +69,13 @@ _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Run the generated code as it is."""
+    """Run the generated code unchanged."""
     return lowered(module, writing_over)
 
 
 @dataclass(eq=False)
 class Call:
-    """The call for which a step is captured, and what came of it."""
+    """The call for which a step is captured, and the results of the capture."""
 
     reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(eq=False)
 class Backend:
-    """Compile each graph that `torch.compile` captures, by a plan; a graph without gradients runs as it is."""
+    """Compile each graph that `torch.compile` captures by a plan; a graph without gradients runs plainly."""
 
     planner: Planner | Callable[[Problem], Solution]  # the latter knows of no budget
     lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
@@ -102,7 +102,7 @@ class Backend:
 
     @property
     def block_bytes(self) -> int:
-        """The block size of a device that costs are estimated for; 1 for the step's own, which may round up."""
+        """The allocator's block size of a device that costs are estimated for; 1 for the step's own device."""
         return self.profile.block_bytes if isinstance(self.profile, Device) else 1
 
     @property
@@ -112,11 +112,11 @@ class Backend:
 
     @property
     def measures(self) -> bool:
-        """True if ops are measured on this machine, where the step then runs."""
+        """Tell whether ops are measured on this machine, where the step then runs."""
         return isinstance(self.profile, Measure)
 
     def limit(self, plan: Solution) -> int:
-        """The bytes that a running step may take; its plan may leave some of them free for its guards."""
+        """The bytes that a running step may take; its plan may leave some of them to its guards."""
         return self.planner.limit if isinstance(self.planner, Planner) else plan.budget
 
     @contextmanager
@@ -129,7 +129,7 @@ class Backend:
             self.call = before
 
     def forget(self, running: list[SwappablePlan]) -> None:
-        """Let go of some graphs, and end the searches for their plans."""
+        """Drop some graphs, and end the searches for their plans."""
         for one in running:
             one.end()
         self.running[:] = [one for one in self.running if one not in running]
@@ -141,7 +141,7 @@ class Backend:
 
 
 class _Compilation:
-    """A captured graph on its way to the function that runs it: checked, traced, planned, written, wrapped.
+    """A captured graph on its way to a function: checked, traced, planned, written, wrapped.
 
     AOTAutograd calls `_partition` with the traced graph of forward and backward, and `_lower` with each of the two
     modules that this gives it.
@@ -185,7 +185,7 @@ class _Compilation:
         self.search_on: Callable[..., None] | None = None  # begins to look for that plan
 
     def function(self) -> Callable[..., Any]:
-        """Trace and plan the graph, and give what `torch.compile` calls in its place."""
+        """Trace and plan the graph, and give the function that `torch.compile` calls for it."""
         backend, guards = self.backend, self.guards
         # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
@@ -342,7 +342,7 @@ class _Compilation:
         return modules.forward, modules.backward
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
-        """Find the bytes that the step may take, before anything is measured; 0: any number."""
+        """Find the bytes that the step may take, before anything is measured; 0 means any number."""
         backend, planner = self.backend, self.backend.planner
         if not isinstance(planner, Planner):
             return 0
@@ -367,7 +367,7 @@ class _Compilation:
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:
-    """Refuse ops that tracing gets wrong: other kernels or generators, and writes to lists of tensors."""
+    """Refuse ops that tracing gets wrong: other kernels or generators, and some writes to lists of tensors."""
     for node in module.graph.nodes:
         if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
             raise Unsupported(

@@ -1,4 +1,4 @@
-"""Foretell the blocks that PyTorch's allocator on CUDA gives and holds for a plan, and plan within a budget of blocks.
+"""Predict the blocks that PyTorch's CUDA allocator gives and holds for a plan, and plan within a budget of blocks.
 
 The allocations of a plan are replayed by the allocator's rules (`checkmate.memory.cuda_allocator`), from the state in
 which the device is when the step is planned, with nothing cached. A plan for which the allocator would give more than
@@ -39,7 +39,7 @@ class Replays:
 
     @classmethod
     def now(cls, device: torch.device, budget: int) -> Replays | None:
-        """Replay steps that begin in the present state of a device; None on the CPU, or with another allocator.
+        """Replay steps from the present state of a device; None on the CPU, or with another allocator.
 
         What measuring has left cached goes back to the device, once other streams that still use it have ended.
         """
@@ -54,7 +54,7 @@ class Replays:
         return replay(lives_on(plan, self.device), self.state.allocator, self.state.key)
 
     def steps(self, plan: Solution, *, expanding: bool = False) -> Used:
-        """The most over one step after another; ``expanding``: if the allocator ran with expandable segments.
+        """The maxima over successive steps; ``expanding``: if the allocator ran with expandable segments.
 
         What is resident for the plan and not there yet, as the state of an optimizer, counts without rests of blocks.
         """
@@ -63,7 +63,7 @@ class Replays:
         return Used(*(later + used for used in replay_steps(lives_on(plan, self.device), allocator, self.state.key)))
 
     def told(self, plan: Solution) -> Solution:
-        """The plan with the bytes given and held for it in its details."""
+        """The plan, with the bytes given and held for it in its details."""
         if plan.plan is None:
             return plan
         try:
@@ -73,14 +73,14 @@ class Replays:
         return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
 
     def check(self, plan: Solution) -> None:
-        """Note the bytes given and held in a plan that was found later; a SolverError if they exceed the budget."""
+        """Note the bytes given and held for a plan that was found later; a SolverError if they exceed the budget."""
         plan.details.update(self.told(plan).details)
         if (given := plan.details.get(GIVEN, 0)) > self.budget:
             most = exact_bytes(self.budget)
             raise SolverError(f"PyTorch's allocator would give {exact_bytes(given)} for it, of a budget of {most}.")
 
     def tell(self, plan: Solution) -> None:
-        """Log the bytes given and held for a plan, and the bytes that expandable segments would save."""
+        """Log the bytes given and held for a plan, and the saving by expandable segments."""
         if GIVEN not in plan.details:
             return
         given, held, advice = plan.details[GIVEN], plan.details[HELD], ""
@@ -94,7 +94,7 @@ class Replays:
 
 
 def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solution, UnfinishedSearch | None]:
-    """Plan with ``find`` until the blocks that the allocator gives stay within the budget.
+    """Plan with ``find`` until the allocator's blocks stay within the budget.
 
     ``find`` is asked for another with as much beside it as the allocator gives beyond the last, `TRIES` times at most,
     and then for the lowest of all.

@@ -1,4 +1,4 @@
-"""Errors that PyTorch raises while it captures a step, reworded for users: what, where in their code, what to do."""
+"""Reword errors that PyTorch raises during capture for users: what, where in their code, what to do."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ _ONE_GRAPH = (
 
 
 def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
-    """Find the error to raise for one of a compiled call; it stays as it is where it explains itself."""
+    """The error to raise for an error of a compiled call; errors that explain themselves stay."""
     name, place = getattr(fn, "__qualname__", type(fn).__name__), _place(error)
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -277,7 +277,7 @@ def _as_eager(error: Exception) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep from standard error what fake tensors log of an op that fails: the error says it, in one sentence."""
+    """Keep fake tensors' logs of a failing op from standard error: the error says it in one sentence."""
     before = _capturing.set(True)
     try:
         yield
@@ -291,7 +291,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back."""
+    """Refuse modules without parameters yet: capture would initialize them, and then restore the generator."""
     for module in held_modules(fn, args):
         for name, parameter in module.named_parameters():
             if isinstance(parameter, nn.UninitializedParameter):

@@ -1,4 +1,4 @@
-"""Swap in a better plan between two steps, while the step is trained.
+"""Swap in a better plan between two steps of training.
 
 Planning goes on in another process (`checkmate.solvers.background_search`). What it finds is verified and simulated
 here like any plan, and is swapped in before a forward: not while a graph of the step waits for its backward, and not
@@ -65,7 +65,7 @@ class Planning:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost: at most this share of the step could still be saved."""
+        """(cost - bound) / cost: the largest share of the step that could still be saved."""
         return max(0.0, 1 - self.bound / self.cost) if self.cost > 0 else 0.0
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Planning:
 
 
 class SwappablePlan:
-    """A captured graph, and the plan by which it runs now, which may change before a call until planning has ended."""
+    """A captured graph with its present plan, which may change before a call until planning has ended."""
 
     def __init__(self, plan: Solution) -> None:
         self.plan, self.swaps = plan, 0
@@ -82,7 +82,7 @@ class SwappablePlan:
         self._write: Write | None = None  # None: no plan can take over
 
     def go_on(self, unfinished: UnfinishedSearch, code: SwappableCode, write: Write, *, taken: int = 0) -> None:
-        """Begin to look for better plans, which run in place of the first one's ``code``.
+        """Begin to search for better plans, whose code replaces the first one's ``code``.
 
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
         was told of the first. ``taken``: bytes of the guards before the step, beside resident ones.
@@ -96,7 +96,7 @@ class SwappablePlan:
         self._search.start()
 
     def end(self) -> None:
-        """End planning now."""
+        """End planning."""
         if self._search is not None:
             self._search.end()
 
@@ -112,14 +112,14 @@ class SwappablePlan:
         return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until planning has ended, ``timeout`` seconds at most, and tell whether it has."""
+        """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended."""
         if self._search is None:
             return True
         with showing(lambda: f"planning: {self.known}"):
             return self._search.wait(timeout)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a compiled function so that a better plan may take over before each call."""
+        """Wrap a compiled function so that a better plan can be installed before each call."""
 
         @wraps(run)
         def changing(*args: Any) -> Any:
@@ -172,7 +172,7 @@ class SwappablePlan:
 
 
 def is_swappable(joint: Joint) -> bool:
-    """Tell whether the forwards of all plans agree in what AOTAutograd counts of the first one's.
+    """Tell whether the forwards of all plans agree in what AOTAutograd counts of the first one.
 
     It counts the numbers that are saved, and the tensors that autograd does not check, of which every plan saves the
     inputs only (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
@@ -189,7 +189,7 @@ def is_swappable(joint: Joint) -> bool:
 
 
 class SwappableCode:
-    """The forward and backward given to AOTAutograd, which run the code of the present plan."""
+    """The forward and backward given to AOTAutograd, which run the present plan's code."""
 
     def __init__(self, results: int) -> None:
         self._results = results  # how many of the forward's outputs are not saved tensors
@@ -200,11 +200,11 @@ class SwappableCode:
 
     @property
     def pending(self) -> bool:
-        """True while a forward's saved tensors wait for their backward."""
+        """Tell whether saved tensors of a forward wait for their backward."""
         return bool(self._alive)
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
-        """Take the first plan's function, the backward last, and give AOTAutograd the one to call in its place."""
+        """Take the first plan's functions, the backward last, and give AOTAutograd the ones to call."""
         # From PyTorch 2.14 on AOTAutograd notes by place which of the saved tensors are inputs, and saves the others
         # without the graph of their views. Of another plan the inputs are others: save all without.
         context = TracingContext.try_get()
@@ -215,7 +215,7 @@ class SwappableCode:
         return takes_one_list(lambda inputs: whole(inputs))
 
     def swap(self, forward: Run, backward: Run) -> None:
-        """Run this code in all forwards from now on, and in their backwards."""
+        """Run this code in all later forwards and their backwards."""
         self._runs["forward"] = {self.now + 1: forward}
         self._runs["backward"][self.now + 1] = backward
         self.now += 1

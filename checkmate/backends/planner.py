@@ -39,7 +39,7 @@ _HOSTS = ("pinned", "memory")  # that are no files
 
 
 class CompileOptions(TypedDict, total=False):
-    """Options of `checkmate.compile`, which says what each means, and of `checkmate.training_step`."""
+    """Options of `checkmate.compile` and `checkmate.training_step`, explained by `compile`."""
 
     method: str
     time_limit: float
@@ -63,7 +63,7 @@ OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `checkmate.compile`, which explains each, and of its like, with their defaults.
+    """The options of `checkmate.compile`, which explains them, and its like, with their defaults.
 
     Raises:
         BudgetError: if the budget or the reserve is no number of bytes.
@@ -92,7 +92,7 @@ class Options:
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
-        """Make options of the keywords given to a public function; a TypeError names an unknown one."""
+        """Make options from the keywords of a public function; a TypeError names an unknown one."""
         for name in given:
             if name not in known:
                 own = [p.name for p in signature(way_in).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -102,7 +102,7 @@ class Options:
 
     @classmethod
     def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
-        """Take options out of the named arguments of a call; a TypeError for one that only earlier versions had."""
+        """Take options out of the keywords of a call; a TypeError for one that only earlier versions had."""
         for name, values in GONE.items():
             if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
                 raise TypeError(no_option("checkmate", name, ()))
@@ -138,17 +138,17 @@ class Options:
 
     @cached_property
     def share(self) -> float | None:
-        """The share of the free memory that the budget is; None: it is in bytes."""
+        """The share of the free memory that the budget is; None if it is in bytes."""
         return parse_share(self.budget)
 
     @cached_property
     def total(self) -> int:
-        """Bytes of the budget; 0: a share of the free memory, which is found when a step is planned."""
+        """Bytes of the budget; 0 for a share of the free memory, which is found when a step is planned."""
         return parse_bytes(self.budget) if self.share is None else 0
 
     @cached_property
     def set_aside(self) -> int:
-        """Bytes of the budget that are left to what the step does not know."""
+        """Bytes of the budget set aside for what the step cannot see."""
         try:
             return 0 if self.reserve is None or self.reserve == 0 else parse_bytes(self.reserve)
         except BudgetError as error:
@@ -156,7 +156,7 @@ class Options:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes of the second memory; 0: there is none."""
+        """Bytes of the second memory; 0 if there is none."""
         host = self.host
         if self.host_budget is None:
             if host is not None:
@@ -174,7 +174,7 @@ class Options:
 
     @property
     def second_memories(self) -> SecondMemories | None:
-        """The second memory of one step, in which values may wait; None: there is none."""
+        """The second memory of a step; None if there is none."""
         return SecondMemories(self.host, self.host_bytes, cache=self.cache) if self.host_bytes else None
 
 
@@ -189,7 +189,7 @@ INSTEAD = {
 
 
 def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
-    """Say that there is no such option, with what to write instead."""
+    """The message for an unknown option, with what to write instead."""
     if name in GONE:
         return f"{way_in} has no option {name!r} any more. {INSTEAD[str(name)]}."
     near = get_close_matches(str(name), known, 1)
@@ -198,7 +198,7 @@ def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
 
 
 class Planner:
-    """Plans the graphs that are captured of one step, within its budget.
+    """Plans the captured graphs of one step within its budget.
 
     The budget is named by the options, or a share of the free memory when the step is first planned. What was found
     stays for further graphs; a copy of the step, or one that is loaded on another machine, looks for itself. The last
@@ -218,11 +218,11 @@ class Planner:
 
     @property
     def limit(self) -> int:
-        """Bytes that a step may take when it runs."""
+        """Bytes that a running step may take."""
         return self.total - self.reserve
 
     def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
-        """Take the budget's share of the free memory, which no options name in bytes.
+        """Take the budget's share of the free memory, if the options name no bytes.
 
         Args:
             there: the free memory.
@@ -245,7 +245,7 @@ class Planner:
     def plan(
         self, problem: Problem, beside: int = 0, *, go_on: bool = False
     ) -> tuple[Solution, UnfinishedSearch | None]:
-        """Find the cheapest plan within the limit, less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
+        """Find the cheapest plan within the limit less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
 
         ``go_on``: take the first plan, with a search to go on with if a better one may come. Ranks wait for the best.
         """
@@ -294,14 +294,14 @@ class Planner:
         return solution, searches.get(solution.problem.splits)
 
     def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """A refusal that says where the bytes are from, if no one has named them."""
+        """A refusal that says where the bytes come from, if the user named none."""
         if not self._found:
             return error
         said = f"{error} {self._found}"
         return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
-        """Add the rules, without those that named an op of an earlier graph and name none here."""
+        """Apply the rules, except those that named an op of an earlier graph and name none here."""
         rules = self.options.rules
         if not rules:
             return problem

@@ -1,4 +1,4 @@
-"""Processes that train together: one of them plans a step, and all that train the same one follow its plan.
+"""Ranks that train together: one of them plans a step, and all that train it follow the plan.
 
 The ranks of a job measure their ops each for itself, and come to costs that differ a little; so would their plans. The
 rank that asks first plans; what it finds goes to the others through the store of the process group, and with it the
@@ -57,7 +57,7 @@ POLL_SECONDS = 0.02  # between two looks for a plan: a look locks the store, so 
 def one_plan(
     plan: Callable[[], Solution], problem: Problem, budget: int, *, method: str, time_limit: float
 ) -> Solution:
-    """The solution of ``plan()``, which is called on one of the ranks that ask for the same, or by who trains alone.
+    """The solution of ``plan()``, which is called on one of the ranks that ask for the same, or without ranks here.
 
     A plan of another rank comes with that rank's seconds. Where it does not fit, as more is resident here, this rank
     plans for itself, with a warning. A SolverError says that the rank that plans fails, or does not answer.
@@ -99,7 +99,7 @@ def one_plan(
 
 
 def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
-    """Have ranks make sure, before a compiled function gathers parameters again, that all of them will.
+    """Before a compiled function gathers parameters again, check with the other ranks that all will.
 
     A rank whose plan is another, as its batch is smaller, would wait for the others in vain, or take what was sent for
     something else.
@@ -133,7 +133,7 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
 
 
 def train_together() -> bool:
-    """Tell whether other processes follow the same plans; then none takes over later, as all would have to change."""
+    """Tell whether other ranks follow the same plans; then no plan is swapped later, as all would have to."""
     return _store() is not None
 
 
@@ -143,7 +143,7 @@ def sharing_machine() -> int:
 
 
 def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.device) -> int:
-    """The least of a count on all ranks that a captured step exchanges data with, which need the same plan.
+    """The least of a count on all ranks that a captured step communicates with, which need the same plan.
 
     Each of them calls this, as each runs the same exchanges in the same order. Other ranks are not asked: they may plan
     at another time, or never.
@@ -161,7 +161,7 @@ def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.
 
 
 def _store() -> Any:
-    """The store that the ranks share; None for one rank, or if the others are only imagined."""
+    """The store that the ranks share; None for one rank, or if the others are simulated."""
     is_begun = dist.is_available() and dist.is_initialized()
     if not is_begun or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
@@ -188,7 +188,7 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
 
 
 def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
-    """Verify and simulate here the solution of another rank; None if it does not fit."""
+    """Verify and simulate another rank's solution here; None if it does not fit."""
     origin = f"rank {planner}"
     if "record" not in document:
         status = Status[document["status"]]
@@ -203,7 +203,7 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
 
 
 def refuse_wrapped(fn: object) -> None:
-    """Refuse a module that is wrapped, sharded or compiled already: no plan has its work beside the forward."""
+    """Refuse a module that is wrapped, sharded or compiled already: plans cannot include work before the forward."""
     if isinstance(fn, OptimizedModule):
         raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
     if isinstance(fn, nn.Module) and (advice := _advice(fn)):
@@ -211,7 +211,7 @@ def refuse_wrapped(fn: object) -> None:
 
 
 def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse a step within which parts of the model speak with other ranks, naming the part."""
+    """Refuse a step in which a part of the model communicates with other ranks, naming the part."""
     for module in held_modules(fn, args):
         is_own = args and module is args[0] and inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
         around = module if is_own else None  # hooks run outside
@@ -221,7 +221,7 @@ def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _advice(module: nn.Module) -> str | None:
-    """Say what to do with a module that speaks with other ranks around its forward; None: it does not."""
+    """What to do with a module that communicates with other ranks around its forward; None if it does not."""
     if isinstance(module, DistributedDataParallel) and not isinstance(module, AsItsModule):
         return WRAP_OUTSIDE
     sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing
@@ -235,7 +235,7 @@ def _advice(module: nn.Module) -> str | None:
 
 
 def in_one_piece() -> AbstractContextManager[Any]:
-    """Keep Dynamo from cutting a graph at the buckets of `DistributedDataParallel`."""
+    """Keep Dynamo from splitting a graph at the buckets of `DistributedDataParallel`."""
     if _get_active_ddp_module() is None or get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
     return dynamo_config.patch(optimize_ddp=False)

@@ -1,4 +1,4 @@
-"""Why a step is captured again: which value in the user's code is another than when it was captured."""
+"""Why a step is captured again: which value in the user's code differs from the captured one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Constant = int | float | bool | str
 
 @dataclass(frozen=True)
 class Reason:
-    """A number or a text that is another now than at an earlier capture."""
+    """A number or text that differs from its value at an earlier capture."""
 
     source: str  # as Dynamo names it
     value: Constant  # what it was
@@ -37,12 +37,12 @@ class Reason:
 
 
 def constants(own: types.FunctionType) -> dict[str, Constant]:
-    """The values that are a part of what Dynamo captured of a function, by their sources."""
+    """The values, by source, that are constants in Dynamo's capture of a function."""
     return {source: value for source, value, _ in _compared(own)}
 
 
 def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
-    """The values that differ between a call and what was captured of ``own``, a function of any arguments.
+    """The values that differ between a call and the capture of ``own``, a function of any arguments.
 
     None, if it is something else, such as a shape or a mode, or if Dynamo does not say. ``given``: the call's
     "args" and "kwargs", and the "fn" that was captured.
@@ -82,7 +82,7 @@ def _leaves(manager: Any) -> Iterator[Any]:
 
 
 def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
-    """The value of a source, as guards evaluate it, in a call as in `why_not`; None if it is no number or text."""
+    """The value of a source in a call, as guards evaluate it; None if it is no number or text."""
     try:
         value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
     except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
@@ -95,7 +95,7 @@ def _entries(own: types.FunctionType) -> list[Any]:
 
 
 def read(guard: str) -> tuple[str, Constant, str] | None:
-    """Source, value and line of a guard's text, if it compares with a value.
+    """Source, value and line from a guard's text, if it compares with a value.
 
     >>> read("L['args'][0].beta == 0.5     # x * self.beta  # vae.py:12 in forward")
     ("L['args'][0].beta", 0.5, 'x * self.beta  # vae.py:12 in forward')
@@ -111,7 +111,7 @@ def read(guard: str) -> tuple[str, Constant, str] | None:
 
 
 def spelled(source: str, fn: Callable[..., Any]) -> str:
-    """A source of Dynamo's as it is written in the user's code.
+    """A source of Dynamo's as the user's code writes it.
 
     >>> class Net:
     ...     def forward(self, x, beta): pass
@@ -138,7 +138,7 @@ def spelled(source: str, fn: Callable[..., Any]) -> str:
 
 
 def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most: int) -> str:
-    """The message for a value that changes from call to call until all captures are used up.
+    """The message for a value that changes between calls until all captures are used up.
 
     ``reasons``: of the last captures, oldest first.
     """

@@ -1,4 +1,4 @@
-"""Make the arena that a compiled step on the CPU allocates from, and hold a plan against what its first step takes.
+"""Make the arena that a compiled step on the CPU allocates from, and compare a plan with its first step.
 
 Sizes of values are known exactly; what ops take beside them was measured, perhaps by another process long ago. On the
 CPU the arena of the step counts what it serves. On an accelerator the peak that PyTorch's allocator keeps is reset
@@ -39,7 +39,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
-    """A factory of arenas, one for each captured step. Their library is built meanwhile, and kept with ``cache``.
+    """A factory of arenas, one per captured step. Their library is built meanwhile; with ``cache`` it is kept.
 
     Where a user did not ask for a memory, nobody is warned that there can be none.
     """
@@ -58,7 +58,7 @@ def serving(arena: Arena | None, plan: Solution, device: torch.device) -> Arena 
 
 
 def lives_on(plan: Solution, device: torch.device) -> Lives:
-    """The allocations of a plan on a device, in order, without values on the CPU such as states of generators."""
+    """The allocations of a plan on a device, in order, without values on the CPU such as generator states."""
     values, elsewhere = plan.problem.graph.values, set[str]()
     for value, nodes in zip(values, joint_of(plan.problem).nodes_of_value, strict=True):
         made = tensors([node.meta["val"] for node in nodes])
@@ -71,7 +71,7 @@ def lives_on(plan: Solution, device: torch.device) -> Lives:
 
 
 def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
-    """Lower modules to functions that allocate from an arena; without one as they are."""
+    """Turn modules into functions that allocate from an arena; without an arena, from PyTorch."""
     if arena is None:
         return lower
     return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
@@ -84,12 +84,12 @@ def place_soon(lives: Lives, seconds: float = PLACE_SECONDS) -> tuple[int, ...]:
 
 
 def place_lower(lives: Lives) -> BackgroundCall:
-    """Look longer for lower offsets, in a process of its own."""
+    """Search longer for lower offsets, in a child process."""
     return BackgroundCall(partial(place_soon, seconds=PLACE_LOWER_SECONDS), lives)
 
 
 class FirstStep:
-    """Compares the bytes of a first step with its plan; ``forget`` has its ops measured anew when it is planned next.
+    """Compares the bytes of a first step with its plan; ``forget`` makes its ops be measured anew at the next plan.
 
     ``made``: bytes of states of optimizers, which count as resident and are made by the first step.
     """
@@ -103,7 +103,7 @@ class FirstStep:
         self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
 
     def took(self, taken: int, planned: int) -> None:
-        """Compare the bytes of a step with those of its plan, both without resident bytes."""
+        """Compare the bytes of a step with its plan's, both without resident bytes."""
         if taken <= planned + self._made or self._said:
             return
         self._said = True
@@ -117,7 +117,7 @@ class FirstStep:
         self._forget()
 
     def around(self, phase: Phase, run: Run) -> Run:
-        """Wrap a function of one list to measure its first call on an accelerator; on the CPU it stays as it is."""
+        """Wrap a function of one list to measure its first call on an accelerator; unchanged on the CPU."""
         if self._device.type == "cpu":
             return run
 

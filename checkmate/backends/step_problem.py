@@ -1,4 +1,4 @@
-"""Make of a captured step the `Problem` that solvers get: its ops, and the bytes that are in use beside them."""
+"""Make the `Problem` of a captured step: its ops, and the bytes in use beside them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from checkmate.units import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """Writes the modules of a plan of a captured step."""
+    """Writes the modules of a plan for a captured step."""
 
     joint: Joint
     over: Positions  # which argument an op writes over that writes over a value
@@ -44,13 +44,13 @@ class Write:
 
 
 def joint_of(problem: Problem) -> Joint:
-    """The captured step that a problem is of."""
+    """The captured step of a problem."""
     assert isinstance(problem.codegen, Write)
     return problem.codegen.joint
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:
-    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor.
+    """The problem of a captured step, with measured or estimated ops, in the order with the lower floor.
 
     ``memory``: a second one, in which its values may wait.
     """
@@ -64,7 +64,7 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
-    """The problem with all that is in use on the device before the step as resident, known to the step or not.
+    """The problem with all bytes in use on the device before the step as resident.
 
     That is what the graph reads, what the step holds ``unread``, and on CUDA whatever else is ``allocated``; in bytes.
     """
@@ -75,7 +75,7 @@ def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 
 
 
 def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
-    """Bytes of the tensors on its device that a step holds and its graph is not given, each storage once."""
+    """Bytes of tensors on its device that a step holds and its graph does not take, each storage once."""
 
     def storages(tensors: Iterable[Any]) -> dict[int, int]:
         dense = [t for t in map(local, tensors) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
@@ -88,7 +88,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
 
 def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
-    """Measure the bytes of the guards before the step, beside resident ones; refuse what is above the limit."""
+    """Measure the bytes of the guards before the step, beside resident ones; refuse them above the limit."""
     device, given = main_device(inputs), joint_of(plan.problem).number_bytes  # which are made anew at each call
     taken = given + aside(partial(measure_peak, partial(guards.check, inputs), device)).peak
     peak = plan.problem.resident + taken
@@ -103,7 +103,7 @@ def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: in
 
 
 def with_guards(plan: Solution, taken: int) -> Solution:
-    """The plan with the higher of two peaks: its own, and that of its guards before the step."""
+    """The plan with the higher of its own peak and that of its guards."""
     peak = plan.problem.resident + taken
     if plan.peak is None or peak <= plan.peak:
         return plan

@@ -1,4 +1,4 @@
-"""The tensors and random states that a step can change: found, named, compared by bits, put back as they were."""
+"""Tensors and random states that a step can change: found, named, compared by bits, restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree
 
 
 def tensors_within(things: Any) -> list[torch.Tensor]:
-    """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function holds."""
+    """Parameters, buffers and inputs within reach of a call: in its arguments and in objects that a function holds."""
     return list({id(tensor): tensor for _, tensor in _named_within(things)}.values())
 
 
@@ -35,7 +35,7 @@ def _named_within(things: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
-    """The modules that a call can reach, as they are held: in its arguments, in what a function or an object holds."""
+    """The modules within reach of a call: in its arguments and in objects that a function or an object holds."""
     return list({id(one): one for one in _reached(things, depth) if isinstance(one, nn.Module)}.values())
 
 
@@ -69,7 +69,7 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
-    """Name each tensor, by its id, as its module does; with a number where two modules have the same name."""
+    """Name each tensor, by id, as its module does; numbered if two modules have the same name."""
     own = {id(t): name for name, t in reversed([*_named_within(things)])}
     times = Counter(own.values())
     return {
@@ -79,13 +79,13 @@ def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
 
 
 def unchanged(things: Any) -> AbstractContextManager[None]:
-    """Put all tensors within reach of these things, and the random state, back as they were after the block."""
+    """Restore all tensors within reach, and the random state, after the block."""
     return restored(tensors_within(things))
 
 
 @contextmanager
 def restored(state: list[torch.Tensor]) -> Iterator[None]:
-    """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them.
+    """Restore tensors and the random state. The copies are on the CPU, where no budget counts them.
 
     What autocast keeps of weights that it has converted is let go before the block and after it.
     """
@@ -104,7 +104,7 @@ def restored(state: list[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Put the generators from which captured code draws before its graph runs back as they were after the block."""
+    """After the block, restore the generators from which captured code draws before its graph runs."""
     before = other_random_states()
     try:
         yield
@@ -118,7 +118,7 @@ def other_random_states() -> tuple[Any, Any]:
 
 
 def draw_again_from(states: tuple[Any, Any] | None) -> None:
-    """Restore the generators after trying a capture that turned out to be for another call."""
+    """Restore the generators after a tried capture turns out to be for another call."""
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
@@ -132,7 +132,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
+    """The elements as read: lazy conjugates, negatives and zeros are written out."""
     tensor = local(tensor.detach())
     plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
     flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)

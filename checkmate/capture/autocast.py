@@ -34,7 +34,7 @@ _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the
 
 
 def within_region() -> bool:
-    """Tell whether a region of autocast is entered, enabled or not: it keeps copies until it is left."""
+    """Tell whether an autocast region is active, enabled or not: it keeps copies until its end."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
@@ -48,7 +48,7 @@ def is_kept(tensor: Any) -> bool:
 
 @contextmanager
 def autocast_as_found() -> Iterator[None]:
-    """Restore autocast at the end, even if a region was entered and not left within.
+    """Restore autocast at the end of the block, even if a region was entered within and not left.
 
     In a region that nobody leaves plain PyTorch would compute on with the weights that it once converted.
     """
@@ -92,7 +92,7 @@ class Copies:
             module.recompile()
 
     def find(self, graph: fx.Graph) -> None:
-        """Find the weights that a joint graph converts; refuse one converted twice and overwritten by the step."""
+        """Find the weights that a joint graph converts; refuse one that is converted twice and overwritten."""
         # Versions of each input: itself, and what writes of the step make of it, one after the other.
         primals = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
         versions = {input_position(n): [n] for n in primals}
@@ -127,7 +127,7 @@ def is_converted(node: fx.Node) -> bool:
 
 
 def _as_leaves(*weights: torch.Tensor) -> None:
-    """Make the stand-ins of weights leaves while the gradients of a captured graph are traced.
+    """Make the stand-ins of weights leaves while a captured graph is differentiated.
 
     Clones that AOTAutograd hands over, because the step writes these weights, stay as they are.
     """
@@ -137,7 +137,7 @@ def _as_leaves(*weights: torch.Tensor) -> None:
 
 
 def refuse_products_within(module: fx.GraphModule) -> None:
-    """Refuse ops whose kernels multiply matrices by other ops, under autocast: it changes these, in plain PyTorch.
+    """Refuse ops whose kernels call matrix products, under autocast: plain PyTorch converts these.
 
     Captured by Dynamo as one op, they would be computed in float32.
     """
@@ -159,5 +159,5 @@ def refuse_products_within(module: fx.GraphModule) -> None:
 
 
 def keeping_copies() -> AbstractContextManager[Any]:
-    """Within the block autocast keeps copies where a step is traced as it does otherwise."""
+    """Within the block, autocast keeps copies during tracing as it does otherwise."""
     return patch.object(proxy_tensor, "disable_autocast_cache", nullcontext)

@@ -1,4 +1,4 @@
-"""Put cuDNN's batch norm into the joint graph where eager PyTorch runs it: AOTAutograd traces another kernel.
+"""Put cuDNN's batch norm into the joint graph where eager PyTorch runs it, since AOTAutograd traces another kernel.
 
 ``aten.cudnn_batch_norm`` writes the running statistics without saying so in its schema. AOTAutograd therefore traces
 PyTorch's own kernel in its place, whose sums are in another order: other bits than eager's. Here the node becomes a
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def expose_cudnn(graph: fx.Graph) -> None:
-    """Call cuDNN for each batch norm that eager PyTorch would give to it, forward and backward."""
+    """Call cuDNN for each batch norm, forward and backward, for which eager PyTorch calls it."""
     for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
         for node in graph.find_nodes(op="call_function", target=op):
             x, weight, bias, *rest = node.args
@@ -60,7 +60,7 @@ def expose_cudnn(graph: fx.Graph) -> None:
 
 
 def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) -> bool:
-    """Ask PyTorch whether cuDNN does a batch norm in eager mode, of input, weight, bias, running mean and variance."""
+    """Ask PyTorch whether eager mode takes cuDNN for a batch norm: input, weight, bias, running mean and variance."""
     fakes: list[Any] = [None if n is None else n.meta["val"] for n in tensors]
     x, weight, bias, mean, var = fakes
     if x.device.type != "cuda" or weight is None or bias is None:
@@ -75,7 +75,7 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
 
 
 def reserve_bytes(x: Tensor) -> int:
-    """The bytes that cuDNN keeps of a training forward for its backward, beyond the usual statistics.
+    """Bytes that cuDNN keeps from a training forward for its backward, beyond the usual statistics.
 
     Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. An
     estimate, and no small one: those that PyTorch calls for tensors that are not in channels last may keep nothing.
@@ -95,7 +95,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Result, mean, 1 / standard deviation, the new running statistics where there are any, and cuDNN's reserve.
+    """Result, mean, 1 / standard deviation, the new running statistics if there are any, and cuDNN's reserve.
 
     The statistics handed in stay as they are, so that this can run again; ``numbers`` are momentum and epsilon.
     """
@@ -115,6 +115,6 @@ def evaluate(
 def batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, eps: float, reserve: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias. cuDNN may write to its reserve, so that it gets a copy."""
+    """The gradients of input, weight and bias. cuDNN may write to its reserve, so it gets a copy."""
     grad = grad.contiguous(memory_format=suggest_memory_format(x))
     return aten.cudnn_batch_norm_backward(x, grad, weight, None, None, mean, rstd, eps, reserve.clone())

@@ -1,4 +1,4 @@
-"""The dependencies of a node in a graph of Dynamo's: its inputs, and earlier writes to any of them."""
+"""The dependencies of a node in Dynamo's graph: its inputs, and earlier writes to any of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node read
 
 
 def up_to(node: fx.Node) -> Iterable[fx.Node]:
-    """The nodes of its graph in order, it being the last."""
+    """The nodes of the graph in order, up to this one."""
     for n in node.graph.nodes:
         yield n
         if n is node:
@@ -39,7 +39,7 @@ def needed_by(node: fx.Node, reads: Reads = lambda n: n.all_input_nodes) -> set[
 
 
 def is_write(node: fx.Node) -> bool:
-    """Tell whether the name of a function or method says that it writes. What else writes, `guards.evaluate` finds."""
+    """Tell whether the name of a function or method says that it writes; `guards.evaluate` finds other writes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return (
         node.target is operator.setitem
@@ -51,11 +51,11 @@ def is_write(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node which `is_write` may write to."""
+    """The arguments that a node may write to, if it `is_write`."""
     out = tree_leaves(node.kwargs.get("out"))
     return [a for a in (*node.args[:1], *out) if isinstance(a, fx.Node)]
 
 
 def memory_of(node: fx.Node) -> set[int]:
-    """The memory behind the tensors of a node, by the description that Dynamo keeps of them."""
+    """The storages of a node's tensors, from Dynamo's fake tensors."""
     return {storage(t) for t in tensors(node.meta.get("example_value")) if t.layout is torch.strided}

@@ -1,4 +1,4 @@
-"""The device of a step, the CPU or one accelerator, and its part in sizes, budget and repeated numbers."""
+"""The device of a step, the CPU or one accelerator, and its role in sizes, budget and repeatability."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use
 
 
 def as_allocated(size_bytes: int, block_bytes: int) -> int:
-    """Bytes that the allocator gives for a tensor: whole blocks."""
+    """Bytes that the allocator takes for a tensor: whole blocks."""
     return -(-size_bytes // block_bytes) * block_bytes
 
 
 def main_device(things: Iterable[Any]) -> torch.device:
-    """The device of the first tensor among these that is not on the CPU; the CPU where there is none."""
+    """The device of the first of these tensors that is not on the CPU; else the CPU."""
     return next((t.device for t in things if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
 
 
@@ -85,7 +85,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes of the blocks in use on an accelerator when a step begins there; None on the CPU."""
+    """Bytes of the allocated blocks on an accelerator when a step begins there; None on the CPU."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
@@ -95,7 +95,7 @@ def allocated_on(device: torch.device) -> int | None:
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:
-    """Make cuBLAS and cuBLASLt, which adds a bias, allocate their workspaces now, for this thread and autograd's.
+    """Make cuBLAS and cuBLASLt allocate their workspaces now, for this thread and autograd's.
 
     On CUDA each takes one at its first product on a thread and stream, and keeps it. A step whose ops were all measured
     before, by another process, would meet these bytes only once it runs.
@@ -114,7 +114,7 @@ def have_libraries_take_workspaces(device: torch.device) -> None:
 
 
 def in_autograds_thread(device: torch.device, call: Callable[[], T]) -> T:
-    """Run a call in the thread that runs backwards on a device, the caller's on the CPU, and return its result.
+    """Call a function in the thread that runs backwards on a device, or on the CPU in the caller's; return its result.
 
     Libraries keep handles, workspaces and choices of kernels for each thread. AOTAutograd traces with multithreading
     off, so that a backward stays in the caller's thread: here it does not.
@@ -131,7 +131,7 @@ def in_autograds_thread(device: torch.device, call: Callable[[], T]) -> T:
 
 @contextmanager
 def same_random_state(*devices: torch.device) -> Iterator[None]:
-    """Put the global random states of the CPU and of these devices back at the end of the block, however it ends."""
+    """Restore the global random states of the CPU and these devices at the end of the block."""
     states = random_states(*devices)
     try:
         yield
@@ -142,7 +142,7 @@ def same_random_state(*devices: torch.device) -> Iterator[None]:
 
 
 def random_states(*devices: torch.device) -> list[torch.Tensor]:
-    """The global random states of the CPU and of those of these devices that are others, and have one."""
+    """The global random states of the CPU and of those of these devices that have one."""
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _with_generators(devices))]
 
 
@@ -151,13 +151,13 @@ def _with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def may_waver(device: torch.device) -> bool:
-    """Tell whether plain PyTorch need not repeat its own numbers there."""
+    """Tell whether plain PyTorch may differ from run to run on this device."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return kind_of(device).may_waver and not strict
 
 
 def is_unordered(node: fx.Node) -> bool:
-    """Tell whether an op, or a part of it, adds in an order that may change from run to run, or wavered when tried."""
+    """Tell whether an op, or a part of it, may add in another order from run to run, or wavered when tried."""
     if node.meta.get(WAVERS):
         return True
     within = getattr(node.target, "part", None)

@@ -41,7 +41,7 @@ _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of o
 
 
 class CannotTellError(Exception):
-    """A condition cannot be evaluated before the step runs. The message is the end of a sentence, and says why."""
+    """A condition cannot be evaluated before the step runs. The message gives the reason, as the end of a sentence."""
 
 
 class GuardFailed(Unsupported):
@@ -58,7 +58,7 @@ class GuardFailed(Unsupported):
 
 
 def guard_on(value: Any, answer: bool | int) -> None:
-    """Mark a value on which the captured step branched, and that was taken as constant."""
+    """Mark a value that the captured step branched on, taken as constant."""
 
 
 def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
@@ -69,7 +69,7 @@ def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
 
 
 def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Extract a module with all that nodes of a captured graph depend on, up to the last of them.
+    """Extract a module that computes some nodes of a captured graph, up to the last of them.
 
     Args:
         ends: in a graph that Dynamo captured or captures, in order. `guard_on` becomes a comparison.
@@ -106,7 +106,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
 def evaluate(
     node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> Any:
-    """Evaluate a node of a graph that is being captured on the tensors of this call.
+    """Evaluate a node of the graph that is being captured on the tensors of this call.
 
     Args:
         node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
@@ -160,7 +160,7 @@ def evaluate(
 
 
 def _on_cpu(graph: fx.Graph) -> None:
-    """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data.
+    """Make on the CPU the constants that a graph makes for a GPU that is not here; inputs have no data anyway.
 
     A region of `torch.autocast` stays that of its device.
     """
@@ -204,13 +204,13 @@ class DataGuards:
     places: tuple[str, ...] = ()  # in the user's code
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Evaluate them in order for these inputs of the step, and raise `GuardFailed` for the first that fails."""
+        """Evaluate the guards in order for these inputs; raise `GuardFailed` for the first that fails."""
         with torch.no_grad(), autocast_as_found():
             self.module(*[inputs[i] for i in self.inputs])
 
 
 def take_guards(module: fx.GraphModule) -> DataGuards:
-    """Take the guards out of a captured graph; the same ones where they were taken before."""
+    """Take the guards out of a captured graph; if they were taken before, give the same ones."""
     taken: DataGuards | None = module.meta.get("guards")
     if taken is not None:
         return taken
@@ -252,7 +252,7 @@ def depends_on_inputs(node: fx.Node) -> bool:
 
 
 def checking_guards(run: Callable[..., Any], guards: DataGuards) -> Callable[..., Any]:
-    """Wrap a compiled function so that it checks its guards first, and runs only where none fails."""
+    """Wrap a compiled function so that it checks its guards first, and runs only if all hold."""
     if not guards.answers:
         return run
 

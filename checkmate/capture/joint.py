@@ -43,7 +43,7 @@ NUMBERS = "handed_in_numbers"  # the op that stands for them
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A captured step: the fx graph, and what its nodes mean as ops and values."""
+    """A captured step: the fx graph, and the ops and values that its nodes stand for."""
 
     step: TracedStep  # as it was traced: its inputs and results
     graph: Graph
@@ -58,12 +58,12 @@ class Joint:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters, buffers and inputs, which stay with the caller."""
+        """Bytes of parameters, buffers and inputs, which stay with the caller."""
         return sum(value.size_bytes for value in self.graph.values if value.producer is None)
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of the tensors in which Dynamo hands in numbers."""
+        """Bytes of the tensors in which Dynamo passes numbers."""
         return sum(self.graph.values[v].size_bytes for op in self.graph.ops if op.name == NUMBERS for v in op.outputs)
 
     def in_order(self, order: Sequence[int]) -> Joint:
@@ -158,7 +158,7 @@ class _Contents:
                 self._add_values(n, None, "buffer")
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
-        """Add a value for each storage that the node makes; its faces are the node itself or its getitems."""
+        """Add a value for each storage that the node makes, named by the node or its getitems."""
         made: list[int] = []
         is_one = isinstance(node.meta.get("val"), torch.Tensor)
         for i, tensor in enumerate(tensors(node.meta.get("val"))):
@@ -196,7 +196,7 @@ class _Contents:
         self.nodes.append(node)
 
     def add_op(self, node: fx.Node, phase: Phase) -> None:
-        """Add the op of a node, and the values that it makes."""
+        """Add a node's op, and the values that it makes."""
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
         writes = is_mutating(node) or bool(updated(node))
         made = () if writes else self._add_values(node, len(self.ops), "intermediate")
@@ -226,14 +226,14 @@ class _Contents:
                 self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
-        """Add values that others make: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""
+        """Add values made by others: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""
         made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:
             self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
         return made
 
     def read_at_return(self) -> tuple[int, ...]:
-        """Values that the forward makes, and that its caller reads at once and lets go of.
+        """Values that the forward makes and its caller reads and frees at once.
 
         AOTAutograd copies some results into inputs that it cannot overwrite within the graph, such as a parameter whose
         ``.data`` is clamped. Dynamo reads numbers from others.
@@ -246,7 +246,7 @@ class _Contents:
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
-        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
+        """Values held to the end of the step: outputs, tangents, and gradients as autograd stores them.
 
         A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
         op here, and the gradient is free after it.

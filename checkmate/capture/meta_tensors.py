@@ -1,4 +1,4 @@
-"""Trace a step on tensors without data: for models that fit in no memory here."""
+"""Trace a step on tensors without data, for models that do not fit in memory here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, M
 
 
 def is_fake(tensor: Any) -> bool:
-    """True for a tensor without data: a fake one, or one on the meta device."""
+    """Tell whether a tensor has no data: a fake one, or one on the meta device."""
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 
 @contextmanager
 def meta_as(device: torch.device) -> Iterator[None]:
-    """Within the block, tracing takes tensors on the meta device for tensors on this one.
+    """Within the block, tracing takes meta tensors for tensors on this device.
 
     As they are they cannot be traced: PyTorch chooses kernels by the device, and for the meta device it has no
     backward of some ops and records a step without it. What is on the CPU beside them is taken to be there as well, as
@@ -42,7 +42,7 @@ def meta_as(device: torch.device) -> Iterator[None]:
 
 
 def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
-    """A compiled function that, when it first runs, lets go of what only capturing and measuring needed.
+    """A compiled function that, at its first run, frees objects that only capture and measurement needed.
 
     That is the fake tensors by which Dynamo describes its graph: they keep autograd's nodes, and these the numbers that
     tensors were multiplied by, each in a real tensor of eight bytes, which no plan knows. What malloc keeps goes back

@@ -1,4 +1,4 @@
-"""Properties of a node of a joint graph, from its fake tensors and its schema: view, write, random draw."""
+"""Properties of a node of a joint graph, from its fake tensors and schema: view, write, random draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 
 
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes and their ancestors, without some nodes and the ancestors of these."""
+    """The nodes and their ancestors, except some nodes and the ancestors of these."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -52,7 +52,7 @@ def call(
     val: Any = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A call where the graph inserts, with the provenance of another node; ``val``: its fake result, where known."""
+    """Insert a call into the graph, with the provenance of another node; ``val``: its fake result, if known."""
     kwargs = dict(kwargs or {})
     node = origin.graph.create_node("call_function", target, args, kwargs, name)
     if val is None:
@@ -81,17 +81,17 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def storages(*nodes: fx.Node) -> list[int]:
-    """The storages of the tensors that nodes make, in order; one may be there several times."""
+    """The storages of the nodes' tensors, in order; one may be repeated."""
     return [storage(t) for node in nodes for t in tensors(node.meta.get("val"))]
 
 
 def input_position(node: fx.Node) -> int | None:
-    """The position of a joint graph's placeholder among the inputs of what was traced; None: it is of no input."""
+    """The position of a joint graph's placeholder among the traced inputs; None if it is no input."""
     return getattr(node.meta.get("desc"), "idx", None)
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The node that a view is a view of, through all views of views; another node itself."""
+    """The node at the root of a chain of views; a node that is no view itself."""
     while node.op == "call_function" and is_view(node):
         (node, *_) = node.all_input_nodes
     return node
@@ -105,7 +105,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> Any:
-    """The target of a node, also behind a copy of its argument."""
+    """The target of a node, or of the node behind a copy."""
     return node.args[0] if node.target in (layouts.write_copy, layouts.draw_copy) else node.target
 
 
@@ -119,7 +119,7 @@ def getitems(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if all its tensors live in storages of its inputs and it writes nothing; getitems are views as well."""
+    """Tell whether all its tensors share storages with its inputs and it writes nothing; getitems are views too."""
     if node.op != "call_function" or is_mutating(node):
         return False
     if node.target is operator.getitem:
@@ -129,7 +129,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """True if it writes to an argument."""
+    """Tell whether it writes to an argument."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -141,7 +141,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def updated(node: fx.Node) -> list[fx.Node]:
-    """The parameters that an op of `checkmate.updates` overwrites; none of any other op.
+    """The parameters that an op of `checkmate.updates` overwrites; none for other ops.
 
     Unlike what the step itself overwrites, a parameter is read by ops of the step, all before its update.
     """
@@ -149,26 +149,26 @@ def updated(node: fx.Node) -> list[fx.Node]:
 
 
 def done_with_gradients(node: fx.Node) -> str | None:
-    """Say what an op of `checkmate.updates` does, with a place for the parameter's name; None of any other op."""
+    """The words for an op of `checkmate.updates`, with a place for the parameter's name; None for other ops."""
     return getattr(node.target, "does", None)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True if it has an effect, so that it must stay even if nobody reads its result."""
+    """Tell whether it has an effect, so that it must stay even if unread."""
     return node.is_impure() or is_random(node) or is_mutating(node) or bool(done_with_gradients(node))
 
 
 def is_random(node: fx.Node) -> bool:
-    """True if it draws from a generator."""
+    """Tell whether it draws from a generator."""
     op = called(node)
     return node.target in DRAWS or (isinstance(op, OpOverload) and draws(op, node.args, node.kwargs))
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """True for a convolution, or a gradient of one."""
+    """Tell whether it is a convolution, or the gradient of one."""
     return node.op == "call_function" and "convolution" in target_name(node)
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True if it exchanges data with other ranks, or waits for such data."""
+    """Tell whether it communicates with other ranks, or waits for that."""
     return getattr(node.target, "namespace", None) in _COLLECTIVES

@@ -1,4 +1,4 @@
-"""Python numbers that change from call to call, as inputs of a captured step, where Dynamo makes them constants.
+"""Python numbers that change from call to call, as inputs of a captured step instead of Dynamo's constants.
 
 Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
 through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same
@@ -49,12 +49,12 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class NotFree(Exception):
-    """Raised if a number cannot be an input, as the captured graph depends on it."""
+    """Raised if a number cannot be an input, because the captured graph depends on it."""
 
 
 @contextmanager
 def as_inputs(sources: Collection[str]) -> Iterator[None]:
-    """Make Dynamo capture numbers, by its names, as inputs that stay numbers: as tensors they would round."""
+    """Make Dynamo capture numbers, by its names, as inputs that stay numbers: tensors would round them."""
 
     def frame_state(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         return replace(entry, scalar=auto_dynamic) if name in sources else entry
@@ -68,7 +68,7 @@ def as_inputs(sources: Collection[str]) -> Iterator[None]:
 
 
 def numbers_and_draws(module: fx.GraphModule, numbers: Collection[str]) -> tuple[dict[int, str], list[int]]:
-    """Positions of the inputs of a captured graph that are ``numbers``, with their names, and of draws of Python."""
+    """Positions and names of the inputs that are ``numbers``, and positions of draws from Python's generator."""
     sources: list[Any] = [getattr(n, "_dynamo_source", None) for n in module.graph.find_nodes(op="placeholder")]
     names = {i: source.name for i, source in enumerate(sources) if getattr(source, "name", None) in numbers}
     return names, [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
@@ -81,7 +81,7 @@ def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.
 
 
 def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[fx.Node], str]) -> None:
-    """Refuse sizes of a joint graph that are not fixed, and tensors whose bytes depend on data.
+    """Refuse sizes in a joint graph that are not fixed, and tensors whose bytes depend on data.
 
     Args:
         numbers: placeholders that may be any number.
@@ -135,7 +135,7 @@ def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[f
 
 
 def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
-    """Refuse nested tensors among inputs, by the user's names: how many bytes a step takes depends on their parts."""
+    """Refuse nested tensors among inputs: the bytes of a step depend on their parts."""
     for name, value in zip(names, inputs, strict=False):
         if isinstance(value, torch.Tensor) and value.is_nested:
             raise Unsupported(
@@ -177,14 +177,14 @@ def _size_of_data(node: fx.Node) -> str:
 
 
 def value_of(leaf: Any) -> Any:
-    """The number that was captured for a symbol of Dynamo's, without fixing it; all else as it is."""
+    """The captured number behind a symbol of Dynamo's, without a guard on it; other values unchanged."""
     return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
 
 
 def written_out(
     graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
 ) -> list[Any]:
-    """Write out a joint graph with numbers put in, as data that is equal for equal computations, or raise `NotFree`.
+    """Write out a joint graph with numbers put in, as data equal for equal computations; or raise `NotFree`.
 
     Args:
         numbers: placeholders that are numbers; given: their values, by source.
@@ -222,11 +222,11 @@ def written_out(
 
 
 class _Position(int):
-    """The position of an op or an input among the others."""
+    """The position of an op or input among the others."""
 
 
 def hands_out_number(node: fx.Node) -> bool:
-    """Tell whether a node hands a number to Dynamo in a tensor, to set a module's attribute after the step."""
+    """Tell whether a node passes a number to Dynamo in a tensor, to set a module's attribute after the step."""
     number: Any = node.args[0] if node.target is torch.ops.aten.scalar_tensor.default else None
     if number is None or not is_sym_node(number):
         return False
@@ -238,7 +238,7 @@ def _bits(arg: Any) -> Any:
 
 
 def number_read(place: str, source: str) -> str:
-    """The message for a number read from a tensor, ``source``, as a size, an index or an argument."""
+    """The message for a number read from a tensor, ``source``, as a size, index or argument."""
     said = (
         f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
         "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "

@@ -1,4 +1,4 @@
-"""Order of a traced training step's ops: its forward, its backward, and ops that must run only once."""
+"""The order of a traced training step's ops: its forward, its backward, and ops that must run once."""
 
 from __future__ import annotations
 
@@ -91,20 +91,20 @@ class TracedStep:
         self.overwritten = {key: self.name(target) for target in targets for key in storages(target)}
 
     def name(self, node: fx.Node) -> str:
-        """The name of a node's value: an input's as the user knows it, else as in the graph."""
+        """The name of a node's value: the user's for an input, else the graph's."""
         is_input = node.op == "placeholder" and _is_primal(node)
         position = input_position(node) if is_input else None
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def reads_overwritten(self, node: fx.Node) -> str | None:
-        """Name the overwritten input that this op reads and depends on; an update goes on with the new value."""
+        """The overwritten input that this op reads and depends on; an update goes on with the new value."""
         if is_mutating(node) or done_with_gradients(node) or _is_training_norm(node):
             return None
         read = storages(*node.all_input_nodes)
         return next((self.overwritten[key] for key in read if key in self.overwritten), None)
 
     def pinned(self, node: fx.Node) -> str | None:
-        """Say why an op must run exactly once."""
+        """The reason why an op must run exactly once."""
         if is_mutating(node):
             return "overwrites " + ", ".join(map(self.name, written(node)))
         if does := done_with_gradients(node):
@@ -129,7 +129,7 @@ class TracedStep:
 
 
 def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on an incoming gradient, were put into the backward by hand, or work on gradients there."""
+    """Nodes that depend on a tangent, were put into the backward by hand, or update parameters there."""
     found: set[fx.Node] = set()
     for n in nodes:
         handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
@@ -139,7 +139,7 @@ def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_training_norm(node: fx.Node) -> bool:
-    """Tell whether an op is a batch norm in training: what it computes does not depend on its running statistics."""
+    """Tell whether an op is a batch norm in training, whose results do not depend on running statistics."""
     return node.target in _BATCH_NORMS and bool(node.args[5])
 
 
@@ -199,7 +199,7 @@ def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
-    """Move the ops on gradients as early as possible; updates no further than the last reader of the parameter."""
+    """Move ops on gradients as early as possible, but updates not before the last reader of the parameter."""
     # Where each op stands, and the last reader of each storage.
     updates = [n for n in backward if done_with_gradients(n)]
     place = {n: i for i, n in enumerate(backward)}

@@ -22,12 +22,12 @@ _ROOTS = re.compile(
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a frame in this file is the user's code, and not Python's, PyTorch's or ours on the way to it."""
+    """Tell whether a file is the user's code, not Python's, PyTorch's or checkmate's."""
     return not file.startswith(_LIBRARIES) and (not file.startswith(_PYTHON) or "-packages" in file)
 
 
 def where(node: fx.Node) -> str:
-    """The module of a node and the line of the user's code, if tracing kept them.
+    """The module of a node and the line of the user's code, as far as tracing kept them.
 
     For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``, or ``In[3]:31`` for a line of a notebook's third cell.
     """
@@ -48,12 +48,12 @@ def named(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)  # the blocks of a network have all but the same stacks
 def _users_frame(stack: str) -> list[tuple[str, str]]:
-    """The file and the line of the innermost frame of the user's code in the text of a stack; none: it has none."""
+    """File and line of the innermost user frame in the text of a stack; empty if there is none."""
     return [frame for frame in FRAME.findall(stack) if is_users(frame[0])][-1:]
 
 
 def source_name(file: str) -> str:
-    """The name of a source file without its folders; for a cell of a notebook, which has none, ``In[3]``."""
+    """The name of a source file without folders; ``In[3]`` for a notebook cell."""
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
     compiler: Any = getattr(ask() if ask else None, "compile", None)
     known = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
@@ -62,7 +62,7 @@ def source_name(file: str) -> str:
 
 @lru_cache(maxsize=4096)
 def module_path(path: str) -> str:
-    """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
+    """``layer1.0``, as a person writes ``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]``."""
     path = re.sub(r"\._(?:modules|parameters|buffers|orig_mod|compiled_mod)\b", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"^[A-Z]\.", "", path)
@@ -72,11 +72,11 @@ def module_path(path: str) -> str:
 
 
 def input_names(module: fx.GraphModule) -> list[str]:
-    """Names of tensors that Dynamo found outside a step, as a person calls them: ``layer1.0.weight``, ``args.0``."""
+    """Readable names of tensors that Dynamo found outside a step: ``layer1.0.weight``, ``args.0``."""
     sources = {node: getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")}
     return [readable(node.name if source is None else source.name) for node, source in sources.items()]
 
 
 def readable(traced: str) -> str:
-    """The name that a person gives to what Dynamo calls ``L['self']._modules['layer1']``."""
+    """The readable name of what Dynamo calls ``L['self']._modules['layer1']``."""
     return module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L.")

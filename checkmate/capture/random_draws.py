@@ -1,4 +1,4 @@
-"""Random draws of a captured step, and their repetition.
+"""Random draws of a captured step, and how to repeat them.
 
 A draw changes the generator, so it runs once, and what it drew is kept; or, where that is large, what is kept is the
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
@@ -27,7 +27,7 @@ WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
 
 def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether an op of PyTorch's draws from a generator.
+    """Tell whether a PyTorch op draws from a generator.
 
     Attention ops carry the tag even where their dropout probability is zero, and where they are handed the seed that
     another drew by, as backwards are.
@@ -52,7 +52,7 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
-    """Zeros and ones in the type, shape and memory order of ``x``, each entry one with probability p."""
+    """Zeros and ones in the type, shape and memory order of ``x``, each one with probability p."""
     return torch.empty_like(x).bernoulli_(p)
 
 
@@ -68,14 +68,14 @@ def draw_saved(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.T
 
 
 def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """Draw the mask again, at any time, from a generator of its own, in the same bytes of memory."""
+    """Draw the mask again at any time, from a generator of its own, in the same bytes of memory."""
     generator = torch.Generator()
     generator.set_state(saved[:STATE_BYTES])
     return _empty(saved, shape).bernoulli_(p, generator=generator)
 
 
 def hold_place(x: torch.Tensor) -> torch.Tensor:
-    """Take as many bytes as `save_state`, with nothing in them, for a mask that is drawn once."""
+    """As many bytes as `save_state`, unused, for a mask that is drawn once."""
     size = STATE_BYTES + 8 * x.dim()
     parts = torch.empty(size, dtype=torch.uint8)  # there while save_state puts its own together, as the plan counts it
     place = torch.empty_like(parts)
@@ -84,18 +84,18 @@ def hold_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
-    """``draw_mask(x, p)``, while what holds the place of the state is there, as the plan counts it."""
+    """``draw_mask(x, p)`` while the unused state exists, as the plan counts it."""
     return draw_mask(x, p)
 
 
 def save_device_state(device: torch.device) -> torch.Tensor:
-    """Seed and offset of the generator of an accelerator, (16,) bytes on the CPU; nothing is waited for."""
+    """Seed and offset of an accelerator's generator, (16,) bytes on the CPU, without synchronization."""
     return torch.get_device_module(device).get_rng_state(device)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """An op that draws on an accelerator, right after ``saved = save_device_state(on)``, which it is called with."""
+    """An op that draws on an accelerator, called with ``saved = save_device_state(on)`` right before."""
 
     op: OpOverload
     again: bool = False  # another time, at any time: the generator stays as it is then

@@ -1,4 +1,4 @@
-"""Rewrites of the joint graph that keep every bit and give the planner more to choose from."""
+"""Rewrites of the joint graph that keep every bit and give the planner more choices."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def expose_dropout(graph: fx.Graph) -> None:
 
 
 def save_states(graph: fx.Graph) -> None:
-    """Keep the generator's state before each large mask of the forward, so that the mask can be drawn again."""
+    """Keep the generator's state before each large mask of the forward, so that it can be drawn again."""
     for node in graph.find_nodes(op="call_function", target=draw_mask):
         x, p = node.args
         shape = tuple(node.meta["val"].shape)
@@ -148,7 +148,7 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
-    """Let ``bernoulli_`` on a tensor that is not contiguous draw without reading it; its draws take memory order.
+    """Let ``bernoulli_`` on a noncontiguous tensor draw without reading it, in memory order.
 
     `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it. `F.rrelu` of such a tensor is refused.
     """
@@ -165,12 +165,12 @@ def draw_as_in_place(graph: fx.Graph) -> None:
 
 
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as numbers of a type, divided by p. From bytes, since converting bools takes six times as long."""
+    """The mask as numbers of a type, divided by p; from bytes, since bools convert six times slower."""
     return mask.view(torch.uint8).to(dtype).div_(p)
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:
-    """Take the running statistics from batch norm's backward, which reads none of them in training mode.
+    """Remove the running statistics from training batch norms' backwards, which do not read them.
 
     Without them the statistics are free as soon as they are stored, and what batch norm computes again has no reader.
     Only on the CPU: the kernel on CUDA reads their type, and chooses by it how to read the weight.
@@ -182,7 +182,7 @@ def forget_running_statistics(graph: fx.Graph) -> None:
 
 
 def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None = None) -> None:
-    """The gradient of a convolution's weight and that of its input become two ops, each with the bits it had.
+    """Split a convolution's backward into its weight's gradient and its input's, each with its old bits.
 
     PyTorch calls a kernel for each in any case. They lay out anew what they read: the input x and the incoming gradient
     y for the weight's, y and the weight w for the input's. As one op, and with the input's gradient first, that takes
@@ -207,7 +207,7 @@ def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None
 
 
 def skip_idle_views(graph: fx.Graph) -> None:
-    """Read through views that change nothing: ``detach``, ``alias``, and a transpose of a transpose.
+    """Read through views that change nothing: ``detach``, ``alias``, a transpose of a transpose.
 
     The modules run without autograd, so that a detached tensor is the tensor; each view less is a call less. What the
     step returns stays as it is.
@@ -223,7 +223,7 @@ def skip_idle_views(graph: fx.Graph) -> None:
 
 
 def lay_out_at_once(graph: fx.Graph) -> None:
-    """Fill a new tensor as eager PyTorch does, where tracing has a functional copy: that makes one more.
+    """Fill a new tensor as eager PyTorch does, where tracing makes a functional copy.
 
     Autograd lays out so the gradient of a tensor of which a view was written in place.
     """
@@ -236,7 +236,7 @@ def lay_out_at_once(graph: fx.Graph) -> None:
 
 
 def sum_what_masks_select(graph: fx.Graph) -> None:
-    """Select by a mask and add up what was selected in one op, whose result has a fixed size.
+    """Select by a mask and sum the selection in one op, whose result has a fixed size.
 
     The gradient of ``token`` in ``x[mask] = token`` is such a sum.
     """
@@ -254,7 +254,7 @@ def sum_what_masks_select(graph: fx.Graph) -> None:
 
 
 def sum_of_selected(x: torch.Tensor, mask: torch.Tensor, before: int, *dims: Any) -> torch.Tensor:
-    """The sum over ``dims`` of what a mask selects behind the first ``before`` dimensions.
+    """The sum over ``dims`` of the elements selected by a mask behind the first ``before`` dimensions.
 
     It takes the bytes of a mask that selects all, whatever this one does, so that they can be planned.
     """
@@ -264,7 +264,7 @@ def sum_of_selected(x: torch.Tensor, mask: torch.Tensor, before: int, *dims: Any
 
 
 def gather_copies(graph: fx.Graph) -> None:
-    """Write all buffers in one call: the ``copy_`` at the end of the joint graph become one ``_foreach_copy_``.
+    """Write all buffers in one call: the final ``copy_`` ops of the joint graph become one ``_foreach_copy_``.
 
     A network with fifty batch norms has 150 of them, each an op to plan and a call to make.
     """
@@ -284,13 +284,13 @@ def gather_copies(graph: fx.Graph) -> None:
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str, val: Any = None) -> fx.Node:
-    """A node before another, with its provenance; ``val``: its fake result, where that is known."""
+    """Insert a node before another, with its provenance; ``val``: its fake result, if known."""
     with origin.graph.inserting_before(origin):
         return call(origin, target, args, name, val)
 
 
 def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
-    """A call in place of a node, with its fake result: views of that share it."""
+    """Replace a node by a call with its fake result, whose storage views share."""
     node.replace_all_uses_with(_call(node, target, args, name, node.meta["val"]))
     node.graph.erase_node(node)
 
@@ -298,17 +298,17 @@ def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], n
 def without_dead_code(
     module: fx.GraphModule, graph: fx.Graph, kind: type[fx.GraphModule] = fx.GraphModule
 ) -> fx.GraphModule:
-    """A module of this graph, without the ops that nothing reads, and with the tensors of another one."""
+    """A module of this graph, without unread ops, and with the tensors of another module."""
     graph.eliminate_dead_code(has_effect)
     graph.lint()
     return kind(module, graph)
 
 
 class Unwritten(fx.GraphModule):
-    """A module whose code is not written: few of the splits that are looked at become a plan, and that is written."""
+    """A module without generated code: of the splits that are tried, few become a plan."""
 
     def recompile(self) -> Any:
-        """Write no code."""
+        """Generate no code."""
 
     def forward(self, *args: Any) -> Any:
         """Run it node by node."""

@@ -1,4 +1,4 @@
-"""Numbers on which a sum in another order gives other bits: to try whether two ways to run an op round alike.
+"""Numbers on which a sum in another order has other bits, to try whether two ways to run an op round alike.
 
 A sum of n numbers in another order has other last digits mostly. On numbers drawn at random two orders of a product in
 float32 give equal bits in 5 to 40 of a hundred elements, and in half precision in all but one of 1e4 to 1e5, since the
@@ -42,7 +42,7 @@ DRAWN = 2**20 - 3  # numbers of a tensor that are drawn, and then repeated: a pr
 
 
 def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
-    """Normal numbers, or such between 0.1 and 0.9, which are valid variances; bools; zeros, which are valid indices."""
+    """Normal numbers, or numbers from 0.1 to 0.9, which are valid variances; bools; zeros, which are valid indices."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     memory = flat(made)  # an element may be many
     if like.dtype.is_floating_point or like.dtype.is_complex:
@@ -57,12 +57,12 @@ def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """(N,) all of the memory of a tensor."""
+    """(N,) the memory of a tensor."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def repeat(memory: Tensor, numbers: Tensor) -> None:
-    """Fill memory with numbers again and again; these may be its own first ones."""
+    """Fill memory with repeated numbers, which may be its own first ones."""
     whole = len(memory) // len(numbers) * len(numbers) if len(numbers) else 0
     if numbers.data_ptr() != memory.data_ptr() or numbers.device != memory.device:
         memory[: len(numbers)] = numbers[: len(memory)]
@@ -72,7 +72,7 @@ def repeat(memory: Tensor, numbers: Tensor) -> None:
 
 
 def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
-    """Change the arguments of an op that sums, so that the terms of its sums are opposite in pairs.
+    """Change the arguments of an op that sums, so that terms cancel in pairs.
 
     Of ops that are not known here nothing is changed, nor where there are no two terms.
 
@@ -86,13 +86,13 @@ def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
 
 
 def packet_of(target: Any) -> Any:
-    """An op of PyTorch's, whichever its overload; a function as it is."""
+    """The op of an overload; functions unchanged."""
     op = target.op if isinstance(target, (Drawn, Fused)) else target
     return op.overloadpacket if isinstance(op, OpOverload) else op
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have the same shape, type and bits, with signs of zeros and NaNs, wherever they lie."""
+    """Tell whether two tensors have the same shape, type and bits, signs of zeros and NaNs included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(a.element_size(), torch.uint8)
@@ -108,7 +108,7 @@ class _Pairs:
         self.draw = draw
 
     def scale(self, *given: Tensor) -> None:
-        """Scale elements to many sizes."""
+        """Scale elements to many magnitudes."""
         for t in given:
             if t.is_floating_point() and _is_plain(t):
                 memory = flat(t)
@@ -118,7 +118,7 @@ class _Pairs:
                     some.mul_(sizes[: len(some)])
 
     def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int]) -> bool:
-        """Make pairs of entries along a dimension equal in some tensors, opposite in another; False: it has one."""
+        """Make pairs of entries along a dimension equal in some tensors, opposite in another; False for size one."""
         given = [*same, opposite]
         size = opposite[0].shape[opposite[1]]
         if size < 2 or not all(_is_plain(t) for t, _ in given):
@@ -147,7 +147,7 @@ _SIZES = torch.tensor([2.0**power for power in range(-SPREAD, SPREAD + 1)])
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Tell whether no element is at two places."""
+    """Tell whether no two elements share memory."""
     return all(stride or size == 1 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
@@ -160,7 +160,7 @@ def _product(pairs: _Pairs, *args: Any) -> None:
 
 
 def _channels(pairs: _Pairs, x: Tensor, w: Tensor, transposed: bool, groups: int) -> bool:
-    """Pairs of the channels that a convolution reads; if that is one for each, of the places that it reads."""
+    """Pairs of the channels that a convolution reads, or of places if it reads one channel each."""
     pairs.scale(w)
     if transposed:  # its weight has these channels first
         by_group = zip(x.tensor_split(groups, 1), w.tensor_split(groups, 0), strict=True)

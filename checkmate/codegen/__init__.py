@@ -1,1 +1,1 @@
-"""Make of a plan two modules, forward and backward, and put them in autograd's graph."""
+"""Write a plan as two modules, forward and backward, and put them into autograd's graph."""

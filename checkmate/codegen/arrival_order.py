@@ -27,7 +27,7 @@ FIRST = float("inf")  # sequence number of the beginning of a backward
 
 
 def verdicts(fan: Any) -> tuple[int, ...]:
-    """The slots of a `Fan` to which something else contributes before it; all where that cannot be found out."""
+    """The slots of a `Fan` to which something else contributes first; all slots if unknown."""
     task = _current_graph_task_id()
     # One walk through what is differentiated decides for all of them in it, and is kept for this backward.
     if getattr(fan, "verdict", (None,))[0] != task:
@@ -47,7 +47,7 @@ def is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
 
 
 def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | None:
-    """The contributions to each edge in the backward that comes to a node, and its nodes; None if unknown.
+    """The contributions to each edge in the backward that reaches a node, and its nodes; None if unknown.
 
     Contributions are told by the sequence numbers of the nodes that they come from, or `FIRST`.
     """
@@ -65,7 +65,7 @@ def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | Non
 
 
 def reachable(roots: Iterable[Any]) -> dict[Any, None]:
-    """The nodes of autograd's graph that a backward from these nodes can reach, with them."""
+    """These nodes of autograd's graph, and those that a backward from them can reach."""
     stack = list(roots)
     seen: dict[Any, None] = {}
     while stack:
@@ -77,7 +77,7 @@ def reachable(roots: Iterable[Any]) -> dict[Any, None]:
 
 
 def _beginnings() -> Iterator[list[Edge]]:
-    """The roots of the running backwards, the innermost of this thread first: the engine has threads of its own."""
+    """The roots of the running backwards, this thread's innermost first; the engine has threads of its own."""
     yield from map(_roots, _engine_frames(sys._getframe()))
     for frame in sys._current_frames().values():
         yield from map(_roots, _engine_frames(frame))

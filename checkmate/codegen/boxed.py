@@ -1,4 +1,4 @@
-"""Make a function of a generated module: ops are looked up once, inputs come in one list and can be let go of.
+"""Make a function of a generated module: ops are looked up once; inputs come in one list that can be cleared.
 
 On the main path, 16 of 16: see docs/idea.md.
 """
@@ -48,7 +48,7 @@ _BINDINGS: dict[Any, Callable[..., Any]] = dict(_PRIVATE) | {
 
 
 class Boxed(CodeGen):
-    """Code that takes one list and clears it: the caller then holds nothing of what the code frees."""
+    """Code that takes one list and clears it, so that the caller holds nothing that the code frees."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
         """Write the head of the function."""
@@ -58,13 +58,13 @@ class Boxed(CodeGen):
 
 
 def takes_one_list(run: Run) -> Run:
-    """Tell AOTAutograd that a function takes its inputs in one list, which it may clear."""
+    """Mark a function for AOTAutograd: it takes its inputs in one list, which it may clear."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 def boxed(module: fx.GraphModule) -> Run:
-    """The function of a module that takes and clears one list, marked as such for AOTAutograd.
+    """The function of a module that takes and clears one list, marked for AOTAutograd.
 
     It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this
     has the op itself. On small tensors this takes a third to a half off what a call costs.
@@ -98,7 +98,7 @@ def boxed(module: fx.GraphModule) -> Run:
 
 
 def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
-    """Add to the message of an op that fails the line of the user's code that it comes from."""
+    """Add the line of the user's code to the error message of an op."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
     if at is None or len(error.args) != 1 or not isinstance(error.args[0], str):

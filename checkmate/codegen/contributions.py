@@ -1,4 +1,4 @@
-"""Hand over the gradients of a weight that is used several times one by one, in the order of plain PyTorch.
+"""Hand over the gradients of a weight that is used several times one by one, in plain PyTorch's order.
 
 A weight that a step uses twice gets two contributions to its gradient, a and b, and the backward of the step hands
 over their sum. Plain PyTorch computes that, too, unless something else, c, has come before: then it has (c + a) + b, in
@@ -46,7 +46,7 @@ _APART = "apart"  # in the meta data of a backward's output node: how many contr
 
 @dataclass(frozen=True)
 class Shared:
-    """An input whose gradient a step adds up from several contributions."""
+    """An input whose gradient a step sums from several contributions."""
 
     position: int  # among what the compiled function is called with
     gradient: int  # position among what the backward returns
@@ -59,7 +59,7 @@ UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
 
 @dataclass(frozen=True)
 class Sharing:
-    """The inputs of a step with several contributions: those that autograd gets one by one, and the others."""
+    """The inputs with several contributions: those that autograd gets one by one, and the others."""
 
     apart: tuple[Shared, ...] = ()
     together: tuple[Shared, ...] = ()
@@ -182,14 +182,14 @@ def sharing_of(
 
 
 def _adds_through_views(total: fx.Node) -> bool:
-    """Tell whether a gradient may belong to a view of the input: plain PyTorch adds up those of the view first."""
+    """Tell whether a gradient may belong to a view of the input; plain PyTorch sums those of the view first."""
     while is_view(total := as_made(total)):
         total = total.all_input_nodes[0]
     return total.target is aten.add.Tensor
 
 
 def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
-    """Take apart ``((a + b) + c) + ...``, autograd's sum of this many terms; None if it is no such sum."""
+    """Take apart ``((a + b) + c) + ...``, autograd's sum of this many terms; None if it is none."""
     terms: list[fx.Node] = []
     for _ in range(count - 1):
         total = as_made(total)
@@ -203,7 +203,7 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
 
 
 def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
-    """The function of a module; of a backward for any gradients that are handed in, and any that are asked for.
+    """The function of a module; of a backward for any subset of given and of requested gradients.
 
     Those handed in may be None; a batch of them is refused. A `Fan` gets contributions one by one where it needs them.
     """
@@ -245,7 +245,7 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
 
 
 def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
-    """Make a backward return the first term of some sums in their place, and the other terms at the end."""
+    """Make a backward return the first term of some sums in their place, and the others at the end."""
     graph, output = fx.Graph(), module.graph.output_node()
     copies: dict[fx.Node, Any] = {}
     graph.graph_copy(module.graph, copies)
@@ -262,7 +262,7 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
 
 
 def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
-    """Pass inputs with several contributions to a compiled function so that these can be handed over one by one.
+    """Pass inputs with several contributions to a compiled function as aliases, to hand these over one by one.
 
     Where they cannot, and something else contributes first, the backward is refused.
     """

@@ -1,4 +1,4 @@
-"""A plan as two `torch.fx` modules, forward and backward, that run, repeat and free what the plan says.
+"""Write a plan as two `torch.fx` modules, forward and backward, which run, repeat and free as the plan says.
 
 The generated code is plain Python: an op that runs again stands there again, as ``<name>_again<i>``, and a name is
 cleared after its last use, which is where the plan frees its value. Views cost nothing and are made anew from each copy
@@ -48,7 +48,7 @@ Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes
 
 @dataclass(frozen=True)
 class Land:
-    """The `Wait` of a value that comes back, in a plan that is being written."""
+    """The `Wait` of a fetched value, in a plan that is being written."""
 
     value: int
 
@@ -65,7 +65,7 @@ class Modules:
 
     @property
     def again(self) -> tuple[str, ...]:
-        """Names of the nodes that run an op another time, in order."""
+        """Names of the nodes that run an op again, in order."""
         nodes = (node for module in (self.forward, self.backward) for node in module.graph.nodes)
         return tuple(node.name for node in nodes if AGAIN in node.name)
 
@@ -119,7 +119,7 @@ def emit(
 
 
 def _draw_once(forward: fx.GraphModule) -> None:
-    """Save no random state for a mask that the plan draws once, right away, from a tensor that is read again later.
+    """Save no random state for a mask that the plan draws once, at once, from a tensor that is read later.
 
     To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
     """
@@ -138,12 +138,12 @@ def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
 
 
 def is_unchecked(node: fx.Node) -> bool:
-    """True for a saved node whose version autograd does not check."""
+    """Tell whether a saved node is one whose version autograd does not check."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """The saved tensors: values that the backward reads without making or fetching them, and unchecked inputs."""
+    """The saved tensors: values that the backward reads and neither makes nor fetches, and unchecked inputs."""
     made = {*tangents}
     saved: dict[fx.Node, None] = {}
 
@@ -165,7 +165,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
 
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
-    """The roots of a view: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
+    """The roots of a view: placeholders, numbers, outputs of ops; a root's own node. Constants have none."""
     if is_sym_node(node) or node.op == "placeholder":
         return [node]
     if any(node in joint.nodes_of_value[v] for v in joint.value_of[node]):
@@ -203,7 +203,7 @@ class _Writer:
             self.call.meta[transfers.IS_CALL] = True
 
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
-        """Begin the module with a call that sends values."""
+        """Begin the module of a call that sends values."""
         call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
         # It stands among the fake tensors of the graph.
         modes = [
@@ -307,7 +307,7 @@ class _Writer:
                 self.env.pop(node, None)
 
     def _at_hand(self, node: fx.Node) -> fx.Node:
-        """The copy of a node in this module; a view, a getitem or a constant is written where it is first needed."""
+        """The copy of a node in this module; views, getitems and constants are written where they are first needed."""
         if node not in self.env:
             if node in self.ops or node.op == "placeholder":
                 raise SolverError(f"The plan reads {node.name} where it is not at hand.")

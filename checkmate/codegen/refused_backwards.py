@@ -1,4 +1,4 @@
-"""Refuse backwards in which autograd would take or give other gradients of a step's results than in plain PyTorch.
+"""Refuse backwards in which autograd would use or give other gradients of a step's results than in plain PyTorch.
 
 A captured step is one function of autograd, and its results are its ends. A step may return ``loss, logits``: in plain
 PyTorch the gradient of the loss passes through the logits, hooks on them see it, ``logits.retain_grad()`` keeps it.
@@ -34,7 +34,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 
 
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
-    """Find results from which other results are computed: the position of each, with the others'.
+    """For results from which other results are computed: the position of each, with the others'.
 
     Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
     """
@@ -50,12 +50,12 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def _tokens_of(output: fx.Node, count: int) -> int:
-    """Count the first outputs of a joint graph that are tokens of effects (of `torch.linalg`'s checks, say)."""
+    """The number of first outputs of a joint graph that are effect tokens (of `torch.linalg`'s checks, say)."""
     return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
 def refuse_watching(users: Mapping[int, tuple[int, ...]], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Refuse, in the backward of a call, hooks and kept gradients of results that `computed_from` found."""
+    """Refuse hooks and kept gradients of results in `computed_from`, in the backward of a call."""
     for tensor in tree_leaves(results) if users else ():
         function: Any = getattr(tensor, "grad_fn", None)
         later = users.get(tensor.output_nr) if function in functions else None
@@ -77,7 +77,7 @@ def _refuse_watched(result: weakref.ref[torch.Tensor], later: tuple[int, ...], g
 
 
 def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
-    """The terms that a joint graph adds to gradients from outside, by the position of the result.
+    """The terms that a joint graph adds to incoming gradients, by the position of the result.
 
     Each contribution is told by the positions of the results whose gradients it depends on. Results to whose gradients
     nothing is added are left out. ``count``: how many of the graph's outputs belong to the forward.
@@ -103,7 +103,7 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
 
 
 def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Refuse, in the backward of a call, gradients of views that plain PyTorch adds `added_within` the step."""
+    """Refuse gradients of views that plain PyTorch adds `added_within` the step, in the backward of a call."""
     views: dict[Any, dict[int, set[int]]] = {}
     for tensor in results if within else ():
         node = getattr(tensor, "grad_fn", None)
@@ -139,7 +139,7 @@ def _refuse_views(
 
 
 def watch_backward(result: Any) -> None:
-    """Raise a clear error in a backward without a plan: a differentiable one, or one under autocast."""
+    """Raise a clear error in a backward that has no plan: a differentiable one, or one under autocast."""
     tensors = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
     functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     for function in functions:

@@ -1,4 +1,4 @@
-"""The second memory of a compiled step: a store for each call whose backward may still come, opened when one is needed.
+"""The second memory of a compiled step: a store for each call with a pending backward, opened when needed.
 
 Each call has a store of its own, so that calls of which several are begun before a backward, or in several threads,
 know nothing of each other. A store that a call gives back serves the next one; where a plan has more elsewhere than the
@@ -55,13 +55,13 @@ class TensorLayout(NamedTuple):
     stride: tuple[int, ...]
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor of this layout in another storage."""
+        """The tensor with this layout in another storage."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of a step, and its values in the second memory."""
+    """A call of a step, with its values in the second memory."""
 
     store: Store  # for this call alone
     home: SecondMemory
@@ -77,7 +77,7 @@ class Call:
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def wait(self, v: int) -> None:
-        """Wait until the last copy of a value is made."""
+        """Wait until a value's last copy has ended."""
         begin = time.perf_counter()
         self.store.wait(v)
         self.waited += time.perf_counter() - begin
@@ -89,14 +89,14 @@ _here = threading.local()  # .call: the one that runs on this thread
 
 
 def _leave(number: int) -> None:
-    """Note that nobody can ask for a backward any more; called at any point of the program, so nothing is ended now."""
+    """Note that no backward can be asked for any more; called at any point, so nothing is ended here."""
     call = _calls.pop(number, None)
     if call is not None and not call.is_over:
         call.home.left.append(call)
 
 
 def call_of(token: torch.Tensor) -> Call:
-    """The call that a saved tensor stands for."""
+    """The call that a saved tensor identifies."""
     call = _calls.get(int(token))
     if call is None:
         raise Unsupported(_GONE)
@@ -105,7 +105,7 @@ def call_of(token: torch.Tensor) -> Call:
 
 @contextmanager
 def running(token: torch.Tensor | None) -> Iterator[None]:
-    """Run a forward or a backward; if it fails, free all that its call has in the second memory."""
+    """Run a forward or backward; if it fails, free everything of its call in the second memory."""
     before = getattr(_here, "call", None)
     _here.call = None if token is None else call_of(token)
     try:
@@ -157,7 +157,7 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call with a capacity in bytes, or raise a `HostError`; gives the tensor that identifies it."""
+        """Begin a call with a capacity in bytes, or raise a `HostError`; give the tensor that identifies it."""
         while self.left:
             try:
                 left = self.left.popleft()
@@ -210,14 +210,14 @@ class SecondMemory:
 
 
 class SecondMemories:
-    """A `SecondMemory` for each device on which a step is captured; for the arguments see there."""
+    """A `SecondMemory` per device on which a step is captured, with the same arguments."""
 
     def __init__(self, where: str | None, budget: int, *, cache: bool) -> None:
         self._where, self._budget, self._cache = where, budget, cache
         self.by_device: dict[torch.device, SecondMemory] = {}
 
     def on(self, device: torch.device) -> SecondMemory:
-        """The one for a device."""
+        """The second memory of a device."""
         if device not in self.by_device:
             self.by_device[device] = SecondMemory(self._where, self._budget, device, cache=self._cache)
         return self.by_device[device]

@@ -1,4 +1,4 @@
-"""Refuse backwards where gradients of a weight, of a step and beside it, meet in autocast's half-precision copy.
+"""Refuse backwards in which gradients of a weight, of a step and beside it, meet in autocast's half-precision copy.
 
 A region of autocast that is entered before a step is called, and left after it, keeps the converted copy of a weight
 for other uses (`checkmate.capture.autocast`). In plain PyTorch the gradients of all of them meet in the copy. A
@@ -30,7 +30,7 @@ _ANEW = "checkmate.compile captures such a call anew; a backend that torch.compi
 
 
 def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
-    """Wrap a compiled function for calls within a region of autocast; its converted weights may be found later."""
+    """Wrap a compiled function for calls within an autocast region; its converted weights may be found later."""
     if not any(copies.kept):
         return run
 
@@ -91,7 +91,7 @@ def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
 
 
 class _Copy(torch.Tensor):
-    """The copy of a weight that autocast keeps before anybody uses it: it is converted at its first use."""
+    """The copy of a weight that autocast keeps before its first use: it is converted then."""
 
     weight: Callable[[], Any]
     version: int  # of the weight, when it would have been converted
@@ -120,7 +120,7 @@ def _changed(name: str) -> Unsupported:
 
 
 class _Lookup(TorchDispatchMode):
-    """Looks up the copy of a weight that autocast keeps, and gives it a `_Copy` where it has none; computes nothing."""
+    """Looks up the copy of a weight that autocast keeps, or gives it a `_Copy`; computes nothing."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The calls of generated code to a second memory: send, fetch, wait for either, drop.
+"""The calls of generated code to a second memory: send, fetch, wait, drop.
 
 A value is a storage. `send` begins to copy it there, and `arrive` waits for that; `fetch` allocates a storage on the
 thread of the step, by the allocator that serves the step, and begins to copy into it; `land` waits for that, and gives
@@ -27,7 +27,7 @@ IS_CALL = "is_call"  # in the meta data of the placeholder through which a backw
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if the tensor is exactly the bytes of its storage."""
+    """Tell whether the tensor is exactly the bytes of its storage."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
@@ -47,7 +47,7 @@ def _at_work(token: torch.Tensor) -> Call:
 
 @has_side_effect
 def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a value into the second memory; its tensors stay until it has arrived."""
+    """Begin to copy a value into the second memory; its tensors stay until the copy has ended."""
     call = _at_work(token)
     # What stands for several tensors, or for none with data, stays here.
     if not all(map(_is_plain, tensors)):
@@ -67,7 +67,7 @@ def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
 
 @has_side_effect
 def arrive(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Go on when a value is in the second memory. Its tensors are read so that they stay until then."""
+    """Wait until a value is in the second memory. Its tensors are read so that they stay until then."""
     call = _at_work(token)
     if v not in call.kept:
         call.wait(v)
@@ -76,7 +76,7 @@ def arrive(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
 
 @has_side_effect
 def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
-    """Begin to copy a value back, into memory that is allocated now."""
+    """Begin to copy a value back into memory that is allocated now."""
     call = _at_work(token)
     if v not in call.kept:
         landing = torch.empty(call.bytes[v], dtype=torch.uint8, device=call.layouts[v][0].device).untyped_storage()
@@ -88,7 +88,7 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
 
 @has_side_effect
 def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The tensors of a value when it is back; the tensor itself where it is one."""
+    """The tensors of a value once it is back; the tensor itself for one."""
     call = _at_work(token)
     tensors = call.kept.get(v)
     if tensors is None:
@@ -100,7 +100,7 @@ def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]
 
 @has_side_effect
 def drop(token: torch.Tensor, v: int) -> torch.Tensor:
-    """Let go of the copy in the second memory."""
+    """Free the copy in the second memory."""
     call = _at_work(token)
     if call.kept.pop(v, None) is None:
         call.store.drop(v)
@@ -111,13 +111,13 @@ def drop(token: torch.Tensor, v: int) -> torch.Tensor:
 
 @has_side_effect
 def finish(token: torch.Tensor) -> None:
-    """The backward has ended."""
+    """Note the end of the backward."""
     call = call_of(token)
     call.home.finish(call, HAS_RUN)
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
-    """Raise a `HostError`: the code of a plan that was made for no step has no second memory."""
+    """Raise a `HostError`: this code was written for a plan without a step."""
     raise HostError(
         f"This plan has {capacity} bytes of values wait in a second memory, and there is none: it was made for a "
         "problem, and not by checkmate.compile(..., host_budget=...), which opens one."
@@ -125,7 +125,7 @@ def no_second_memory(capacity: int) -> torch.Tensor:
 
 
 def most_there(plan: Plan, graph: Graph) -> int:
-    """Bytes that a second memory needs for what a plan has there at once: it takes whole blocks for each value."""
+    """Bytes of the second memory at a plan's peak there, in whole blocks per value."""
     there = most = 0
     for step in plan.steps:
         if isinstance(step, (Send, Drop)):
@@ -136,7 +136,7 @@ def most_there(plan: Plan, graph: Graph) -> int:
 
 
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The function of a graph, which frees what its call has in the second memory if it fails."""
+    """The function of a graph, which frees its call's values in the second memory if it fails."""
     given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
     if not given and not any(node.target in (send, fetch) for node in graph.nodes):
         return run
@@ -149,7 +149,7 @@ def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[
 
 
 def as_made(node: fx.Node) -> fx.Node:
-    """The first node of a value that a module sends and fetches back; the node itself if it does not."""
+    """The first node of a value that a module sends and fetches; other nodes unchanged."""
     face, place = node, 0
     if face.target is operator.getitem:
         face, place = face.args  # type: ignore[assignment]

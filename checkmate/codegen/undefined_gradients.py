@@ -1,4 +1,4 @@
-"""The backward of a step where some of its results have no gradient: without the ops that only these need.
+"""The backward of a step some of whose results have no gradient, without the ops that only those need.
 
 A step may return more than is differentiated: ``loss, logits``. Plain PyTorch then leaves out what only the logits
 need. AOTAutograd hands in zeros instead, which are not the same: a parameter that only they reach gets a gradient of
@@ -39,7 +39,7 @@ DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Make autograd hand None, not zeros, to the backward of a call for results without a gradient."""
+    """Make autograd pass None, not zeros, to a call's backward for results without a gradient."""
     for function in functions:
         if type(function) not in own:  # each compiled function has a type of its own
             own.add(type(function))
@@ -78,7 +78,7 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
 
 
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:
-    """Positions of inputs that a step reads and never differentiates, and neither writes to nor hands out undetached.
+    """Positions of inputs that a step reads but never differentiates, writes to, or returns undetached.
 
     ``results``: how many of the outputs of the joint graph are of the forward.
     """
@@ -103,7 +103,7 @@ def _is_detached(node: fx.Node) -> bool:
 
 
 def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them."""
+    """Keep a step's backward from inputs without a gradient: neither their hooks nor their makers run."""
     if not positions:
         return run
     left = {*positions}
@@ -122,7 +122,7 @@ def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callab
 
 
 def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
-    """Find the autograd nodes of a compiled call from its results and arguments."""
+    """The autograd nodes of a compiled call, from its results and arguments."""
     leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
     front: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
@@ -133,7 +133,7 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
 
 
 def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], list[Any]], None]) -> Any:
-    """Wrap a compiled function to tell these its results and autograd nodes after each call."""
+    """Wrap a compiled function to give these its results and autograd nodes after each call."""
 
     @wraps(run)
     def watching(*args: Any) -> Any:
@@ -147,13 +147,13 @@ def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], list[Any
 
 
 def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:
-    """Call ``check(node, gradients)`` before a node of autograd runs; the hook does not keep the node alive."""
+    """Call ``check(node, gradients)`` before an autograd node runs; the hook does not keep the node alive."""
     node = weakref.ref(function)
     function.register_prehook(lambda grads: check(node(), grads))
 
 
 def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Take the gradients that autograd never hands in out of a joint graph, and what depends on nothing else.
+    """Remove from a joint graph gradients that autograd never passes in, and ops that need only these.
 
     They belong to new values of leaves, such as a parameter whose ``.data`` is clamped: AOTAutograd traces the step as
     if the new value had a gradient of its own, and writes it back where autograd does not see it. ``inputs`` are what
@@ -173,7 +173,7 @@ def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> No
 
 
 def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
-    """A backward as autograd runs it where the gradients in these placeholders are not defined.
+    """A backward as autograd runs it if the gradients in these placeholders are undefined.
 
     What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
     kinds reads zeros, as autograd's own do.

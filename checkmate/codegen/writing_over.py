@@ -1,4 +1,4 @@
-"""Let ops write their results over inputs that die there, as planned, if nobody else could see it.
+"""Let ops write over inputs that die there, as planned, if nothing else can see it.
 
 A plan's modules are functional: an op that writes over an input stands there as in the captured graph, with a mark.
 Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the marks.
@@ -52,7 +52,7 @@ _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Cou
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
-    """Keep the ways of a profile that can be written, and give the arguments that they write over.
+    """Keep the ways of a profile that can be written; give the arguments that they write over.
 
     Left out is what others may hold: ops that are not PyTorch's own may keep what they read or return it, and
     collectives read and write while later ops run.
@@ -66,7 +66,7 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 
 def _keeps_nothing(node: fx.Node) -> bool:
-    """True for ops of PyTorch's own, or of ours, that exchange no data with other ranks."""
+    """Tell whether an op is PyTorch's or ours and does not communicate with other ranks."""
     called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")
@@ -77,7 +77,7 @@ def _keeps_nothing(node: fx.Node) -> bool:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Raise a `SolverError` if an op is marked to write over a value that is still read, or is not the step's own."""
+    """Raise a `SolverError` if an op is marked to overwrite a value that is still read, or not the step's own."""
     allowed = _writes(graph)
     for node in graph.nodes:
         if OVER in node.meta and node not in allowed:
@@ -102,7 +102,7 @@ def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 
 def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
-    """The marked ops that can write over their argument, each with its position; ``spare``: the module's inputs."""
+    """The marked ops that can write over their argument, with its position; ``spare``: the module's inputs."""
     numbered = _numbered_storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in numbered[a].values()}
     # A result that belongs to another, or whose base is not known, must not be written over.
@@ -126,7 +126,7 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
 
 
 def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
-    """A module whose marked ops write over their arguments; ``spare``: over nothing that is handed in."""
+    """A module whose marked ops write over their arguments, except inputs if ``spare``."""
     writes = _writes(module.graph, spare=spare)
     if not writes:
         return module
@@ -146,7 +146,7 @@ def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
 
 
 def writing_over(module: fx.GraphModule) -> Run:
-    """The function of a module whose marked ops write over their arguments, where only this call could see it."""
+    """The function of a module whose marked ops write over their arguments if only this call can see it."""
     writes = _writes(module.graph)
     if not writes:
         return boxed(module)
@@ -168,7 +168,7 @@ def writing_over(module: fx.GraphModule) -> Run:
 
 
 def _is_watched() -> bool:
-    """True if a mode of the user's sees each op, and may keep results."""
+    """Tell whether a mode of the user's sees each op, and may keep results."""
     # The mode of the default device does not, nor that by which AOTAutograd looks at custom ops in a first run.
     dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
     function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
@@ -180,7 +180,7 @@ def _is_watched() -> bool:
 
 
 def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
-    """Count the holders of a list entry: of the object in Python, the tensor in C++, and its storage."""
+    """Count the holders of a list entry: of the Python object, the C++ tensor, and its storage."""
     tensor_storage = inputs[i].untyped_storage()._cdata
     return sys.getrefcount(inputs[i]), inputs[i]._use_count(), _storage_Use_Count(tensor_storage)
 
@@ -191,7 +191,7 @@ def _alone() -> tuple[int, int, int]:
 
 
 def _is_any_shared(inputs: list[Any], which: Collection[int]) -> bool:
-    """True if somebody else may hold one of these tensors, or another tensor in its storage."""
+    """Tell whether something else may hold one of these tensors, or another tensor in its storage."""
     if not _CAN_COUNT:
         return True
     alone = _alone()

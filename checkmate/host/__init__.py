@@ -1,4 +1,4 @@
-"""A second memory, where values of a step wait: a file beside the RAM, pinned RAM beside a CUDA device.
+"""A second memory for waiting values: a file beside the RAM, or pinned RAM beside an accelerator.
 
 `open_store` gives a `Store`, whose copies run beside the step: `send` begins one out, `fetch` one back, `wait` ends
 either, `drop` lets the copy there go. `measure` says how fast they are.

@@ -1,4 +1,4 @@
-"""Copy values of a step to a file and back, on a thread for each direction: what a `Store` on the CPU calls.
+"""Copy values to a file and back, with a thread per direction: the `Mover` of a `Store` on the CPU.
 
 The file has no name: what it holds is gone with the process, however that ends. It is written and read past the page
 cache where the file system can (O_DIRECT): pages that the kernel keeps of a file are memory of the machine, too, and a
@@ -38,7 +38,7 @@ BOUNCE = 1 << 20  # bytes of a small buffer: what a core's cache holds
 
 
 class FileMover:
-    """Copies to and from a file in a folder, of so many bytes: a multiple of `BLOCK`.
+    """Copies to and from a file of this many bytes, a multiple of `BLOCK`, in a folder.
 
     Its threads hold addresses: storages stay and go with the caller alone.
 
@@ -65,12 +65,12 @@ class FileMover:
         return self._begin(self._back, value, storage.data_ptr())
 
     def finish(self) -> None:
-        """Wait for the present copies of the threads; those behind them never begin."""
+        """Wait for the copies under way; queued ones never begin."""
         wait([future for future in self._begun if not future.cancel()])
         self._begun.clear()
 
     def close(self) -> None:
-        """End the threads, and give the file's bytes back to the disk."""
+        """End the threads, and return the file's bytes to the disk."""
         for lane in (self._out, self._back):
             lane.thread.shutdown()
         self._file.close()
@@ -94,7 +94,7 @@ class FileMover:
 
 
 class _Lane:
-    """A direction of copies, with its thread and the thread's small buffer."""
+    """One direction of copies, with its thread and the thread's small buffer."""
 
     def __init__(self, fd: int, alignment: int, *, out: bool) -> None:
         self._fd, self._alignment, self._is_out = fd, alignment, out
@@ -105,7 +105,7 @@ class _Lane:
         self.thread.submit(int).result()  # a thread that cannot start is known when the store is opened
 
     def copy(self, value: Value, address: int) -> None:
-        """Copy a value: its body first, then its edges, head and tail, which lie in blocks of their own."""
+        """Copy a value: first its aligned body, then head and tail, which have blocks of their own."""
         begin, body = address + value.head, (value.nbytes - value.head) // BLOCK * BLOCK
         if begin % self._alignment == 0:
             self._move(value, 0, begin, body)
@@ -115,7 +115,7 @@ class _Lane:
         self._by_way(value, body, [(address, value.head), (begin + body, value.nbytes - value.head - body)])
 
     def _by_way(self, value: Value, at: int, pieces: list[tuple[int, int]]) -> None:
-        """Copy pieces of memory, address and bytes, by way of the buffer, in which they lie side by side."""
+        """Copy pieces of memory, (address, bytes), through the buffer, in which they are adjacent."""
         places = list(accumulate((count for _, count in pieces), initial=self._bounce))
         if self._is_out:
             for place, (address, count) in zip(places, pieces, strict=False):
@@ -126,7 +126,7 @@ class _Lane:
                 ctypes.memmove(address, place, count)
 
     def _move(self, value: Value, at: int, address: int, nbytes: int) -> None:
-        """Move bytes between memory and the extents of a value, from its byte `at` there on; all are aligned."""
+        """Copy bytes between memory and a value's extents, from byte ``at`` on; everything is aligned."""
         for extent in value.extents:
             part, at = extent[at : at + nbytes], max(0, at - len(extent))
             nbytes -= len(part)
@@ -146,7 +146,7 @@ class _Lane:
 
 
 def _open(folder: Path, nbytes: int) -> FileIO:
-    """Make a file without a name, and take its bytes from the disk."""
+    """Make an unnamed file, and allocate its bytes on the disk."""
     try:
         file: FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as the store is)
     except OSError as error:
@@ -174,7 +174,7 @@ def _open(folder: Path, nbytes: int) -> FileIO:
 
 
 def _find_alignment(fd: int, folder: Path) -> int:
-    """Use a file past the page cache, and find the alignment that this asks of addresses; 1: it cannot be used so."""
+    """Switch a file to direct I/O, and find the address alignment that it needs; 1 if it cannot be switched."""
     # It was opened without, since to take its bytes may mean to write some of each block.
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

@@ -1,4 +1,4 @@
-"""Open the second memory that a user names, ``host="file:/fast/disk"`` or ``"pinned"``, and measure copies to it.
+"""Open the second memory that a user names, ``host="file:/fast/disk"`` or ``"pinned"``, and measure its links.
 
 Bytes per second each way are measured once, on blocks like those that a step will send, and kept on disk: plans of the
 next start are the same then. There is one record for each place, that is the machine, its device and the folder
@@ -39,7 +39,7 @@ _measured: dict[str, Links] = {}  # in this process, by place
 
 
 def open_store(where: str, capacity: int, device: torch.device) -> Store:
-    """Open a second memory for a step. All of its bytes are taken at once, so that a lack is known before the step.
+    """Open a second memory for a step. All bytes are allocated at once, so that a lack shows before the step.
 
     Args:
         where: ``"file:/fast/disk"``, a folder in which a file without a name is made, for a step on the CPU;
@@ -89,7 +89,7 @@ class Links:
 
 
 def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -> Links:
-    """Measure a store in which nothing is, with two blocks of each size; what does not fit in it is left out.
+    """Measure an empty store with two blocks of each size; sizes that do not fit are skipped.
 
     The blocks are allocated on the device meanwhile, and freed again.
 
@@ -115,7 +115,7 @@ def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -
 
 
 def _times(store: Store, device: torch.device, size: int) -> tuple[float, float, float]:
-    """Seconds to send a block, to fetch one, and for both at once."""
+    """Seconds to send a block, to fetch one, and to do both at once."""
     # Two blocks: one to send, and one that is there to be fetched.
     near, far = -1, -2  # keys that no plan has
     first, second = (torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for _ in range(2))
@@ -151,7 +151,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
-    """The links to a second memory, as `open_store` names it; with ``cache`` kept on disk, and taken from there.
+    """The links of a second memory, as `open_store` names it; with ``cache``, read from disk and kept there.
 
     Raises:
         HostError: if it cannot be had, or a copy fails.

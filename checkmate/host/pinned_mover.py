@@ -1,4 +1,4 @@
-"""Copy values of a step from an accelerator to pinned memory and back: what a `Store` beside one calls.
+"""Copy values from an accelerator to pinned memory and back: the `Mover` of a `Store` beside one.
 
 Each way has a stream. The memory is taken and pinned once. A copy begins when what the compute stream was given
 before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
@@ -16,7 +16,7 @@ from checkmate.host.store import Value, Wait
 
 
 class PinnedMover:
-    """Copies between a step's device and so many bytes of pinned memory.
+    """Copies between a step's device and this many bytes of pinned memory.
 
     Raises:
         HostError: if the host does not give so much, or it cannot be pinned.
@@ -39,21 +39,21 @@ class PinnedMover:
         return self._copy(self._back, storage, value, out=False)
 
     def finish(self) -> None:
-        """Wait for the copies that are under way; here the host waits, since the step has ended."""
+        """Wait on the host for copies under way, as the step has ended."""
         self._out.synchronize()
         self._back.synchronize()
 
     def close(self) -> None:
-        """Give the memory back to the host."""
+        """Return the memory to the host."""
         if self._pinned.numel():
             kind_of(self._device).unpin(self._pinned)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def abandon(self) -> None:
-        """Nothing: accelerators do not work in a forked child."""
+        """Do nothing: accelerators do not work in a forked child."""
 
     def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
-        """Copy each piece after all that the compute stream was given."""
+        """Copy each piece after all earlier work of the compute stream."""
         here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))
         compute = torch.accelerator.current_stream(self._device)
         if compute != self._compute:

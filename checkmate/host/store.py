@@ -1,4 +1,4 @@
-"""Values that wait in a second memory: which are there, which are on their way, and where each of them lies.
+"""Values in a second memory: which are there, which are on their way, and where each lies.
 
 A `Store` keeps the books; a `Mover` copies. Each of the two directions takes its copies one after the other, in the
 order in which they were begun, beside the step. A value is copied as a whole storage, so that it comes back with the
@@ -31,7 +31,7 @@ Wait = Callable[[], BaseException | None]  # until a copy has ended, for all tha
 
 
 def rounded(nbytes: int) -> int:
-    """Round up the bytes of a value to those it takes in a second memory.
+    """Bytes that a value takes in a second memory, rounded up.
 
     >>> rounded(0), rounded(1), rounded(4096), rounded(4097)
     (0, 4096, 4096, 8192)
@@ -52,24 +52,24 @@ class Value:
 
 
 class Mover(Protocol):
-    """The copier between a step's memory and the second one. The caller keeps the storages until the copy's end."""
+    """The copier between a step's memory and the second one. Callers keep storages until copies end."""
 
     name: str  # for errors
 
     def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
-        """Begin to copy a value there."""
+        """Begin to copy a value out."""
 
     def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
-        """Begin to copy a value here."""
+        """Begin to copy a value back."""
 
     def finish(self) -> None:
-        """Wait for copies under way, and forget those that have not begun; raises no error of a copy."""
+        """Wait for copies under way, and drop those not begun; copies' errors are not raised."""
 
     def close(self) -> None:
-        """Let threads and memory go, after `finish`."""
+        """Free threads and memory, after `finish`."""
 
     def abandon(self) -> None:
-        """Let go what a forked child has of it."""
+        """Release what a forked child has of it."""
 
 
 class Store:
@@ -90,11 +90,11 @@ class Store:
 
     @property
     def bytes_there(self) -> int:
-        """Bytes that values take in the second memory now: each `rounded`, from its `send` to its `drop`."""
+        """Bytes in use in the second memory: each value `rounded`, from its `send` to its `drop`."""
         return sum(rounded(value.nbytes) for value in [*self._values.values()])
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Begin to copy a value out. Its storage stays as it is until `wait`.
+        """Begin to copy a value out. Its storage must stay unchanged until `wait`.
 
         Raises:
             HostError: if it is there already, there is no room, or the store is closed or another process's.
@@ -121,7 +121,7 @@ class Store:
             value.pending = self._mover.out(storage, value)
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
-        """Begin to copy a value back, into a storage of as many bytes. It is there until `drop` all the same.
+        """Begin to copy a value back into a storage of as many bytes. The copy stays until `drop`.
 
         Raises:
             HostError: if it is not there, is still on its way, or the landing has another size.
@@ -135,7 +135,7 @@ class Store:
             value.pending = self._mover.back(value, landing)
 
     def wait(self, key: int) -> None:
-        """Wait until the copy of a value that was begun last has ended: its source may go, its landing be read.
+        """Wait until the last copy begun for a value has ended: its source may go, its target be read.
 
         On CUDA it is the compute stream that waits, not the caller.
 
@@ -160,7 +160,7 @@ class Store:
             raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
 
     def drop(self, key: int) -> None:
-        """Let the copy there go.
+        """Free the copy in the second memory.
 
         Raises:
             HostError: if it is not there, or still on its way.
@@ -170,13 +170,13 @@ class Store:
             del self._values[key]
 
     def reset(self) -> None:
-        """Begin anew after a step that did not end: wait for copies under way, then free everything."""
+        """Start again after a step that did not end: wait for copies under way, then free everything."""
         with self._opened():
             self._mover.finish()
             _let_go(self._values)
 
     def close(self) -> None:
-        """Free the second memory after the copies under way have ended. Closing again does nothing."""
+        """Free the second memory after the copies under way. Closing again does nothing."""
         if os.getpid() != self._process:
             self._close()
             return
@@ -184,7 +184,7 @@ class Store:
             self._close()
 
     def _settled(self, key: int, what: str) -> Value:
-        """A value that is there, whole, with no copy under way."""
+        """A value with a whole copy and no transfer under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
             raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {what}.")
@@ -194,7 +194,7 @@ class Store:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Hold the books of an open store. A forked child must not wait for them: their holder is not in it."""
+        """Lock the books of an open store. A forked child must not wait for the lock: its holder is not there."""
         if os.getpid() != self._process:
             raise HostError(
                 f"The second memory in {self._mover.name} was opened by process {self._process}. This one was forked "
@@ -207,7 +207,7 @@ class Store:
 
 
 def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
-    """Clean up a store that is closed, deleted, or alive at the interpreter's end."""
+    """Clean up a store that is closed, deleted, or alive at the interpreter's exit."""
     if os.getpid() != process:
         mover.abandon()
         return
@@ -217,7 +217,7 @@ def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
 
 
 def _let_go(values: dict[int, Value]) -> None:
-    """Forget values and the storages that were copied; an error's traceback may hold a value for longer."""
+    """Forget values and the storages that were copied; an error's traceback may keep a value longer."""
     for value in values.values():
         value.kept = None
     values.clear()

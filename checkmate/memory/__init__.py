@@ -1,4 +1,4 @@
-"""Memory of a step: the meter of what PyTorch allocates, and an arena on the CPU whose addresses are planned."""
+"""Memory of a step: a meter of PyTorch's allocations, and an arena on the CPU with planned addresses."""
 
 from checkmate.memory.meter import CPU, MemoryUse, Recording, aside, measure_peak, record_allocations
 

@@ -1,4 +1,4 @@
-"""An arena for a step on the CPU: one mapping that serves what the step allocates, at addresses that were planned.
+"""An arena for a step on the CPU: one mapping that serves the step's allocations at planned addresses.
 
 PyTorch leaves each allocation to malloc, which keeps free pieces between live ones: the process then holds up to twice
 the bytes that the step counts. Here the first step notes what it allocates and how long each lives, and is served from
@@ -39,11 +39,11 @@ Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each al
 
 
 class PendingPlaces(Protocol):
-    """Offsets that are looked for in another process."""
+    """Offsets that another process is searching for."""
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more will come."""
+        """Tell whether the search has ended."""
 
     @property
     def result(self) -> Offsets | None:
@@ -55,7 +55,7 @@ PlaceLower = Callable[[Lives], PendingPlaces]
 
 
 class _Noted(NamedTuple):
-    """The allocations of a step, noted for the allocator."""
+    """The allocations of a step, as recorded for the allocator."""
 
     lives: Lives
     stays: np.ndarray  # (N,) uint8: alive when the next step began
@@ -64,7 +64,7 @@ class _Noted(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """The most bytes alive at once in the step, without those that stay and are resident from then on."""
+        """The most bytes alive at once in the step, without those that stay and become resident."""
         born, own = np.arange(len(self.sizes)), self.stays == 0
         return Lives(self.sizes[own], born[own], self.lives.died[own]).peak
 
@@ -75,7 +75,7 @@ class _Noted(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of an arena in the step that ran last, in the order of ``Counts`` in arena.cpp."""
+    """The counts of an arena in the last step, in the order of ``Counts`` in arena.cpp."""
 
     steps: int = 0  # since it was made
     layouts: int = 0  # times that addresses were planned
@@ -91,7 +91,7 @@ class Counts:
 
 
 class Arena:
-    """A mapping of memory that serves the allocations of a captured step.
+    """A memory mapping that serves the allocations of a captured step.
 
     Args:
         place_soon: finds an offset for each allocation, at once.
@@ -112,13 +112,13 @@ class Arena:
         self._opening = threading.Lock()
 
     def expect(self, capacity: int) -> None:
-        """Prepare for another step, with this many bytes alive at once; not to be called while a step runs."""
+        """Prepare for another step, with this many bytes alive at once; not while a step runs."""
         self.capacity, self.live_peak, self._lower = capacity, 0, None
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
 
     def within(self, phase: Phase, run: Run) -> Run:
-        """A function of one list whose allocations, while it runs on its thread, are the arena's."""
+        """A function of one list whose allocations on its thread come from the arena."""
         number = PHASES.index(phase)
 
         def inside(inputs: list[Any]) -> Any:
@@ -149,16 +149,16 @@ class Arena:
 
     @property
     def settled(self) -> bool:
-        """True if nobody looks for lower addresses any more."""
+        """Tell whether the search for lower addresses has ended."""
         return self._lower is None
 
     @property
     def resident(self) -> int:
-        """Bytes of the mapping that the machine holds now."""
+        """Resident bytes of the mapping."""
         return 0 if self._handle is None else int(self._library.checkmate_resident(self._handle))
 
     def _beside(self) -> int:
-        """Bytes that the machine holds for this process, beside the mapping."""
+        """Resident bytes of this process beside the mapping."""
         return int(_HELD.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") - self.resident
 
     def _enter(self, phase: int) -> bool:
@@ -181,7 +181,7 @@ class Arena:
         return bool(self._library.checkmate_enter(self._handle, phase))
 
     def _open(self) -> bool:
-        """Make the arena, once there is a library. Until then a step runs without."""
+        """Make the arena once there is a library; until then a step runs without."""
         library = build.library()
         if library is None or self.capacity <= 0:
             return False
@@ -193,7 +193,7 @@ class Arena:
         return self._handle is not None
 
     def _lay(self, noted: _Noted, offsets: Offsets) -> int:
-        """Use these addresses from now on; gives the bytes of the arena."""
+        """Use these addresses from now on; give the bytes of the arena."""
         where, height = np.array(offsets, dtype=np.int64), noted.height(offsets)
         arrays = (array.ctypes.data for array in (noted.sizes, where, noted.stays))
         self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)

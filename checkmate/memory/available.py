@@ -1,4 +1,4 @@
-"""The memory for a step on its device, in bytes: free and its own, less a margin.
+"""The memory that a step can have on its device, in bytes: free memory and its own, less a margin.
 
 An accelerator tells how much of its memory is free; what PyTorch's allocator has taken of it already is this process's
 own. On the CPU it is the least that any of these still gives: the machine, the control groups (cgroups) that this
@@ -40,7 +40,7 @@ _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the memory of a process."""
+    """A memory limit of a process."""
 
     of: str  # what limits, in words
     total: int  # bytes
@@ -50,7 +50,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Available:
-    """The memory for a step."""
+    """The memory that a step can have."""
 
     limit: Limit  # the one that leaves least
     held: int  # bytes that the step, or PyTorch's allocator on an accelerator, holds already
@@ -98,7 +98,7 @@ def available(device: torch.device, held: int, *, in_arena: bool = True, sharing
 
 
 def rounded_down(count: int) -> int:
-    """About as many bytes, and the same where a little more or less is free: plans are found again from run to run.
+    """Round down so that small changes in free memory give the same number, and plans are found again.
 
     >>> rounded_down(1_000_000), rounded_down(1_005_000), rounded_down(100)
     (999424, 999424, 100)
@@ -108,7 +108,7 @@ def rounded_down(count: int) -> int:
 
 
 def limits(root: Path = Path("/")) -> Iterator[Limit]:
-    """The limits of this process on the CPU, by ``proc`` and ``sys`` in a folder; none where these do not say."""
+    """The limits of this process on the CPU, from ``proc`` and ``sys`` in a folder; empty if these do not say."""
     meminfo = _table(root / "proc/meminfo", 1024)
     if "MemAvailable" in meminfo:
         yield Limit("this machine", meminfo["MemTotal"], meminfo["MemAvailable"])

@@ -1,4 +1,4 @@
-"""The arena's library (arena.cpp): loaded in the background, and done without where it cannot be had.
+"""The arena's library (arena.cpp), loaded in the background; without it PyTorch's allocator serves.
 
 Then one line of the log says why, and steps run with PyTorch's own allocator.
 """
@@ -39,7 +39,7 @@ ARENA = Source(
 
 @dataclass
 class _Library:
-    """The one library of this process, from nothing to loaded, or why it is not."""
+    """The library of this process: not started, loading, loaded, or the reason why not."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ _LIBRARY = _Library()
 
 
 def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
-    """Load the library in the background, once in a process, built where it is not yet, and then kept with ``keep``.
+    """Load the library in the background, once per process; build it if missing, and keep it with ``keep``.
 
     ``level``: of the line in the log that says why there is none.
     """
@@ -71,12 +71,12 @@ def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
 
 
 def library() -> ctypes.PyDLL | None:
-    """The library, once it is loaded; None before, and where it cannot be had."""
+    """The library once it is loaded; None before, and if it is not available."""
     return _LIBRARY.loaded
 
 
 def wait() -> str | None:
-    """Wait for what `start` has begun. Why there is no library; None where there is one."""
+    """Wait for `start`'s work; give the reason why there is no library, or None."""
     if _LIBRARY.thread is not None:
         _LIBRARY.thread.join()
     return _LIBRARY.failure

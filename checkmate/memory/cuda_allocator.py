@@ -1,4 +1,4 @@
-"""The rules of PyTorch's caching allocator on CUDA, in Python: the blocks it would give, request by request.
+"""The rules of PyTorch's caching allocator on CUDA, in Python: the blocks it gives, request by request.
 
 `replay` runs a plan by them from the present state of a device: the bytes that its allocator gives and holds.
 
@@ -45,7 +45,7 @@ PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0
 
 
 class Used(NamedTuple):
-    """Bytes at their peaks."""
+    """Peak bytes."""
 
     allocated: int  # of the blocks in use
     reserved: int  # held of the device
@@ -53,7 +53,7 @@ class Used(NamedTuple):
 
 @dataclass(eq=False)
 class Block:
-    """A piece of a segment, with the pieces beside it."""
+    """A piece of a segment, with its neighbours."""
 
     begin: int  # address
     size: int  # bytes
@@ -70,14 +70,14 @@ class Block:
 
     @property
     def can_grow_to(self) -> int:
-        """Bytes, with the addresses above it that have no memory yet."""
+        """Bytes, including the addresses above it without memory."""
         beyond = self.next
         return self.size + (beyond.size if beyond is not None and not beyond.mapped else 0)
 
 
 @dataclass(eq=False)
 class _Pool:
-    """Small or large blocks of one stream, of a `torch.cuda.MemPool` or of none."""
+    """Small or large blocks of one stream, in a `torch.cuda.MemPool` or in none."""
 
     is_small: bool
     free: list[Block] = field(default_factory=list)  # by size and address
@@ -89,7 +89,7 @@ class _Pool:
         return SEGMENT if self.is_small else LARGE_SEGMENT
 
     def fitting(self, size: int) -> Block | None:
-        """Take the free block that serves this many bytes (get_free_block)."""
+        """Take the free block for this many bytes (get_free_block)."""
         i = bisect_left(self.free, size, key=lambda block: block.size)
         if i == len(self.free):
             return None
@@ -101,13 +101,13 @@ class _Pool:
         return self.free.pop(i)
 
     def give_back(self, block: Block) -> None:
-        """Free a block, merged with its free neighbours (free_block)."""
+        """Free a block, merged with free neighbours (free_block)."""
         block.in_use = False
         self.merge(block)
         insort(self.free, block)
 
     def merge(self, block: Block) -> None:
-        """Make a block that is in no list one with its free neighbours of its kind (try_merge_blocks)."""
+        """Merge a block that is in no list with free neighbours of its kind (try_merge_blocks)."""
         for other in (block.previous, block.next):
             if other is None or other.in_use or other.mapped != block.mapped:
                 continue
@@ -124,7 +124,7 @@ class _Pool:
 
 
 class CudaAllocator:
-    """The state and the rules of PyTorch's allocator on a device.
+    """The state and rules of PyTorch's allocator on a device.
 
     Args:
         expandable: it runs with ``expandable_segments:True``.
@@ -147,11 +147,11 @@ class CudaAllocator:
         self.peaks = Used(0, 0)  # the most bytes since `reset_peaks`
 
     def reset_peaks(self) -> None:
-        """Count peaks from now on."""
+        """Reset the peaks."""
         self.peaks = Used(self.allocated, self.reserved)
 
     def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
-        """Allocate a block for this many bytes, more than 0, of the pools of a stream.
+        """Allocate a block of this many bytes, more than 0, from the pools of a stream.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
@@ -176,12 +176,12 @@ class CudaAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Let go of a block."""
+        """Free a block."""
         self._count(-block.size, 0)
         block.pool.give_back(block)
 
     def empty_cache(self) -> None:
-        """Give the device back all segments in which nothing is in use, of expandable ones all whole units."""
+        """Return to the device all unused segments, and all unused whole units of expandable ones."""
         for ((pool_id, _), _), pool in self._pools.items():
             for block in list(pool.free) if pool_id == (0, 0) else ():
                 if not block.expandable:
@@ -208,14 +208,14 @@ class CudaAllocator:
 
     @property
     def state(self) -> Any:
-        """A key of its state: equal if it will do the same."""
+        """A key of its state: equal keys behave alike."""
         return [
             (key, [(block.size, block.begin) for block in pool.free], [block.begin for block in pool.unmapped])
             for key, pool in self._pools.items()
         ]
 
     def add_segment(self, segment: dict[str, Any]) -> None:
-        """Add a segment that `torch.cuda.memory_snapshot` lists, above all segments added before."""
+        """Add a segment from `torch.cuda.memory_snapshot`, above all segments added before."""
         key = tuple(segment["segment_pool_id"]), segment["stream"]
         is_small = segment["segment_type"] == "small"
         pool = self._pools.setdefault((key, is_small), _Pool(is_small))
@@ -251,7 +251,7 @@ class CudaAllocator:
         self.peaks = Used(max(self.peaks.allocated, self.allocated), max(self.peaks.reserved, self.reserved))
 
     def _new(self, pool: _Pool, size: int) -> Block | None:
-        """A block from the device (alloc_block); None where that has no room."""
+        """A block from the device (alloc_block); None if the device is full."""
         if not self.expandable:  # a segment of its own (get_allocation_size)
             segment = SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
             if self.reserved + segment > self.capacity:
@@ -296,7 +296,7 @@ class CudaAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map memory to this many bytes, in whole units (map_block), and tell whether the device had it."""
+        """Map memory for this many bytes in whole units (map_block); tell whether the device had it."""
         pool = block.pool
         nbytes = min(rounded(size, pool.unit), block.size)
         if self.reserved + nbytes > self.capacity:
@@ -311,7 +311,7 @@ class CudaAllocator:
 
 
 def _parted(block: Block, size: int) -> Block:
-    """Cut a block that is in no list after its first bytes, and give the rest, which is in none."""
+    """Cut a block that is in no list after its first bytes; give the rest, which is in none either."""
     rest = Block(block.begin + size, block.size - size, block.pool, block, block.next)
     rest.mapped, rest.expandable, rest.base = block.mapped, block.expandable, block.base
     if rest.next is not None:
@@ -325,7 +325,7 @@ def _remove(blocks: list[Block], block: Block) -> None:
 
 
 def rounded(size: int, to: int) -> int:
-    """The least multiple of ``to`` that is not less."""
+    """The least multiple of ``to`` that is not below ``size``."""
     return -(-size // to) * to
 
 
@@ -340,7 +340,7 @@ class DeviceState:
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceState | None:
-        """The state of a CUDA device; None where settings have its allocator go by other rules than those here.
+        """The state of a CUDA device; None if settings change the allocator's rules.
 
         Nothing may be under way that uses memory on another stream than its own.
         """
@@ -363,7 +363,7 @@ class DeviceState:
 
     @property
     def asked(self) -> list[int]:
-        """Bytes of each block in use, as they were asked for."""
+        """Requested bytes of each block in use."""
         blocks = (block for segment in self.segments for block in segment["blocks"])
         return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
 
@@ -390,7 +390,7 @@ class DeviceState:
 
 
 def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """The most bytes that an allocator gives and holds, from now on, while blocks are allocated and freed.
+    """The most bytes that an allocator gives and holds from now on, while blocks are allocated and freed.
 
     Blocks that die at a moment are gone before others are born at it; all are let go of in the end.
 
@@ -417,7 +417,7 @@ def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -
 
 
 def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """Replay several steps, each of which frees its leftovers before the next one begins."""
+    """Replay several steps; each frees its leftovers before the next begins."""
     allocated = reserved = 0
     for _ in range(STEPS):
         before = allocator.state

@@ -1,4 +1,4 @@
-"""`Lives`: what a step allocates, and for how long."""
+"""`Lives`: the allocations of a step and their lifetimes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Lives:
-    """The allocations of a step, in order. Time is counted in allocations: the first is made at 0."""
+    """The allocations of a step, in order. Time is counted in allocations from 0."""
 
     sizes: np.ndarray  # (N,) int64, bytes, multiples of `ALIGNMENT`
     born: np.ndarray  # (N,) int64
@@ -17,7 +17,7 @@ class Lives:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at once: nothing can be placed lower."""
+        """The most bytes alive at once, a lower bound for every placement."""
         changes = np.zeros(int(self.died.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(changes, self.born, self.sizes)
         np.add.at(changes, self.died, -self.sizes)

@@ -65,7 +65,7 @@ class Recording:
 
 
 def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> MemoryUse:
-    """Call ``fn`` and measure the bytes that it allocates on a device.
+    """Call ``fn`` and measure its allocations on a device.
 
     On CUDA, and other accelerators, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
     `torch.accelerator.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512
@@ -130,7 +130,7 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage within the block: what that frees would hide what the block allocates."""
+    """Within the block, collect no garbage: its frees would hide allocations."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -141,7 +141,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def aside(fn: Callable[[], T]) -> T:
-    """Call ``fn`` where allocations can be recorded: in a thread of its own if a profiler is running in this one.
+    """Call ``fn`` where allocations can be recorded: in its own thread if a profiler runs in this one.
 
     Gradients are on or off in that thread as in this; modes and autocast are not taken along.
 
@@ -163,7 +163,7 @@ def aside(fn: Callable[[], T]) -> T:
 
 @contextmanager
 def record_allocations() -> Iterator[Recording]:
-    """Record every allocation on the CPU within the block, with the spans of `torch.profiler.record_function`.
+    """Record every CPU allocation within the block, with the spans of `torch.profiler.record_function`.
 
     No garbage is collected within it, unless it is asked for.
 
@@ -185,7 +185,7 @@ def record_allocations() -> Iterator[Recording]:
 
 @contextmanager
 def _by_process(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
-    """Find times and bytes of allocations, and spans, by PyTorch's profiler, of which a process runs one at a time."""
+    """Times and bytes of allocations, and spans, by PyTorch's profiler, which runs once per process."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler:
@@ -197,7 +197,7 @@ def _by_process(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]])
 
 @contextmanager
 def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
-    """Find times and bytes by PyTorch's profiler of one thread, which may run beside another profiler."""
+    """Times and bytes by PyTorch's profiler of one thread, which may run beside another profiler."""
     experimental = _profiler._ExperimentalConfig()
     only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
     _autograd._enable_profiler_legacy(only_memory)
@@ -220,7 +220,7 @@ def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) 
 
 
 def trim() -> bool:
-    """Make glibc's malloc give back all unused pages, and tell whether there were any. Elsewhere: False.
+    """Make glibc's malloc return all unused pages; tell whether there were any. Elsewhere False.
 
     Measuring ops and tracing free hundreds of megabytes, which malloc keeps between the blocks that live on.
 

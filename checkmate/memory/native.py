@@ -1,4 +1,4 @@
-"""A file of C++ becomes a library, once for each version of PyTorch, kept in the cache folder.
+"""Build a C++ file into a library, once per version of PyTorch, kept in the cache folder.
 
 It is compiled by itself, in some seconds: it needs only the headers of PyTorch's core, no Python and no build tool, and
 is called through `ctypes`. (`checkmate.core.files` says where the folder is.)
@@ -36,7 +36,7 @@ class Unbuildable(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """A file of C++, the libraries of PyTorch that it needs, and the functions called in it.
+    """A C++ file, the PyTorch libraries that it needs, and the functions called in it.
 
     >>> Source(Path(__file__).with_name("arena.cpp"), ("c10",), ()).path().name.startswith("arena-")
     True
@@ -47,13 +47,13 @@ class Source:
     functions: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # name after "checkmate_", type of the result, of arguments
 
     def path(self) -> Path:
-        """The path of the library, by source, PyTorch and kind of machine."""
+        """The path of the library, from source, PyTorch's version and kind of machine."""
         parts = (torch.__version__, torch.version.git_version, platform.machine(), *_flags(), self.file.read_text())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
         return files.folder() / "native" / f"{self.file.stem}-{digest}.so"
 
     def state(self) -> str:
-        """Say whether there is a library here or could be one."""
+        """The state in words: whether there is a library, or one could be built."""
         try:
             if (found := _opened(self.path())) is not None:
                 os.close(found)
@@ -63,7 +63,7 @@ class Source:
             return f"cannot be had: {error}"
 
     def load(self, *, keep: bool = True) -> ctypes.PyDLL:
-        """The library, built where it is not yet, and then kept in the cache folder with ``keep``.
+        """The library; built if missing, and kept in the cache folder with ``keep``.
 
         Raises:
             Unbuildable: if there is no compiler, or it fails.
@@ -88,7 +88,7 @@ class Source:
         return library
 
     def _loaded(self, path: Path) -> ctypes.PyDLL | None:
-        """Load the library in a file: the very file that was checked, even if it is replaced meanwhile."""
+        """Load the library from the very file that was checked, even if it is replaced meanwhile."""
         found = _opened(path)
         if found is None:
             return None
@@ -125,7 +125,7 @@ def _compiler() -> str:
 
 
 def _opened(path: Path) -> int | None:
-    """Open a library that nobody else can have written, as its code is run. None: there is no such file."""
+    """Open a library that nobody else can have written, since its code runs. None if there is no file."""
     if sys.platform != "linux":
         raise Unbuildable(f"it is for Linux, not for {sys.platform}")
     try:
@@ -149,5 +149,5 @@ def _opened(path: Path) -> int | None:
 
 
 def _is_ours(about: os.stat_result) -> bool:
-    """Tell whether only this user, or root, may write to a file or a folder."""
+    """Tell whether only this user, or root, can write to a file or folder."""
     return about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""The report on a compiled step's memory: what its arenas and its second memory did when it last ran."""
+"""The report on a compiled step's memory: its arenas and its second memory in the last step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkmate.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class ArenaUse(Counts):
-    """The arena of a captured graph, in the step that ran last; all but counts in bytes."""
+    """The use of a captured graph's arena in the last step; in bytes, except counts."""
 
     planned: int = 0  # what the plan takes beyond what is resident
     counted: int = 0  # alive at once in the step for which addresses were found; 0 before there is one
@@ -23,7 +23,7 @@ class ArenaUse(Counts):
 
 @dataclass(frozen=True)
 class HostUse:
-    """The use of a second memory by the call that ended last; all but counts and seconds in bytes."""
+    """The use of a second memory in the last call; in bytes, except counts and seconds."""
 
     where: str  # "file:/fast/disk", "pinned"
     peak: int  # of the values that waited in it, at most at once
@@ -37,7 +37,7 @@ class HostUse:
 
 @dataclass(frozen=True, repr=False)
 class ArenaReport(Printed):
-    """A row for each arena of a step that has served something, and for each second memory."""
+    """A row per arena that has served something, and per second memory."""
 
     rows: tuple[ArenaUse, ...]
     second_memories: tuple[HostUse, ...] = ()
@@ -69,7 +69,7 @@ _HOSTS = (
 
 
 def report(arenas: Iterable[Arena], second_memories: Iterable[HostUse] = ()) -> ArenaReport:
-    """Report on arenas, the largest first, and second memories."""
+    """Report on arenas, the largest first, and on second memories."""
     uses = [
         ArenaUse(
             **asdict(counts),

@@ -1,4 +1,4 @@
-"""Calls that may run out of memory: trials and measurements, which need more than a step itself."""
+"""Calls that may run out of memory: trials and measurements, which can need more than the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the 
 
 
 def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
-    """Run a call, and return its result in a list; the list is empty if memory ran out, and its tensors are freed.
+    """Run a call and return its result in a list; the list is empty if memory ran out, and its tensors are freed.
 
     The log then says once in a process ``what`` runs, and what happens ``instead``.
 

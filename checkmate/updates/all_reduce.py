@@ -1,4 +1,4 @@
-"""Gradients averaged over ranks that train together, one parameter after the other, before anything is done with them.
+"""Average gradients over ranks that train together, one parameter after the other, before anything else uses them.
 
     mean = sum over all ranks of g / n
 
@@ -47,7 +47,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (  # of a module, what
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The ranks that train together, and their exchanges."""
+    """The ranks that train together, and their collectives."""
 
     group: Any  # of the ranks
     parameters: Callable[[], Iterable[torch.Tensor]]  # those whose gradients are averaged, as they are now
@@ -60,11 +60,11 @@ class Exchange:
         return dist.get_world_size(self.group)
 
     def part(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The term that a rank adds to the mean, written to ``out``."""
+        """A rank's term of the mean, written to ``out``."""
         return torch.mul(gradient, 1.0 / self.ranks, out=out)  # `mul_` would round the factor to half precision
 
     def mean(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean of a gradient over all ranks; ``out``: where it is to be written."""
+        """The mean of a gradient over all ranks; ``out``: where to write it."""
         part = self.part(gradient, out)
         dense = _dense(part)
         reduce_in_place(dense, dist.ReduceOp.SUM, self.group)
@@ -73,7 +73,7 @@ class Exchange:
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
-        """Check that all ranks are about to send the same gradients, in words that mean the same; else all refuse."""
+        """Check that all ranks are about to send the same gradients, described in words; else all refuse."""
         if not same_on_all(as_number(gradients), device, self.group):
             raise Unsupported(
                 f"The ranks ran different steps: rank {dist.get_rank()} has gradients of {len(gradients)} parameters, "
@@ -83,7 +83,7 @@ class Exchange:
             )
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy tensors from the first rank."""
+        """Copy tensors from the first rank to all."""
         with torch.no_grad():
             given = [(t, _dense(t)) for t in (t.detach() for t in tensors)]
             sent = [dist.broadcast(dense, group=self.group, group_src=0, async_op=True) for _, dense in given]
@@ -95,12 +95,12 @@ class Exchange:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that lies in memory without gaps, as backends ask for it."""
+    """The tensor, or a dense copy, as backends require."""
     return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
 
 
 class AsItsModule(DistributedDataParallel):
-    """Calls the module that it wraps, and nothing else."""
+    """Calls the wrapped module, and nothing else."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
@@ -108,14 +108,14 @@ class AsItsModule(DistributedDataParallel):
 
 
 def wrapped_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    """The modules and parts of modules that average gradients over ranks."""
+    """The modules, and parts of modules, that average gradients over ranks."""
     found = (part for module in modules for part in module.modules())
     return list({id(part): part for part in found if isinstance(part, DistributedDataParallel)}.values())
 
 
 @contextmanager
 def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Within the block these are called as the modules that they wrap."""
+    """Within the block, call these as the modules that they wrap."""
     kinds = [type(module) for module in wrapped]
     for module in wrapped:
         module.__class__ = AsItsModule
@@ -127,13 +127,13 @@ def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Non
 
 
 def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Make wrapped modules, which wait for gradients after a forward to evaluate, leave the next backward alone."""
+    """Make wrapped modules, which expect gradients after a forward, ignore the next backward."""
     for module in wrapped:
         module.reducer._reset_state()
 
 
 def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Refuse, as `Unsupported`, what does more or less than to average all gradients."""
+    """Refuse, as `Unsupported`, wrappers that do more or less than average all gradients."""
     for module in wrapped:
         if type(module) not in (DistributedDataParallel, AsItsModule):
             raise Unsupported(f"A {type(module).__name__} may do more than DistributedDataParallel. {INSTEAD}")
@@ -148,7 +148,7 @@ def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[optim.Optimizer]) -> Exchange | None:
-    """Find the exchange of a step with other ranks; None: there is none.
+    """Find the ranks with which a step averages gradients; None if there are none.
 
     Args:
         group: of ranks that average the gradients of all parameters; False: those do that wrap a module.

@@ -1,4 +1,4 @@
-"""A moving average of parameters, as `torch.optim.swa_utils.AveragedModel` keeps it, one parameter after the other.
+"""A moving average of parameters like `torch.optim.swa_utils.AveragedModel`, one parameter after the other.
 
 Each parameter is averaged right after its update, so that the copies that this takes are of one parameter only.
 Buffers, and parameters that the step does not update, follow when all is done. PyTorch's own method does it, on a view
@@ -33,13 +33,13 @@ class Average:
 
     @property
     def pairs(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Pairs of each parameter and buffer of the model, and what follows it."""
+        """Pairs of each parameter and buffer of the model and its average."""
         of, follow = ((*module.parameters(), *module.buffers()) for module in (self.model, self.averaged.module))
         return dict(zip(of, follow, strict=True))
 
     @property
     def about(self) -> str:
-        """The key of the costs of averaging, beside the tensor."""
+        """The cost key of averaging, beside the tensor."""
         fn: Any = self.averaged.avg_fn or self.averaged.multi_avg_fn
         if fn is None:
             return "averaged"
@@ -48,7 +48,7 @@ class Average:
         return f"averaged by {getattr(fn, '__qualname__', type(fn).__qualname__)} {version:08x}"
 
     def expect(self, updated: Collection[torch.Tensor]) -> None:
-        """Expect a step that updates these parameters, and measure the averaging of the rest."""
+        """Expect a step that updates these parameters, and measure the averaging of the others."""
         rest = [(p, q) for p, q in self.pairs.items() if p not in updated]
         largest = max(rest, key=lambda pair: pair[0].nbytes, default=None)
         if largest is not None and is_fake(largest[0]):
@@ -65,25 +65,25 @@ class Average:
         self._open = self.pairs
 
     def follow(self, parameter: torch.Tensor) -> None:
-        """Average a parameter that was updated."""
+        """Average an updated parameter."""
         averaged = self._open.pop(parameter, None)
         if averaged is not None:
             _average(self.averaged, parameter, averaged, self.averaged.n_averaged.clone())
 
     def finish(self) -> None:
-        """Average the rest."""
+        """Average the remaining tensors."""
         while self._open:
             self.follow(next(iter(self._open)))
         self.averaged.n_averaged += 1
 
     def rehearsal(self) -> Callable[[torch.Tensor], None]:
-        """A function that averages another parameter, to measure what that costs."""
+        """A function that averages another parameter, to measure its cost."""
         like = cache(_like)
         return lambda one: _average(self.averaged, one, like(one), torch.ones((), dtype=torch.long))
 
 
 def checked(ema: Any) -> Average:
-    """Check an averaged model and its model, and make the averaging of a step.
+    """Check an averaged model and its model, and make the step's averaging.
 
     Raises:
         TypeError: if something else is given.

@@ -1,4 +1,4 @@
-"""The steps of gradients before an update: sum, unscale, clip, each as plain PyTorch does it.
+"""Steps on gradients before an update: sum, unscale, clip, each as plain PyTorch does it.
 
 **Sums.** Gradients of several micro-batches are summed in each parameter's ``.grad``. The first is stored there, later
 ones are added to it in place. Its memory is allocated before the backward: it outlives the step, and is no part of what
@@ -44,14 +44,14 @@ TINY = 1e-6  # that PyTorch adds to the norm
 
 
 class Sums:
-    """The sums of the parameters that get gradients in some step."""
+    """The gradient sums of the parameters that get gradients in a step."""
 
     def __init__(self) -> None:
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # of each parameter's sum
         self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # that are not in use yet
 
     def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
-        """A step will add to the gradient of this parameter, which autograd stores with these strides."""
+        """Expect that a step adds to this parameter's gradient, which autograd stores with these strides."""
         self._strides.setdefault(parameter, tuple(strides))
 
     @property
@@ -60,7 +60,7 @@ class Sums:
         return sum(p.numel() * p.element_size() for p in self._strides)
 
     def make_rooms(self) -> None:
-        """Allocate the missing sums of parameters."""
+        """Allocate the missing sums."""
         for parameter in self._strides:
             if parameter.grad is None and parameter not in self._rooms:
                 self._rooms[parameter] = self._room(parameter)
@@ -79,7 +79,7 @@ class Sums:
 
 
 class Scaling:
-    """The part of a scaler in one update."""
+    """A scaler's part in one update."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
@@ -87,27 +87,27 @@ class Scaling:
         self._skipped: dict[int, bool] = {}  # by the id of the optimizer
 
     def begin(self) -> None:
-        """Prepare for the update: the loss was scaled, and no gradient is there."""
+        """Prepare for the update: the loss is scaled, and there is no gradient yet."""
         scale: Any = self.scaler._scale
         self._inverse = scale.double().reciprocal().float()  # as PyTorch computes it
         self._skipped = {}
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient without the scale."""
+        """The unscaled gradient."""
         copy, found = gradient.clone(), torch.zeros((), dtype=torch.float32, device=gradient.device)
         inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
         _amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
         return copy
 
     def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:
-        """1.0 if an optimizer's update is to be skipped, else 0.0, as `largest_of` finds; the scaler notes it."""
+        """1.0 to skip an optimizer's update, else 0.0, from `largest_of`; the scaler notes it."""
         found = are_not_finite(largest)
         state = self.scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         return found
 
     def skips(self, optimizer: optim.Optimizer) -> bool:
-        """True if a gradient was not finite, so that nothing is updated."""
+        """Tell whether a gradient was not finite, so that nothing is updated."""
         key = id(optimizer)
         if key not in self._skipped:
             found = self.scaler._per_optimizer_states[key]["found_inf_per_device"].values()
@@ -115,13 +115,13 @@ class Scaling:
         return self._skipped[key]
 
     def finish(self) -> None:
-        """Change the scale by what was found."""
+        """Adapt the scale to what was found."""
         self._inverse = None
         self.scaler.update()
 
 
 def checked_scaler(scaler: Any, optimizers: Sequence[optim.Optimizer]) -> Scaling | None:
-    """The scaling of a step; None: the scaler is turned off.
+    """The scaling of a step; None if the scaler is disabled.
 
     Raises:
         TypeError: if something else is given.
@@ -157,7 +157,7 @@ def are_not_finite(largest: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def largest_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value in a gradient: not finite if any element is not."""
+    """The largest absolute value in a gradient; not finite if an element is not."""
     if not gradient.numel():
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device)
     return torch.linalg.vector_norm(gradient, inf)
@@ -189,17 +189,17 @@ class Clipping:
             raise ValueError(f"norm_type is a number, or math.inf, not {self.order!r}.") from None
 
     def by_norm(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Clip the gradients that parameters have, where they are."""
+        """Clip the parameters' gradients in place by their norm."""
         if self.most is not None:
             self.norm = nn.utils.clip_grad_norm_(parameters, self.most, self.order, error_if_nonfinite=self.finite)
 
     def by_value(self, parameter: torch.Tensor) -> None:
-        """Clip the gradient that a parameter has, where it is."""
+        """Clip the parameter's gradient in place by value."""
         if self.value is not None:
             nn.utils.clip_grad_value_(parameter, self.value)
 
     def coefficient(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The factor of gradients whose norms these are, in PyTorch's order; a RuntimeError if it has to be finite."""
+        """The factor for gradients with these norms, in PyTorch's order; raise if ``finite`` and the norm is not."""
         assert self.most is not None
         self.norm = norm = total(norms, self.order)
         if self.finite and not norm.isfinite():
@@ -217,13 +217,13 @@ def norm_of(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def total(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm of all, from those of each."""
+    """The total norm, from the norm of each gradient."""
     first = norms[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), order)
 
 
 def order_of(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """The positions of gradients in the order in which PyTorch adds their norms: by type, where there are several."""
+    """The order of gradients in which PyTorch adds their norms: grouped by type if there are several."""
     if len({g.dtype for g in gradients}) == 1:
         return [*range(len(gradients))]
     like: Any = [torch.empty(0, dtype=g.dtype, device=g.device) for g in gradients]

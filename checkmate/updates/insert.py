@@ -1,4 +1,4 @@
-"""Rewrite a traced step so that each gradient goes to its parameter's update, and is no result of the step.
+"""Rewrite a traced step so that each gradient goes to its parameter's update instead of being a result.
 
 gradient -> as autograd stores it -> (mean of all ranks) -> (without the scale) -> (clipped) -> update
 
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Insert:
-    """Puts the updates into traced steps."""
+    """Inserts the updates into traced steps."""
 
     updates: Updates
     last: bool = True  # the steps are of the last micro-batch before an update; the others only add to sums
@@ -118,7 +118,7 @@ class _Writer:
     inputs: Mapping[int, fx.Node]  # of the graph, by the id of the tensor
 
     def with_sums(self, *, last: bool) -> None:
-        """Add each gradient to its sum, and at last update each parameter by its sum."""
+        """Add each gradient to its sum; in the last call, update each parameter by its sum."""
         what, tokens = self.what, []
         assert what.sums is not None
         together = what.clipping.most is not None or what.scaling is not None
@@ -205,7 +205,7 @@ class _Writer:
         return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
 
     def _agreed(self) -> fx.Node | None:
-        """Make ranks that average gradients agree on which, and in what order."""
+        """Make ranks that average gradients agree on their set and order."""
         if self.what.exchange is None:
             return None
         order = [update.parameter for _, update in self.found.values() if update.parameter in self.averaged]
@@ -216,7 +216,7 @@ class _Writer:
     def _update(
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
-        """Write an update; it overwrites the parameter, and its average, if the step reads that."""
+        """Write an update; it overwrites the parameter, and its average if the step reads that."""
         average, about = self.what.average, update.about
         followed = None if average is None else average.pairs.get(update.parameter)
         if average is not None and followed is not None:
@@ -227,18 +227,18 @@ class _Writer:
         node.meta = {key: what for key, what in read.meta.items() if key != "tensor_meta"} | {"val": None}
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
-        """Write a node behind its first argument."""
+        """Write a node right after its first argument."""
         with self.output.graph.inserting_after(args[0]):
             return _call(args[0], target, args, f"{args[0].name}_{suffix}")
 
     def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
-        """Write a node behind all others."""
+        """Write a node after all others."""
         with self.output.graph.inserting_before(self.output):
             return _call(origin, target, args, name)
 
 
 def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) -> None:
-    """Refuse an optimizer that has nothing to do in a step: it is made of other tensors than the step uses."""
+    """Refuse an optimizer without a parameter in the step: it was made for other tensors."""
     for n, optimizer in enumerate(updates.optimizers, start=1):
         if optimizer not in reached:
             parameters = parameters_of([optimizer])
@@ -255,7 +255,7 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
 
 
 def _refuse_other_exchanges(graph: fx.Graph) -> None:
-    """Refuse a backward that exchanges data itself: a rank with another plan could do so in another order."""
+    """Refuse a backward with collectives of its own: ranks with other plans could order them otherwise."""
     later = after_tangent(graph.nodes)
     for node in graph.nodes:
         if node in later and is_collective(node):
@@ -266,7 +266,7 @@ def _refuse_other_exchanges(graph: fx.Graph) -> None:
 
 
 def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
-    """The strides with which autograd stores a gradient of a parameter."""
+    """The strides of a parameter's gradient as autograd stores it."""
     val, like = gradient.meta["val"], parameter.meta["val"]
     if obeys_layout(val, like):
         return tuple(val.stride())
@@ -275,7 +275,7 @@ def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
-    """A call where the graph inserts, whose fake result an op's rehearsal computes, if it has one."""
+    """Insert a call into the graph; its fake result is computed by the op's rehearsal, if it has one."""
     run = target.rehearsal() if hasattr(target, "rehearsal") else target
     with origin.meta["val"].fake_mode, torch.no_grad():
         val = run(*fx.node.map_arg(args, lambda n: n.meta["val"]))

@@ -27,7 +27,7 @@ AVERAGED = 3  # the position of what an update overwrites beside its parameter, 
 
 
 def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
-    """Make an op of a function, with its name and properties."""
+    """Make an op of a function, with a name and properties."""
 
     def op(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
@@ -38,7 +38,7 @@ def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
 
 
 def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = False) -> Op:
-    """Update by a gradient; further arguments are the parameter and the key of the update's costs.
+    """Update by a gradient; further arguments are the parameter and the update's cost key.
 
     With ``by_sum`` the sum of gradients that is there is taken: with ``adds`` the gradient is added to it before, else
     the first argument only says that it is ready.
@@ -75,7 +75,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
 
 def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
-    """Add a gradient to the sum of its parameter, behind the exchange before, if there is one.
+    """Add a gradient to its parameter's sum, after the previous exchange, if any.
 
     Gives a number that says that the gradient was added to its sum, and with ``exchanges`` that this was averaged.
     """
@@ -108,7 +108,7 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
-    """Agree on a gradient and its parameter; the result says that all ranks send gradients in this order."""
+    """Agree on a gradient and its parameter; the result stands for all ranks sending gradients in this order."""
 
     def run(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         updates.agree(order)
@@ -122,7 +122,7 @@ def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
 
 
 def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
-    """Average a gradient over ranks, behind the exchange before.
+    """Average a gradient over ranks, after the previous exchange.
 
     Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
     """
@@ -137,7 +137,7 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
 
 
 def prepare(updates: Updates) -> Op:
-    """Wait for all sums; the result says that they are ready for the updates."""
+    """Wait for all sums; the result stands for their being ready for updates."""
 
     def run(added: Sequence[torch.Tensor]) -> torch.Tensor:
         updates.prepare()
@@ -163,7 +163,7 @@ def prepare(updates: Updates) -> Op:
 
 
 def coefficient(clipping: Clipping) -> Op:
-    """The factor that clips all gradients, from their norms."""
+    """The clipping factor of all gradients, from their norms."""
 
     def rehearse(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.clamp(1.0 / (total(norms, clipping.order) + 1.0), max=1.0)
@@ -172,17 +172,17 @@ def coefficient(clipping: Clipping) -> Op:
 
 
 def decide(scaling: Scaling, optimizer: optim.Optimizer) -> Op:
-    """Decide whether the update is skipped, from the largest value in each gradient; the scaler notes it."""
+    """Decide from the largest value of each gradient whether the update is skipped; the scaler notes it."""
     return _op("decide_to_skip", partial(scaling.decide, optimizer), lambda: are_not_finite)
 
 
 def unscale(scaling: Scaling) -> Op:
-    """A gradient without the scale."""
+    """The unscaled gradient."""
     return _op("unscaled", scaling.unscaled, lambda: Scaling(scaling.scaler).unscaled)
 
 
 def _rehearsed_add() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A function that adds to a sum made up for a parameter, to measure what that costs."""
+    """A function that adds to a made-up sum for a parameter, to measure its cost."""
     sums: dict[torch.Tensor, torch.Tensor] = {}
 
     def add(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -194,5 +194,5 @@ def _rehearsed_add() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 
 def _token_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A number that says, by being there, that something was done with a gradient."""
+    """A number whose existence says that a gradient was processed."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device)

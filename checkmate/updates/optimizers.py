@@ -1,4 +1,4 @@
-"""The update of one parameter by its own optimizer: same object, same state, present settings.
+"""The update of one parameter by its own optimizer: the same object, state and present settings.
 
 The optimizer's own `step` runs, on a view of the optimizer that has this parameter only. So a learning rate that is set
 by hand or by a scheduler holds from the next update on, and states are where `state_dict` finds them. PyTorch's
@@ -58,7 +58,7 @@ _bytes_of_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, int]] = Wea
 
 
 def parameters_of(optimizers: Iterable[optim.Optimizer]) -> list[torch.Tensor]:
-    """The parameters that optimizers have now."""
+    """The present parameters of optimizers."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -72,18 +72,18 @@ class Update:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its group's, as they are now."""
+        """The present settings of its group."""
         return self.optimizer.param_groups[self.group]
 
     @property
     def about(self) -> str:
-        """The key of a late update's cost, beside the parameter: the optimizer's kind and switches."""
+        """The key of a late update's cost, beside the parameter: the optimizer's class and switches."""
         late = f"late {about(self.optimizer, self.settings)}"
         # Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """Update the parameter; of a `DTensor` the shard that this rank has, by that of its gradient."""
+        """Update the parameter; for a `DTensor`, this rank's shard by its gradient's shard."""
         state = self.optimizer.state
         if not is_shard(self.parameter):
             self._update(self.parameter, gradient, state)
@@ -99,7 +99,7 @@ class Update:
                 state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
     def rehearsal(self) -> Callable[..., None]:
-        """Make a function that updates another parameter as a late update does this one, with a state of its own.
+        """Make a function that updates another parameter, with its own state, as a late update does this one.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
         one that is said to it. Of optimizers that are not of `torch.optim` it does once, the second time it is called,
@@ -162,7 +162,7 @@ class Update:
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
 
     def workspace_bytes(self) -> int:
-        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion."""
+        """Temporary bytes of a late update, if none is measured: a small one's, in proportion."""
         if known(self.optimizer) is not None:  # these are in slices, and are not counted
             return 0
         whole = local(self.parameter)
@@ -178,7 +178,7 @@ class Update:
         return math.ceil(peak * whole.numel() / max(1, small.numel()))
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
-        """Update a parameter: in slices if it is large, which takes less memory."""
+        """Update a parameter; a large one in slices, which takes less memory."""
         step = partial(self._step, settings=settings)
         if self._saves_by_slices(parameter, gradient, states.get(parameter, {})):
             _step_in_slices(step, parameter, gradient, states)
@@ -186,7 +186,7 @@ class Update:
             step(parameter, gradient, states)
 
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
-        """Update a parameter, and settings that are given, as the optimizer does; its state is found, or made."""
+        """Update a parameter and given settings as the optimizer does; its state is found or made."""
         group = {**(self.settings if settings is None else settings), "params": [parameter]}
         kind = known(self.optimizer)
         by_nesterov = kind is optim.SGD and group["nesterov"] and group["foreach"] is not False
@@ -197,7 +197,7 @@ class Update:
             settings.update({name: what for name, what in group.items() if name != "params"})
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Tell whether to update a parameter in slices: it is large, this saves memory, and all slices lie alike."""
+        """Tell whether to update a parameter in slices: large, saving memory, all slices laid out alike."""
         kind, settings = known(self.optimizer), self.settings
         if parameter.numel() <= SLICE or settings.get("fused") or kind is None or kind in _WHOLE:
             return False
@@ -212,7 +212,7 @@ class Update:
 
 
 def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
-    """The kind of an optimizer and the switches of a group, without rates, which change from step to step.
+    """The class of an optimizer and a group's switches, without rates, which change between steps.
 
     >>> about(sgd := optim.SGD([torch.ones(1)], lr=0.1, momentum=0.9), sgd.param_groups[0])
     'SGD momentum'
@@ -230,7 +230,7 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
 
 
 def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
-    """Hash the code of an optimizer and the numbers that it has."""
+    """Hash the code of an optimizer, and its numbers."""
     sources = []
     for kind in type(optimizer).__mro__:
         if not kind.__module__.startswith(("torch.", "builtins")):
@@ -246,7 +246,7 @@ def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
 
 
 def _make_late(counted: Any) -> None:
-    """Set the count of updates in a state or in a group's settings to `LATE`, if there is one."""
+    """Set the step count in a state or in a group's settings to `LATE`, if there is one."""
     step = counted.get("step")
     if isinstance(step, torch.Tensor):
         step.fill_(LATE)
@@ -292,14 +292,14 @@ def _is_by_element(what: Any, parameter: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """(N,) the elements of a dense tensor, as they lie in memory."""
+    """(N,) the elements of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def checked(
     optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False, alone: bool = False
 ) -> tuple[optim.Optimizer, ...]:
-    """Check the optimizers of a step: each updates parameters of its own.
+    """Check the optimizers of a step: each has parameters of its own.
 
     Args:
         keep: gradients are results of the step as well.
@@ -383,7 +383,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
 
 
 def _refuse_replaced(optimizer: optim.Optimizer) -> None:
-    """Refuse a step that was put in place of the optimizer's own, and `zero_grad` likewise."""
+    """Refuse an optimizer whose `step` or `zero_grad` was replaced."""
     for name in ("step", "zero_grad"):
         layer, own = getattr(optimizer, name), getattr(type(optimizer), name)
         # Around its own there may be layers of PyTorch's, such as schedulers of learning rates put there to count.
@@ -403,7 +403,7 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse, as `Unsupported`, steps that were replaced, and hooks on parameters."""
+    """Refuse, as `Unsupported`, replaced steps, and hooks on parameters."""
     for optimizer in optimizers:
         _refuse_replaced(optimizer)
     # Plain PyTorch calls hooks when a gradient is there.

@@ -38,7 +38,7 @@ _AROUND = optim.Optimizer.profile_hook_step(len).__code__  # of each step
 
 
 def known(optimizer: optim.Optimizer) -> Any:
-    """The class of `torch.optim` whose step an optimizer runs as it is; None: there is none that is known.
+    """The class of `torch.optim` whose step an optimizer runs unchanged; None if there is none.
 
     >>> renamed = type("Renamed", (optim.AdamW,), {})
     >>> known(renamed([torch.ones(1)])).__name__
@@ -59,7 +59,7 @@ def _known(kind: Any) -> Any:
 
 
 def _as_written(step: Any) -> Any:
-    """A step without what PyTorch puts around that of each class when it makes the first optimizer of it."""
+    """A step without the wrappers that PyTorch adds with a class's first optimizer."""
     return step.__wrapped__ if getattr(step, "__code__", None) is _AROUND else step
 
 
@@ -69,14 +69,14 @@ def name_of(optimizer: optim.Optimizer) -> str:
 
 
 def is_named(optimizer: optim.Optimizer) -> bool:
-    """True if it is of another library, and known."""
+    """Tell whether it is of another library, and in the table."""
     return name_of(optimizer) in NAMED
 
 
 def step_one(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Any, gradient: torch.Tensor | None, states: Any
 ) -> None:
-    """Run an optimizer's own step for one parameter, by a view of it that has the parameter's group only.
+    """Run an optimizer's own step for one parameter, by a view of it with that parameter's group only.
 
     The optimizer stays as it is, but for what its attributes hold; the group's settings are as the step leaves them.
     The parameter's state is found among ``states``, or made.
@@ -96,7 +96,7 @@ def step_one(
 
 
 def update_once(optimizer: optim.Optimizer) -> None:
-    """Run the part of an optimizer's step that it does once, not for each parameter: its step without gradients."""
+    """Run the part of an optimizer's step that it does once per step: its step without gradients."""
     if known(optimizer) is not None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -111,7 +111,7 @@ def update_once(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
-    """Refuse, as `Unsupported`, what steps by another optimizer, and say what to do ``instead``."""
+    """Refuse, as `Unsupported`, an optimizer that steps by another one; say what to do ``instead``."""
     held = tree_leaves([what for name, what in vars(optimizer).items() if name not in ("param_groups", "state")])
     inner = [type(one).__name__ for one in held if isinstance(one, optim.Optimizer)]
     if inner or _is_wrapper(type(optimizer)):
@@ -123,5 +123,5 @@ def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
 
 
 def _is_wrapper(kind: type) -> bool:
-    """True if it shows the groups or states of another optimizer."""
+    """Tell whether it shares the groups or states of another optimizer."""
     return any(name in vars(one) for one in kind.__mro__ for name in ("param_groups", "state"))

@@ -37,19 +37,19 @@ class Updates:
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
 
     def of_parameters(self) -> dict[int, Update]:
-        """The update of each parameter that the optimizers have now, by its id."""
+        """The update of each parameter that the optimizers have now, by id."""
         groups = ((o, i, group) for o in self.optimizers for i, group in enumerate(o.param_groups))
         return {id(p): Update(o, i, p) for o, i, group in groups for p in group["params"]}
 
     @property
     def signature(self) -> list[tuple[str, list[int]]]:
-        """The key that plans hold for: the parameters that are updated, their groups, and how."""
+        """The key of plans: the updated parameters, their groups, and the kind of update."""
         groups = ((o, group) for o in self.optimizers for group in o.param_groups)
         return [(about(o, group), [id(p) for p in group["params"]]) for o, group in groups]
 
     @property
     def together(self) -> bool:
-        """True if each gradient must be matched with its parameter, updated or not."""
+        """Tell whether each gradient must be matched with its parameter, updated or not."""
         return self.clipping.most is not None or self.scaling is not None or self.exchange is not None
 
     @property
@@ -59,7 +59,7 @@ class Updates:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held beside these: all states, from the first step on, sums, and what a scaler has."""
+        """Bytes held beside these: all states, from the first step on, sums, and the scaler's."""
         held = sum(update.state_bytes for update in self.of_parameters().values())
         held += 0 if self.sums is None else self.sums.held_bytes
         held += 0 if self.average is None else self.average.rest_bytes
@@ -68,7 +68,7 @@ class Updates:
         return held + (0 if self.scaling is None else HELD_BYTES)
 
     def begin(self) -> None:
-        """Prepare for an update, before the backward that it comes with."""
+        """Prepare for an update, before its backward."""
         self._updated, self._exchanged, self.ready = set(), set(), False
         if self.scaling is not None:
             self.scaling.begin()
@@ -76,7 +76,7 @@ class Updates:
             self.average.begin()
 
     def agree(self, order: Sequence[torch.Tensor]) -> None:
-        """Check that all ranks are about to send the same gradients: in this order, then those that exist already."""
+        """Check that all ranks are about to send the same gradients: in this order, then existing ones."""
         if self.exchange is not None:
             places = {p: n for n, p in enumerate(parameters_of(self.optimizers))}
             sent = [*order, *(p for p in self._rest() if p not in {*order})]
@@ -84,14 +84,14 @@ class Updates:
             self.exchange.agree([(places[p], tuple(p.shape), str(p.dtype)) for p in sent], device)
 
     def exchange_sum(self, parameter: torch.Tensor) -> None:
-        """Average the gradient that a parameter has over all ranks."""
+        """Average a parameter's gradient over all ranks."""
         assert self.exchange is not None
         assert parameter.grad is not None
         self._exchanged.add(parameter)
         self.exchange.mean(parameter.grad, out=parameter.grad)
 
     def prepare(self) -> None:
-        """Exchange, unscale and clip all gradients by their norm, where they are and it was not done."""
+        """Average, unscale and clip all gradients in place, as far as that was not done."""
         self.ready = True
         self._exchange_rest()
         if self.scaling is not None:
@@ -109,7 +109,7 @@ class Updates:
         self._updated.add(update.parameter)
 
     def update_in_place(self, update: Update) -> None:
-        """Update a parameter by the gradient that it has, which is free then."""
+        """Update a parameter by its gradient, which is freed."""
         self.clipping.by_value(update.parameter)
         assert update.parameter.grad is not None
         self.update(update, update.parameter.grad)
@@ -117,7 +117,7 @@ class Updates:
             update.parameter.grad = None
 
     def finish(self) -> None:
-        """Do what the backward has left to do: all of it, as plain PyTorch does, where no captured step has run."""
+        """Do what the backward left; all of it, as plain PyTorch does, if no captured step has run."""
         if not self.ready:
             self.agree(())
             self.prepare()
@@ -137,7 +137,7 @@ class Updates:
             self.scaling.finish()
 
     def as_plain(self) -> None:
-        """Clip and update as plain PyTorch does, all at once, by the gradients that a plain backward has left."""
+        """Clip and update as plain PyTorch does, all together, by the gradients of a plain backward."""
         self._updated, self._exchanged = set(), set()
         self._exchange_rest()
         parameters = parameters_of(self.optimizers)
@@ -151,7 +151,7 @@ class Updates:
                 optimizer.zero_grad(set_to_none=True)
 
     def _rest(self) -> list[torch.Tensor]:
-        """Parameters whose gradients are there, and are to be averaged over all ranks yet."""
+        """Parameters with gradients that are not yet averaged over all ranks."""
         if self.exchange is None:
             return []
         done = self._updated | self._exchanged

@@ -1,4 +1,4 @@
-"""The graphs that higher-order ops are given: as modules, as text, their bytes, and their ops in place of a call."""
+"""The graphs inside higher-order ops: as modules, as text, their bytes, or inlined."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from checkmate.capture.nodes import storage, storages, target_name, tensors
 
 
 def bodies(node: fx.Node) -> list[Any]:
-    """The graphs that a higher-order op is given, as modules."""
+    """The graphs given to a higher-order op, as modules."""
     return [body for a in node.all_input_nodes if (body := body_of(a)) is not None]
 
 
 def body_of(node: fx.Node) -> nn.Module | None:
-    """The module that a node stands for; None if it stands for anything else."""
+    """The module that a node stands for, or None."""
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
     held: Any = operator.attrgetter(str(node.target))(node.graph.owning_module)
@@ -28,7 +28,7 @@ def body_of(node: fx.Node) -> nn.Module | None:
 
 
 def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
-    """Write a graph as text that is the same in every process; ``describe`` writes arguments that are no nodes."""
+    """Write a graph as text that is equal in every process; ``describe`` formats arguments that are no nodes."""
     if not isinstance(body, fx.GraphModule):
         return str(body)
     numbers = {node: i for i, node in enumerate(body.graph.nodes)}
@@ -48,7 +48,7 @@ def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
 
 
 def rows_of(node: fx.Node) -> int:
-    """Count the runs of an op's graphs: one for each row, or one."""
+    """The number of runs of an op's graphs: one per row, or one."""
     given: Any = node.args[_ROWS_IN[node.target.name()]] if node.target.name() in _ROWS_IN else ()  # type: ignore[union-attr]
     return max([n.meta["val"].shape[0] for n in given], default=1)
 
@@ -84,7 +84,7 @@ def bytes_of_graph(body: fx.GraphModule) -> int:
 
 
 def put_regions_in_place(module: fx.GraphModule) -> None:
-    """Inline each `torch.compiler.nested_compile_region` of a graph of Dynamo's, so that each of its ops is planned."""
+    """Inline each `torch.compiler.nested_compile_region` of Dynamo's graph, so that its ops are planned."""
     while calls := module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
         for node in calls:
             # Copy the ops of the region before its call, whose readers then read their results.

@@ -1,4 +1,4 @@
-"""Warnings about `torch.utils.checkpoint`, without which a step is captured: where plain PyTorch differs.
+"""Warnings about `torch.utils.checkpoint`, which capture removes, where plain PyTorch differs.
 
 Plain PyTorch runs a checkpoint again in the backward, and so it makes the writes of its beginning twice: batch norm's
 to its running statistics, and those of whatever else counts or averages. With ``use_reentrant=True`` it trains nothing
@@ -29,7 +29,7 @@ _said: set[str] = set()  # places that the user was told of
 
 
 def warn_of_gradients(graph: fx.Graph) -> None:
-    """Say which checkpoints of Dynamo's graph plain PyTorch does not train, once for each."""
+    """Warn, once for each, of checkpoints in Dynamo's graph that plain PyTorch does not train."""
     untrained = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
         given = [one.meta.get("example_value") for one in node.all_input_nodes]
@@ -44,7 +44,7 @@ def warn_of_gradients(graph: fx.Graph) -> None:
 
 
 def warn_of_second_writes(graph: fx.Graph) -> None:
-    """Say which modules write twice in plain PyTorch, of a joint graph as AOTAutograd hands it over; once for each."""
+    """Warn, once for each, of modules in a joint graph of AOTAutograd's that write twice in plain PyTorch."""
     # Plain PyTorch runs each checkpoint again up to the last op that saves a tensor. Nodes of an op and of its backward
     # have one ``seq_nr``, and so do ops without a backward that follow it.
     at = {node: position for position, node in enumerate(graph.nodes)}

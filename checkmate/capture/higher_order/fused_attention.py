@@ -1,4 +1,4 @@
-"""`flex_attention` that the user has compiled: one kernel of Inductor's, the op alone, as plain PyTorch runs it.
+"""`flex_attention` compiled by the user: one kernel by Inductor, the op alone, as plain PyTorch runs it.
 
 Called plainly, `flex_attention` is dense ops in plain PyTorch, with other bits: there it stays so.
 """
@@ -45,7 +45,7 @@ _INSTALL = {
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """A call of an op's compiled kernel, with the op's arguments. Results that nobody reads are None."""
+    """A call of an op's compiled kernel, with the op's arguments. Unread results are None."""
 
     op: HigherOrderOperator
     key: str
@@ -61,13 +61,13 @@ class Fused:
 
 
 def is_compiled(node: fx.Node) -> bool:
-    """Tell whether an op is an attention that the user has compiled."""
+    """Tell whether an op is an attention that the user compiled."""
     position = OPTIONS.get(str(node.target))
     return position is not None and COMPILED in node.args[position]  # type: ignore[operator]
 
 
 def compile_attention(graph: fx.Graph) -> None:
-    """Replace each attention that the user has compiled by a call of its kernel, or refuse it without a compiler."""
+    """Replace each attention that the user compiled by a call of its kernel; refuse it if there is no compiler."""
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
@@ -88,7 +88,7 @@ def compile_attention(graph: fx.Graph) -> None:
 
 
 def dense_ops(node: fx.Node) -> fx.GraphModule | None:
-    """The dense ops of an attention that the user has not compiled; None for any other op, and for the kernel."""
+    """The dense ops of an attention that the user did not compile; None for other ops and for the kernel."""
     dense = {"flex_attention": sdpa_dense, "flex_attention_backward": sdpa_dense_backward}.get(str(node.target))
     if dense is None or is_compiled(node):
         return None
@@ -162,7 +162,7 @@ def _compiled(node: fx.Node) -> Callable[..., Any]:
 
 
 def _alone(node: fx.Node) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A module that runs an op on tensors alone and gives the results that are read, with fake tensors to trace it."""
+    """A module that runs an op alone on tensors and gives the results that are read, with fake tensors to trace it."""
     # Tensors become inputs, and graphs parts of the module.
     root, graph, inputs = nn.Module(), fx.Graph(), list[Tensor]()
 

@@ -1,4 +1,4 @@
-"""Higher-order ops, which run graphs or kernels that they are given: which may run again, and why.
+"""Table of higher-order ops, which run graphs or kernels: which of them may run again, and why.
 
 Such an op has no schema that says what it does, so `AGAIN` says it by name, each with the argument that another run
 leaves the same bits and changes nothing else. What its graphs do is looked up in them. An op that is not named runs
@@ -41,7 +41,7 @@ _MAY_NOT_END = {"while_loop"}  # on made-up numbers
 
 
 def runs_once(node: fx.Node) -> str | None:
-    """The reason for which a higher-order op must run exactly once; None if it may run again, or is another op."""
+    """The reason why a higher-order op must run exactly once; None if it may run again, or is another op."""
     if isinstance(node.target, Launch):
         return node.target.once
     op = node.target.op if isinstance(node.target, Fused) else node.target
@@ -66,7 +66,7 @@ def runs_alone(node: fx.Node) -> bool:
 
 
 def _of_body(body: Any) -> Iterator[str]:
-    """Reasons for which a graph may not run again."""
+    """The reasons why a graph may not run again."""
     if not isinstance(body, fx.GraphModule):
         yield "cannot be looked into"
         return

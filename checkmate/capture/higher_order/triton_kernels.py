@@ -1,4 +1,4 @@
-"""Launches of Triton kernels by a step, as ops that make the tensors they write.
+"""Launches of Triton kernels in a step, as ops whose results are the tensors they write.
 
 PyTorch captures a launch as ``triton_kernel_wrapper_functional``, which copies all that the kernel writes to, runs it
 on the copies and gives these. What is written to is mostly empty memory: `make_what_they_write` has the op take that
@@ -60,7 +60,7 @@ class Launch:
     __name__ = "triton_kernel"
 
     def __call__(self, *bases: Any, **given: Any) -> dict[str, torch.Tensor]:
-        """Launch the kernel, and return the tensors that it wrote."""
+        """Launch the kernel and return the tensors that it wrote."""
         made = {
             name: torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype, device=memory.device)
             for name, memory in self.makes.items()
@@ -76,17 +76,17 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The kernel's name."""
         return str(_plain(kernel_side_table.get_kernel(self.kernel)).fn.__name__)
 
     @property
     def tunes(self) -> bool:
-        """Tell whether it tries configurations when it first runs in a process, in memory of their own."""
+        """Tell whether its first run in a process tries configurations, in memory of its own."""
         return hasattr(kernel_side_table.get_kernel(self.kernel), "configs")
 
     @cached_property
     def key(self) -> str:
-        """A hash of the kernel and its options, without the tensors, which is the same in every process."""
+        """A hash of the kernel and its options, without tensors, equal in every process."""
         configs = [str(config) for config in getattr(kernel_side_table.get_kernel(self.kernel), "configs", ())]
         constants = kernel_side_table.get_constant_args(self.constants)
         text = repr((*_sources(self.kernel, self.constants), configs, constants, self.options, self.makes))
@@ -94,13 +94,13 @@ class Launch:
 
 
 def why_once(kernel: int, constants: int) -> str | None:
-    """The reason for which a kernel must run exactly once; None if its source has none."""
+    """The reason why a kernel must run exactly once; None if its source shows none."""
     found = next((match for source in _sources(kernel, constants) if (match := _UNORDERED.search(source))), None)
     return None if found is None else f"runs a kernel of Triton's that calls {found[0]}"
 
 
 def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
-    """Let launches allocate their results themselves where these were empty tensors.
+    """Let launches allocate those results themselves that were empty tensors before.
 
     ``same_again``: whether an op leaves the same bits when it runs again, as tried; None: each does.
     """
@@ -128,14 +128,14 @@ def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] 
 
 
 def _plain(kernel: Any) -> Any:
-    """A kernel without what chooses its configuration."""
+    """A kernel without its tuner."""
     while not hasattr(kernel, "src"):
         kernel = kernel.fn
     return kernel
 
 
 def _sources(kernel: int, constants: int) -> Iterator[str]:
-    """The source of a kernel, and those of Triton's functions that it calls or is given, each once."""
+    """The source of a kernel, and of the Triton functions that it calls or is given, each once."""
     function = _plain(kernel_side_table.get_kernel(kernel))
     todo, seen = [function, *kernel_side_table.get_constant_args(constants).values()], set[int]()
     while todo:

@@ -1,1 +1,1 @@
-"""Ops that write over an input: which could, where that is legal, and how they are called then."""
+"""In-place variants of ops: which ops have one, where it is legal, and how it is called."""

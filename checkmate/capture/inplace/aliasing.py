@@ -1,4 +1,4 @@
-"""Find the arguments that ops of a captured step may write over, as nothing else could see the change.
+"""Find the arguments that ops of a captured step may write over, because nothing else can see the change.
 
 That the argument's value is not needed any more is for the plan to see to, run by run. What it cannot see is here: who
 holds a tensor without being an op of the step, and which bytes are not the value's alone.
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Reason(Enum):
-    """The reason why an op must not write over an argument, whatever the plan."""
+    """A reason why an op must not write over an argument in any plan."""
 
     CALLERS = "it belongs to the caller"  # a parameter, a buffer, an input
     HELD = "autograd or Dynamo handed it in, and holds it"
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(joint: Joint) -> Iterator[Candidate]:
-    """The arguments that ops may write over, by shapes, layouts and aliases; bits are another question."""
+    """The arguments that ops may write over, by shapes, layouts and aliases; bits are tried elsewhere."""
     shown = handed_out(joint)
     for k, node in [(k, node) for k, node in enumerate(joint.nodes) if node is not None]:
         for i in positions_to_try(node):
@@ -55,13 +55,13 @@ def candidates(joint: Joint) -> Iterator[Candidate]:
 
 
 def handed_out(joint: Joint) -> set[int]:
-    """Values that the caller sees, in whole or in part, or that stay to the end of the step."""
+    """Values that the caller sees, or that stay to the end of the step."""
     outputs = leaf_nodes((*joint.step.forward_outputs, *joint.step.backward_outputs))
     return {v for n in outputs for v in joint.value_of[n]}.union(joint.graph.outputs)
 
 
 def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[int]) -> Reason | None:
-    """Say why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
+    """The reason why op k must not write its first result over an argument; None if it may, once the value dies.
 
     ``shown``: the values that are `handed_out`.
     """

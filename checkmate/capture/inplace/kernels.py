@@ -1,4 +1,4 @@
-"""Functions that write over an argument, at once or block by block, for ops that PyTorch has in no such form.
+"""In-place kernels, whole or block by block, for ops that PyTorch has no in-place form of.
 
 Each leaves the bits of its op in ``out``, which is one of its arguments, and gives what the op gives.
 
@@ -32,7 +32,7 @@ LEAST_IMAGES = 2  # kernels for one image are often others
 
 
 def take_over(x: torch.Tensor, *, memory_format: torch.memory_format | None = None, out: torch.Tensor) -> torch.Tensor:
-    """``x.clone()``: where nothing reads x any more, x itself."""
+    """``x.clone()`` when nothing else reads x: x itself."""
     return out
 
 
@@ -44,7 +44,7 @@ def rsub_over(x: torch.Tensor, other: Number, alpha: Number = 1, *, out: torch.T
 def safe_softmax_over(
     x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax in which rows of nothing but -inf are zero: these are looked for first."""
+    """Softmax with zeros in rows of -inf only, which are found first."""
     masked = torch.eq(x, float("-inf")).all(dim, keepdim=True)
     return aten._softmax.out(x, dim, False, out=out).masked_fill_(masked, 0.0)
 
@@ -105,7 +105,7 @@ def batch_norm_backward_over(
 def convolution_over(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, *geometry: Any, out: torch.Tensor
 ) -> torch.Tensor:
-    """A convolution, by images."""
+    """A convolution, image by image."""
     for some in _slices(len(x), _images_of_a_block(len(x))):
         out[some] = aten.convolution.default(x[some], weight, bias, *geometry)
     return out
@@ -114,7 +114,7 @@ def convolution_over(
 def convolution_backward_over(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *options: Any, out: torch.Tensor
 ) -> tuple[Optional, ...]:
-    """The gradient of a convolution's input and of nothing else, by images. Of the input its shape is read only."""
+    """The gradient of a convolution's input alone, image by image; only the input's shape is read."""
     for some in _slices(len(x), _images_of_a_block(len(x))):
         out[some] = aten.convolution_backward.default(grad[some], x[some], weight, bias_sizes, *options)[0]
     return out, None, None
@@ -128,7 +128,7 @@ def convolution_backward_input_over(
     *geometry: Any,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of a convolution's input, by images, where only the input's shape is handed in."""
+    """The gradient of a convolution's input, image by image, from the input's shape."""
     for some in _slices(shape[0], _images_of_a_block(shape[0])):
         count = len(range(shape[0])[some])
         out[some] = convolution_backward_input(grad[some], weight, (count, *shape[1:]), stride, *geometry)
@@ -136,7 +136,7 @@ def convolution_backward_input_over(
 
 
 def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
-    """Bytes that `batch_norm_backward_over` takes: of some channels both arguments, laid out anew, and the result.
+    """Bytes that `batch_norm_backward_over` takes: for some channels, both arguments laid out anew, and the result.
 
     None where the gradient of the input is not wanted: there is no result to write.
     """
@@ -146,19 +146,19 @@ def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int |
 
 
 def convolution_block(x: torch.Tensor, *_: Any) -> int | None:
-    """Bytes of the result for some images, where this is as large as the input; None where images are few."""
+    """Bytes of the result for some images, if it is as large as the input; None for few images."""
     return convolution_backward_input_block(x, x, x.shape)
 
 
 def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
-    """The blocks of a convolution's backward; None, too, unless only the input's gradient is asked for."""
+    """The block of a convolution's backward; None for few images, or if more than the input's gradient is asked."""
     return convolution_block(x) if [*others[-1]] == [True, False, False] else None
 
 
 def convolution_backward_input_block(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int | None:
-    """Bytes of the result for some images; None where images are few."""
+    """Bytes of the result for some images; None for few images."""
     images = _images_of_a_block(shape[0])
     return math.prod(shape[1:]) * grad.itemsize * images if shape[0] >= 2 * images else None
 

@@ -1,4 +1,4 @@
-"""Table of candidates: ops that can write their result over an argument, and how they are called to do so.
+"""Table of ops that can write their result over an argument, and how to call them to do so.
 
 Only variants that need no second copy are here: some of PyTorch's ``out=`` are generated, and fill a new tensor that
 they then copy. What computes each element from the same element of its arguments may write over these on any device, as
@@ -40,7 +40,7 @@ class Written:
 
     @property
     def slower(self) -> bool:
-        """Tell whether it takes longer than the op."""
+        """Tell whether it takes longer than the plain op."""
         return self.block is not None
 
 
@@ -111,18 +111,18 @@ TABLE: Mapping[Any, Written] = {
 
 
 def written_of(target: Any) -> Written | None:
-    """The call that writes an op over an argument, by the table or by what the op says of itself; None: it has none."""
+    """The in-place call of an op over an argument, from the table or the op itself; None if there is none."""
     found: Written | None = TABLE.get(target) or getattr(target, "written", None)
     return found
 
 
 def positions(node: fx.Node) -> tuple[int, ...]:
-    """The arguments over which a node's op could write its first result, by its own tensors."""
+    """The arguments that a node's op could write its first result over, by its tensors."""
     return tuple(i for i in positions_to_try(node) if is_whole(node.args[i]))
 
 
 def positions_to_try(node: fx.Node) -> tuple[int, ...]:
-    """The arguments to try to write over, by types, shapes and strides, also if one is a part of its memory.
+    """The arguments to try, by types, shapes and strides, also if one is a part of its memory.
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """
@@ -135,21 +135,21 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
 
 
 def block_bytes(node: fx.Node) -> int | None:
-    """Bytes of a block, of an op that runs block by block to write over an argument; None: it does not so."""
+    """Bytes per block, for an op that runs in place block by block; else None."""
     written = written_of(node.target)
     block = None if written is None else written.block
     return None if block is None else block(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
 
 
 def first_result(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor of what a way of a node makes: its result, or the first of its results."""
+    """The first fake result of a node, or its only one."""
     val = node.meta.get("val")
     first = val[0] if isinstance(val, (tuple, list)) and val else val
     return first if isinstance(first, torch.Tensor) else None
 
 
 def is_alike(argument: Any, made: torch.Tensor) -> bool:
-    """Tell whether an argument lies in memory without gaps or overlaps, just as the result will."""
+    """Tell whether an argument is dense in memory, with the layout of the result."""
     a = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or made.layout is not torch.strided:
         return False
@@ -160,13 +160,13 @@ def is_alike(argument: Any, made: torch.Tensor) -> bool:
 
 
 def is_whole(argument: Any) -> bool:
-    """Tell whether an argument shows all of its memory, once."""
+    """Tell whether an argument covers all of its memory exactly once."""
     a = argument.meta["val"]
     return bool(a.untyped_storage().nbytes() == a.numel() * a.element_size())
 
 
 def call_over(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> tuple[Any, Any, Any]:
-    """Target, arguments and keywords of the call that writes over one of its arguments.
+    """Target, arguments and keywords of the in-place call over one of the arguments.
 
     >>> x = torch.tensor([-1.0, 2.0])
     >>> target, args, kwargs = call_over(aten.relu.default, (x,), {}, 0)

@@ -1,4 +1,4 @@
-"""Ops that read nothing of an argument but its shape and layout: on the CPU they are called without it.
+"""Ops that read only the shape and layout of an argument: on the CPU they are called without it.
 
 The gradient of a convolution's input is made of the incoming gradient and the weight. PyTorch's op for it takes the
 input along, for its shape; as an argument it would have to be at hand, made again if need be. The same holds for the
@@ -26,7 +26,7 @@ _largest = torch.empty(0, dtype=torch.uint8)
 
 
 def stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros that takes no memory. It must not be written to: that would end the process.
+    """A tensor of zeros that takes no memory. Writing to it would crash the process.
 
     >>> int(stand_in((2**20, 2**10), (2**10, 1), torch.float32)[7].sum())
     0
@@ -45,7 +45,7 @@ def stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
 def convolution_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
 ) -> torch.Tensor:
-    """The gradient of a convolution's input by its shape and stride; geometry as ``convolution_backward`` takes it."""
+    """The gradient of a convolution's input from its shape and stride; geometry as in ``convolution_backward``."""
     x, wanted = stand_in(shape, stride, grad.dtype), [True, False, False]
     gradient: torch.Tensor = aten.convolution_backward.default(grad, x, weight, None, *geometry, wanted)[0]
     return gradient
@@ -54,14 +54,14 @@ def convolution_backward_input(
 def max_pool2d_backward(
     grad: torch.Tensor, indices: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
 ) -> torch.Tensor:
-    """The gradient of the input of a maximum over windows, by the input's shape and stride."""
+    """The gradient of max pooling's input, from the input's shape and stride."""
     x = stand_in(shape, stride, grad.dtype)
     gradient: torch.Tensor = aten.max_pool2d_with_indices_backward.default(grad, x, *geometry, indices)
     return gradient
 
 
 def forget_inputs(graph: fx.Graph) -> None:
-    """Call ops of a joint graph without the inputs whose shape is all they read."""
+    """Call ops of a joint graph without inputs of which they read the shape only."""
     if not CAN_STAND_IN:
         return
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
@@ -79,14 +79,14 @@ def forget_inputs(graph: fx.Graph) -> None:
 
 
 def _can_forget(x: fx.Node, *others: fx.Node) -> bool:
-    """Tell whether all are on the CPU, in one type, and the strides of x leave no doubt of its memory format."""
+    """Tell whether all tensors are on the CPU with one type, and x's strides determine its memory format."""
     tensors = [n.meta["val"] for n in (x, *others)]
     alike = all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
     return alike and has_certain_format(tensors[0].shape, tensors[0].stride())
 
 
 def has_certain_format(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether the strides of dimensions with several elements say if a batch of images is stored channels last.
+    """Tell whether strides of dimensions with several elements decide if images are channels last.
 
     PyTorch asks for strides that do not fall from the channels over columns and rows to the batch, each as large as
     the extent of the one before (``is_channels_last_strides`` of c10). A dimension of one element has its place there.

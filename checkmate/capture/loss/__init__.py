@@ -1,1 +1,1 @@
-"""The loss of a language model in parts, so that its logits are never there at once."""
+"""The loss of a language model in parts, so that all of its logits never exist at once."""

@@ -1,4 +1,4 @@
-"""Tell whether a loss in parts has the bits of the whole: by trial, on made-up inputs, with as many threads as now.
+"""Try on made-up inputs, with the present number of threads, whether a loss in parts has the bits of the whole.
 
 The whole is tried, and its three products by themselves: an order that differs shows in the gradients, which are sums
 in the type of the layer, and of half precision in its products alone, on numbers that cancel.
@@ -33,7 +33,7 @@ Compared = tuple[Tensor, Tensor]  # of the whole, of parts
 
 
 def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
-    """Tell whether the loss and its gradients in parts have the bits of the whole, with the present number of threads.
+    """Tell whether a loss in parts and its gradients have the bits of the whole, with the present threads.
 
     The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
     """
@@ -59,7 +59,7 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
 
 
 def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
-    """Tell whether parts have the bits of the whole on inputs of these seeds; not if an op refuses them."""
+    """Tell whether parts have the bits of the whole on inputs of these seeds; False if an op refuses them."""
     try:
         for whole, found in chain.from_iterable(map(trial, seeds)):
             if not same_bytes(whole, found):
@@ -75,12 +75,12 @@ def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int])
 
 
 def inputs_of_loss(loss: Loss) -> int:
-    """The number of inputs that a loss is tried on: more if it is small."""
+    """The number of inputs to try a loss on: more for a small one."""
     return min(MOST_INPUTS, max(INPUTS, ENOUGH // loss.product.meta["val"].numel()))
 
 
 def alone(loss: Loss) -> fx.GraphModule:
-    """A module of a loss and its backward alone, in the order of the step; logits that the step shows are an input."""
+    """A module of a loss and its backward alone, in the step's order; logits that the step shows are an input."""
     results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
     nodes = sorted(ancestors([node for node in results if node is not None], until=loss.given_nodes))
     graph = fx.Graph()
@@ -95,7 +95,7 @@ def alone(loss: Loss) -> fx.GraphModule:
 
 
 def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterator[Compared]:
-    """Compute a loss and its gradients on normal numbers, positive class weights and targets, some of them ignored."""
+    """Compute a loss and its gradients on normal numbers, positive class weights and targets, some ignored."""
     (loss,) = losses(whole.graph)
     draw, scale = torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)]
     depth, columns = loss.w.meta["val"].shape
@@ -111,7 +111,7 @@ def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterato
 
 
 def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
-    """Compute the products of the layer and of its gradients, by rows and by columns; half of the inputs cancel."""
+    """Compute the products of the layer and its gradients by rows and by columns; half of the inputs cancel."""
     rows, columns = loss.product.meta["val"].shape
     by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
     by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]

@@ -1,4 +1,4 @@
-"""Find each linear layer with its cross entropy in a traced step, with the nodes of forward and backward.
+"""Find each linear layer with its cross entropy in a traced step, in forward and backward.
 
     mm or addmm -> scales, a cap, casts, slices of rows -> _log_softmax -> nll_loss_forward, and the sum of each row
     nll_loss_backward -> _log_softmax_backward_data -> the same back -> mm (rows), mm (weight), sum (bias)
@@ -29,7 +29,7 @@ Nodes = tuple[fx.Node, ...]
 
 @dataclass(frozen=True)
 class Loss:
-    """The nodes of one such place; gradients that nobody asks for are None."""
+    """The nodes of one linear layer with its cross entropy; unused gradients are None."""
 
     product: fx.Node
     before: Nodes  # from there to the softmax, each reads the one before
@@ -63,17 +63,17 @@ class Loss:
 
     @property
     def ignore_index(self) -> int:
-        """The target of rows that do not count."""
+        """The target that marks ignored rows."""
         return self.forward.args[4]  # type: ignore[return-value]
 
     @property
     def ends(self) -> Nodes:
-        """The gradients that are asked for."""
+        """The gradients that are used."""
         return tuple(end for end in (self.of_rows, self.of_weight, self.of_bias) if end is not None)
 
     @property
     def shown(self) -> bool:
-        """Tell whether something beside the loss reads the logits, at any point up to the softmax."""
+        """Tell whether anything else reads the logits, anywhere up to the softmax."""
         own = {*self.before, self.softmax, *self.through}
         return any(user not in own for node in (self.product, *self.before) for user in node.users)
 
@@ -86,7 +86,7 @@ class Loss:
 
     @property
     def given_nodes(self) -> set[fx.Node]:
-        """The inputs of the loss: nodes that are made outside of it."""
+        """The inputs of the loss: nodes outside of it."""
         weights = [self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())]
         given: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
         return {*leaf_nodes(given), *(() if self.smoothing is None else self.smoothing.all_input_nodes)}
@@ -148,7 +148,7 @@ def _read(forward: fx.Node) -> Loss | None:
 
 
 def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, Nodes]:
-    """Follow a node up to one of these ops: that one, and the path from it; None if another op stands between."""
+    """Follow a node up to one of these ops; give it and the path, or None if another op stands between."""
     path: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.target not in ends:
         if not (is_of_rows(node) or (pointwise and _is_pointwise(node, ()))):
@@ -159,7 +159,7 @@ def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, 
 
 
 def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
-    """Follow a gradient from op to op, until something else reads it too."""
+    """Follow a gradient from op to op until it has another reader."""
     while len(node.users) == 1:
         (user,) = node.users
         if not (is_of_rows(user) or _is_pointwise(user, made)) or user.args[0] is not node:
@@ -168,7 +168,7 @@ def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
 
 
 def _is_expanded(node: Any) -> bool:
-    """Tell whether this is a number for each row, expanded to all columns."""
+    """Tell whether this is one number per row, expanded to all columns."""
     if not isinstance(node, fx.Node) or node.target is not aten.expand.default or len(node.users) != 1:
         return False
     source: Any = node.args[0]
@@ -176,7 +176,7 @@ def _is_expanded(node: Any) -> bool:
 
 
 def is_of_rows(node: fx.Node) -> bool:
-    """Tell whether the op only views, slices or zero-pads rows, and keeps each row whole."""
+    """Tell whether the op only views, slices or zero-pads rows, each row whole."""
     args: Any = node.args
     source = node.all_input_nodes
     if len(source) != 1 or args[0] is not source[0]:
@@ -190,7 +190,7 @@ def is_of_rows(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
-    """Tell whether an op is a function of each number by itself; a backward may read the forward's result, too."""
+    """Tell whether an op works element by element; a backward may read the forward's result too."""
     args: Any = node.args
     if (name := str(node.target)) not in POINTWISE:
         return False
@@ -208,7 +208,7 @@ def _along_rows(node: fx.Node, position: int = 1) -> bool:
 
 
 def _ends(node: fx.Node, product: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:
-    """Gradients of rows, weight and bias, made of the gradient of the product.
+    """Gradients of rows, weight and bias, from the gradient of the product.
 
     None if anything else reads that, or if they are not made of the rows and the weight of the forward as in parts.
     """

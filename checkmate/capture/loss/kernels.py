@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer without its logits: loss and gradients in parts, with the bits of the whole.
+"""Cross entropy of a linear layer without its full logits: loss and gradients in parts, with the bits of the whole.
 
     z = h W + b                        (N, V): the layer's product
     x = f(z)                           logits: scaled, capped, cast, or as they are
@@ -52,7 +52,7 @@ OF_RESULT = {"aten.tanh_backward.default"}  # they read a value of the forward
 
 
 class Layer(NamedTuple):
-    """A linear layer and the targets of its logits, as nodes of a graph or as tensors; None where it is not read."""
+    """A linear layer and the targets of its logits, as nodes or tensors; None if unread."""
 
     h: Any  # (N, D)
     w: Any  # (D, V)
@@ -72,7 +72,7 @@ class Layer(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The way from logits to log-probabilities, and its parts."""
+    """The steps from logits to log-probabilities, and the parts."""
 
     ignore: int  # the target of rows that do not count
     dtype: torch.dtype  # of the softmax
@@ -83,7 +83,7 @@ class Form(NamedTuple):
 
     @property
     def by_columns(self) -> bool:
-        """Tell whether a block of columns has the bits of the whole."""
+        """Tell whether blocks of columns have the bits of the whole."""
         return self.dtype is EXACT and not self.smooth
 
 
@@ -100,7 +100,7 @@ def slices(whole: int, part: int, multiple: int = 1) -> Iterator[slice]:
 
 
 def one_class(y: Tensor, ignore_index: int) -> Tensor:
-    """Targets for the column of log-probabilities that was chosen: its only class, or none."""
+    """Targets for a column of chosen log-probabilities: its only class, or none."""
     return y.where(y == ignore_index, 0)
 
 
@@ -110,7 +110,7 @@ def class_weights(weight: Tensor, y: Tensor, ignore_index: int) -> Tensor:
 
 
 def weighted_loss(q: Tensor, y: Tensor, weights: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Compute ``nll_loss_forward`` with class weights from one column, a weight for each row, in its order of sums."""
+    """Compute ``nll_loss_forward`` with class weights from one column, with a weight per row, summed in its order."""
     how = 2 if reduction == 1 else reduction
     loss, _ = aten.nll_loss_forward(q * weights, y, None, how, ignore_index)
     total, _ = aten.nll_loss_forward(-weights, y, None, 2, ignore_index)
@@ -118,7 +118,7 @@ def weighted_loss(q: Tensor, y: Tensor, weights: Tensor, reduction: int, ignore_
 
 
 def row_sums(layer: Layer, form: Form) -> Tensor:
-    """The log-probability of each row's target, its largest logit, and the largest log-probability: (3, N).
+    """For each row the log-probability of the target, the largest logit and the largest log-probability: (3, N).
 
     With label smoothing also the sum of its log-probabilities: (4, N).
     """
@@ -159,7 +159,7 @@ def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums
 def gradients_of_weights(
     layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, with_weight: bool, with_bias: bool
 ) -> tuple[Tensor, ...]:
-    """The gradients of the weight, (V, D), and of the bias, (1, V), if asked for; arguments as above."""
+    """The gradients of the weight, (V, D), and the bias, (1, V), if used; arguments as above."""
     rows, columns = layer.shape
     part, block = length(rows, form.parts, ROWS), length(columns, form.parts, COLUMNS)
     of_weight = layer.h.new_empty((columns, layer.h.shape[1])) if with_weight else None
@@ -185,7 +185,7 @@ def gradients_of_weights(
 
 
 def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...], list[torch.dtype | None], list[int]]:
-    """Steps from product to logits, the types of pieces of memory, and the pieces of the product and of each step."""
+    """Steps from product to logits, types of buffers, and the buffers of the product and of each step."""
     steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())  # a kept product is copied first
     stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
     types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]
@@ -199,7 +199,7 @@ def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...],
 
 
 class _Logits:
-    """Computes logits of some rows and columns, in the type of the softmax, each time into the same memory.
+    """Computes logits of some rows and columns, in the softmax's type, each time into the same memory.
 
     Each step writes over what it reads, but for a kept product, and what the backward reads, if that is ``saved``.
     """
@@ -233,7 +233,7 @@ class _Logits:
 
 
 class _Gradient:
-    """Computes gradients of the product of some rows and columns, in place of their logits where types are the same.
+    """Computes gradients of the product for some rows and columns, in place of their logits if types agree.
 
     ATen's kernel reads a gradient of all log-probabilities, which is zero but for the target's: that is kept, and
     written to at the targets only.
@@ -284,7 +284,7 @@ _STEP = 2  # such passes of each step between the product and the softmax
 
 
 class Estimate(NamedTuple):
-    """The cost of one of these functions, without running it; bytes beside its inputs and results."""
+    """The estimated cost of one of these functions; bytes are beside inputs and results."""
 
     flop: int
     launches: int  # of kernels

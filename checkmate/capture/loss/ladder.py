@@ -1,4 +1,4 @@
-"""Split the loss of a captured step in more and more parts, up to 64, as long as no plan fits the budget.
+"""Split the loss of a captured step into more and more parts, up to 64, while no plan fits the budget.
 
 Each rung of the ladder is captured, tried and posed only when a solver has no plan for the one before, so that a step
 whose budget needs none pays nothing.
@@ -34,7 +34,7 @@ def with_loss_in_parts(
     *,
     tried: bool,
 ) -> Problem:
-    """The problem of a step, whose `Problem.next_split` is the same step with its loss in more parts.
+    """The problem of a step; its `Problem.next_split` is the same step with its loss in more parts.
 
     Args:
         problem: of the step as it was captured.
@@ -65,11 +65,11 @@ class _Ladder:
         return loss_splits_of(self.losses)
 
     def linked(self, problem: Problem, rung: int, below: int) -> Problem:
-        """Link a problem to the next, after ``rung`` splits; no plan without kept logits goes below ``below`` bytes."""
+        """Link a problem to its next split after ``rung``; without kept logits a plan has ``below`` bytes or more."""
         return replace(problem, next_split=cache(partial(self.next, problem, rung, below)))
 
     def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
-        """The step with its loss in more parts, if that saves bytes; None: nothing more is to be gained."""
+        """The step with its loss in more parts, if that saves bytes; None if nothing more can be gained."""
         if not self.losses or not self.is_at_loss(problem, rung):
             return None
         for after, how in enumerate(self.rungs[rung:], rung + 1):
@@ -97,7 +97,7 @@ class _Ladder:
         return None
 
     def is_at_loss(self, problem: Problem, rung: int) -> bool:
-        """Tell whether the op that needs the most is one of the loss's; kept logits are beside all ops."""
+        """Tell whether the op that needs most bytes belongs to the loss; kept logits are beside all ops."""
         if rung and self.rungs[rung - 1].kept:
             return True
         # ops that the split so far has made, or that the smallest split will take away
@@ -110,7 +110,7 @@ class _Ladder:
         return not high.isdisjoint(self.names[now] - self.names[other])
 
     def split(self, how: LossSplit | None) -> fx.GraphModule:
-        """The step whose loss is split; None: as it is."""
+        """The step whose loss is split; None for the step as it is."""
         module = self.whole if how is None else in_parts(self.whole, how)
         self.names[how] = {node.name for node in module.graph.nodes}
         return module

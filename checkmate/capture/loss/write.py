@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class LossSplit(NamedTuple):
-    """The parts of a loss; with its logits kept there is one buffer of their size, and nothing runs twice."""
+    """The parts of a loss; with kept logits there is one buffer of their size, and nothing runs twice."""
 
     parts: int
     kept: bool = False
@@ -45,7 +45,7 @@ LOSS_SPLITS = (
 
 
 def loss_splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
-    """Splits for these losses; where the step shows all logits, only splits that keep them."""
+    """Splits for these losses; if the step shows all logits, only splits that keep them."""
     shown = [loss.shown for loss in found]
     return tuple(split for split in LOSS_SPLITS if shown and (split.kept or not all(shown)))
 
@@ -61,7 +61,7 @@ def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
 
 
 def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
-    """Write the calls of a loss in parts, and leave the ops that they replace without readers."""
+    """Write the calls of a loss in parts; the ops that they replace lose their readers."""
     softmax, forward, backward = loss.softmax, loss.forward, loss.backward
     smooth = loss.row_sum is not None or loss.smoothing is not None
     form = Form(loss.ignore_index, softmax.meta["val"].dtype, *loss.steps, smooth, split.parts)
@@ -70,7 +70,7 @@ def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
     target, weights, u = y, None, None
 
     def chosen(sums: fx.Node, i: int) -> fx.Node:
-        """A column of one of the numbers that `row_sums` gives, of the rows that reach the loss."""
+        """A column of one of the results of `row_sums`, for the rows that reach the loss."""
         return _rows(there, call(softmax, aten.unsqueeze.default, (call(softmax, aten.select.int, (sums, 0, i)), 1)))
 
     with graph.inserting_before(forward):
@@ -126,7 +126,7 @@ def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
 
 
 def _rows(path: Nodes, x: fx.Node) -> fx.Node:
-    """Slice and zero-pad a column as the rows are on a path."""
+    """Slice and zero-pad a column like the rows on a path."""
     if not any(node.target in SLICES for node in path):
         return x
     for node in filter(is_of_rows, path):

@@ -1,4 +1,4 @@
-"""Changes of PyTorch's tracing, listed in `PATCHES`, by which our steps are captured as eager PyTorch runs them.
+"""Changes to PyTorch's tracing, listed in `PATCHES`, with which steps are captured as eager PyTorch runs them.
 
 ``import checkmate`` changes nothing. The first use of `checkmate.compile` and its like imports these modules, which
 then change what `PATCHES` says. Nothing here changes what eager PyTorch or another backend of `torch.compile` computes.
@@ -14,7 +14,7 @@ PROCESS = "from the import on, in the process"  # a mistake in a description, me
 
 
 class Patch(NamedTuple):
-    """A change of PyTorch's tracing."""
+    """A change to PyTorch's tracing."""
 
     module: str  # in this room
     when: str

@@ -1,4 +1,4 @@
-"""``x[mask]`` and its like, where the mask is known before the step: how much it selects is asked, as a question.
+"""``x[mask]`` and its like, if the mask is known before the step: the number of selected elements is a guard.
 
 ``x[mask]`` is as large as the mask has elements that are true, which a plan must know. Where the mask depends only on
 inputs and buffers, or on random numbers, as with adapters that are chosen by the language of a sample, that number is
@@ -39,7 +39,7 @@ _OF_DATA = re.compile(
 
 
 def knowing_selections(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
-    """Make captures that fail ask how much masks select, and which integers are read."""
+    """Make captures that fail ask for the sizes of selections, and for integers that are read."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _places(tx: Any, mask: Any, as_tuple: bool = True) -> Any:
-    """The places where a tensor is not zero, int64 (places, dimensions), or their columns; None: they are not known."""
+    """The nonzero places of a tensor, int64 (places, dimensions), or their columns; None if unknown."""
     if not mask.ndim:
         return None
     try:
@@ -88,7 +88,7 @@ def _places(tx: Any, mask: Any, as_tuple: bool = True) -> Any:
 
 
 def _by_place(tx: Any, key: Any) -> Any:
-    """An index with places instead of masks; None: it has no mask that is known."""
+    """An index with places instead of masks; None if it has no known mask."""
     key = key.realize()
     indices: list[Any] = []
     found = False
@@ -106,7 +106,7 @@ def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwa
 
 
 def _set(plain: Callable[..., Any], self: Any, tx: Any, key: Any, value: Any) -> Any:
-    """Assign ``x[mask] = y``; where y has an element for each true one, by their places."""
+    """Assign ``x[mask] = y``; if y has an element for each true one, by their places."""
     value = value.realize()
     if value.is_tensor() and value.ndim:
         key = _by_place(tx, key) or key

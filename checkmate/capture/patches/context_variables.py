@@ -1,4 +1,4 @@
-"""`contextvars.ContextVar` within a step: set, read and reset while it is captured, as in plain PyTorch.
+"""`contextvars.ContextVar` within a step: set, read and reset during capture as in plain PyTorch.
 
 Dynamo cannot call their methods. Libraries that know it ask whether they are compiled, and keep a global variable
 instead, which is another program: reset, it forgets what was set around it. Here Dynamo follows the values itself.
@@ -26,7 +26,7 @@ class TokenVariable(VariableTracker):
         self.var, self.before = var, before
 
     def python_type(self) -> type:
-        """The type in Python."""
+        """The Python type."""
         return Token
 
 
@@ -59,7 +59,7 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
 
 
 def _end(plain: Handler, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a capture, unless a context variable is left set."""
+    """End a capture; refuse one that leaves a context variable set."""
     if left := vars(self).get(_VALUES):
         names = ", ".join(var.name for var in left)
         unimplemented(

@@ -1,4 +1,4 @@
-"""The loss of connectionist temporal classification, captured where its lengths are numbers, or known before the step.
+"""The CTC loss, captured if its lengths are numbers or known before the step.
 
 How large its workspace is depends on the lengths. PyTorch describes the kernel as one whose sizes depend on data, be
 the lengths tensors or numbers; here it is described for numbers. Lengths that are tensors become numbers on the CPU:
@@ -29,7 +29,7 @@ _ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", *_DEFAU
 
 
 def _describe(mode: FakeTensorMode, op: Any, log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The fake losses, one for each sequence, and the kernel's workspace, ``alpha``."""
+    """The fake losses, one per sequence, and the kernel's workspace ``alpha``."""
     target_lengths: Sequence[int] = args[1]
     batch = (log_probs.shape[1],) if log_probs.dim() == 3 else ()
     longest = max(target_lengths, default=0)
@@ -46,7 +46,7 @@ def _describe_backward(
 
 
 def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Capture a call of the loss with its lengths as numbers; None: as Dynamo does."""
+    """Capture a call of the loss with its lengths as numbers; None leaves it to Dynamo."""
     given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     if len(args) > len(_ARGUMENTS) or given.keys() != set(_ARGUMENTS):
         return None
@@ -71,7 +71,7 @@ def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
-    """The lengths of this call, with a guard on each; None: they depend on what the step computes."""
+    """The lengths of this call, each with a guard; None if they depend on the step's computation."""
     if not lengths.is_tensor():
         return tuple(lengths.as_python_constant()) if lengths.is_python_constant() else None
     try:

@@ -1,4 +1,4 @@
-"""Evaluate conditions on data while a step is captured, ``if x.sum() > 0:``, where Dynamo would stop.
+"""Evaluate conditions on data during capture, such as ``if x.sum() > 0:``, where Dynamo would stop.
 
 A condition is a jump (``if``, ``while``, ``and``, ``assert``), ``bool(tensor)``, a number that Python needs
 (``range(tensor.item())``, ``sizes[int(tensor.item())]``), `torch.equal` and its like, or one of PyTorch's own checks
@@ -73,7 +73,7 @@ def value_now(tx: Any, node: torch.fx.Node) -> Any:
 
 
 def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
-    """Answer for this call, and have the captured graph ask again at each later one."""
+    """Answer for this call, and add a guard for later calls."""
     proxy = asked.as_proxy()
     try:
         value = value_now(tx, proxy.node)
@@ -104,7 +104,7 @@ def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
 
 
 def _where_sized(asked: VariableTracker) -> str | None:
-    """Find the place where a tensor of this size was first made; None for a number read from a tensor itself."""
+    """The place where a tensor of this size was first made; None for a number read from a tensor."""
     if not isinstance(asked, SymNodeVariable):
         return None
     symbols = free_unbacked_symbols(asked.sym_num)
@@ -116,14 +116,14 @@ def _where_sized(asked: VariableTracker) -> str | None:
 
 
 def is_question(value: VariableTracker | None) -> bool:
-    """Tell whether the truth of this depends on the data of a tensor."""
+    """Tell whether the truth of this depends on a tensor's data."""
     if isinstance(value, SymNodeVariable):
         return bool(free_unbacked_symbols(value.sym_num))
     return isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
 
 
 def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
-    """Jump by the answer, which is put on the stack in place of the question."""
+    """Jump by the answer, which replaces the question on the stack."""
     value: Any = self.stack[-1].realize()
     if not is_question(value):
         plain(self, inst)
@@ -142,12 +142,12 @@ def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
 
 
 def _truth(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
-    """Answer ``bool(tensor)``, and that of a number from a tensor."""
+    """Answer ``bool(tensor)``, also of a number from a tensor."""
     return VariableTracker.build(tx, decide(tx, self)) if is_question(self) else plain(self, tx)
 
 
 def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """Make a Python number of a symbol that a tensor gave."""
+    """Make a Python number of a symbol that comes from a tensor."""
     if not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
         return plain(self, *args)
     kind = bool if isinstance(self.sym_num, torch.SymBool) else int
@@ -155,14 +155,14 @@ def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
 
 
 def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Follow ``tensor.item()`` as a number, which becomes a question once Python needs it, or a size does."""
+    """Follow ``tensor.item()`` as a number; it becomes a guard once Python or a size needs it."""
     known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
     known.settings = replace(known.settings, allow_scalar_outputs=True)
     return _known_number(tx, self)
 
 
 def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
-    """The number in a tensor of one element, where sizes are asked; a float only if it is always the same; or None."""
+    """The number in a one-element tensor, if sizes are asked; a float only if it is constant; else None."""
     answer: Any = answer_now()
     answer.may_ask_sizes = True
     if not answer.asks_sizes or tensor.dtype.is_complex:
@@ -180,7 +180,7 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
 
 
 def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
-    """Answer ``tensor.tolist()``, where `_known_number` knows each element."""
+    """Answer ``tensor.tolist()``, if `_known_number` knows each element."""
     if self.ndim != 1 or not isinstance(self.size[0], int):
         return plain(self, tx)
     known = []
@@ -193,7 +193,7 @@ def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
 
 
 def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
-    """Take an element of a list or a tuple; a tensor that is its place is a question."""
+    """Take an element of a list or tuple; an index that is a tensor is guarded."""
     place = place.realize()
     if is_question(place) and _is_index(place):
         place = VariableTracker.build(tx, decide(tx, place, int))
@@ -201,28 +201,28 @@ def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
 
 
 def _is_index(value: VariableTracker) -> bool:
-    """Tell whether Python takes a tensor, or a number that it gave, for a place."""
+    """Tell whether Python uses a tensor, or a number from one, as an index."""
     if isinstance(value, SymNodeVariable):
         return isinstance(value.sym_num, torch.SymInt)
     return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
 
 
 def _compare(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer a function of tensors that gives a Python bool; ``self`` is a tensor where it is its method."""
+    """Answer a function of tensors that gives a Python bool; ``self`` is a tensor for a method."""
     given = (self, *args) if isinstance(self, TensorVariable) else args
     proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(given, kwargs))
     return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
 
 
 def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Compare draws of Python's generator, as PyTorch 2.13 does of itself; other operators are Dynamo's."""
+    """Compare draws of Python's generator, as PyTorch 2.13 does by itself; other operators are Dynamo's."""
     if self.fn not in _COMPARE or not any(isinstance(a, UnspecializedPythonVariable) for a in args):
         return plain(self, tx, args, kwargs)
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
 
 
 def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate a check of PyTorch's, whose condition may be a tensor, or a number from one."""
+    """Evaluate one of PyTorch's checks, whose condition may be a tensor or a number from one."""
     names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     condition = given.get("cond", given.get("condition"))

@@ -1,4 +1,4 @@
-"""Have `torch.compiler.is_compiling()` say False to the code of a step, as it does in plain PyTorch.
+"""Make `torch.compiler.is_compiling()` False for the code of a step, as in plain PyTorch.
 
 Dynamo answers yes to `torch.compiler.is_compiling` and its like, and libraries take another algorithm then: Mamba of
 transformers scans its states in another order, whose gradients differ in the last bits. Here the user's code is told
@@ -50,12 +50,12 @@ _said: set[str] = set()  # places that the user was told of
 
 
 def not_compiling() -> AbstractContextManager[Any]:
-    """Make PyTorch's own code behave as if it ran, not compiled, within the block: an optimizer takes another way."""
+    """Within the block PyTorch's own code behaves as if not compiled: an optimizer would take another path."""
     return patch.object(torch.compiler, "_is_compiling_flag", False)
 
 
 def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
-    """Tell code that it is not compiled, unless that cannot be captured; then a warning says so."""
+    """Tell code that it is not compiled, unless it cannot be captured then; a warning says so."""
 
     @wraps(run)
     def plainly(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
 
 
 def warn(told_yes: set[str]) -> None:
-    """Say in whose numbers plain PyTorch may differ, once for each place."""
+    """Warn, once per place, of code whose numbers may differ from plain PyTorch."""
     if new := told_yes - _said:
         _said.update(new)
         log.warning(
@@ -99,7 +99,7 @@ def warn(told_yes: set[str]) -> None:
 
 
 def _call(plain: Handler, self: Any, fn: Any, args: Any, kwargs: Any) -> None:
-    """Call a function, but for one by which code that is not compiled marks a tensor for later: Dynamo refuses it."""
+    """Call a function, except one with which uncompiled code marks a tensor, which Dynamo refuses."""
     if (getattr(fn, "fn", None) or getattr(fn, "value", None)) is mark_static_address:
         self.push(VariableTracker.build(self, None))
     else:

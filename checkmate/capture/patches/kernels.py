@@ -1,4 +1,4 @@
-"""Trace ops as eager PyTorch runs them, where tracing takes decompositions, formulas or routines with other bits.
+"""Trace ops as eager PyTorch runs them, where tracing takes decompositions or formulas with other bits.
 
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
@@ -59,7 +59,7 @@ _WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Within the block, ops that tracing takes apart inexactly, and gradients of reductions, are traced as one op."""
+    """Within the block, ops with inexact decompositions, and gradients of reductions, are traced as one op."""
     packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
     inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
@@ -83,7 +83,7 @@ def _set(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> None:
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
-    """Drop out as eager PyTorch: the tensor itself at p = 0, a product without a draw at p = 1."""
+    """Drop out as eager PyTorch does: the tensor itself at p = 0, a product without a draw at p = 1."""
     if not train or p == 0 or x.numel() == 0:
         return x
     if p == 1:
@@ -94,7 +94,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 
 class _Products(TorchDispatchMode):
-    """Sees which products of batches run."""
+    """Records which batched products run."""
 
     folded = True
 
@@ -104,7 +104,7 @@ class _Products(TorchDispatchMode):
 
 
 def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
-    """Tell whether a product of batches calls the kernel for one matrix: each version of PyTorch decides otherwise."""
+    """Tell whether a batched product calls the kernel for one matrix, which depends on PyTorch's version."""
     # Have it multiply tensors of these shapes and strides without data, which need gradients as these do.
     with outside_tracing(), _Products() as seen:
         described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
@@ -116,7 +116,7 @@ def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
 
 @torch.library.custom_op("checkmate::gradient", mutates_args=())
 def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    """The gradient with respect to ``x`` of a reduction over ``dims``, or over all, given that of its result.
+    """The gradient with respect to ``x`` of a reduction over ``dims``, or all, from its result's gradient.
 
     Args:
         op: its name, such as ``aten.prod.dim_int``.
@@ -168,7 +168,7 @@ def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.
 
 
 def without_vectors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an op, by which it computes no vectors where eager PyTorch computes none."""
+    """The arguments of an op, so that it computes no vectors if eager PyTorch computes none."""
     if op not in _WITH_VECTORS or (args[0].requires_grad and torch.is_grad_enabled()):
         return args
     stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]

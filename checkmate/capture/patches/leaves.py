@@ -1,4 +1,4 @@
-"""Uses of autograd that Dynamo refuses, captured: tensors given twice, leaves made on the way, frozen parameters.
+"""Uses of autograd that Dynamo refuses: tensors given twice, leaves made within the step, frozen parameters.
 
 An `autograd.Function` that is given one tensor in several places has a gradient for each. Dynamo keeps one for each
 tensor; here every place but the first is given a view of it, so that autograd adds the gradients, in plain PyTorch's
@@ -35,7 +35,7 @@ _frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of each
 
 
 def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Refuse intermediates with ``requires_grad_()`` that train nothing, or whose own gradient can be asked for."""
+    """Refuse ``requires_grad_()`` on intermediates that train nothing, or whose own gradient may be asked for."""
     # Nobody may ask for a leaf's own gradient.
     results = [n for n in module.graph.output_node().all_input_nodes if _requires_grad(n)]
     kept = set(map(_storage, results))
@@ -70,7 +70,7 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each such leaf, as all graphs that it is in know it, with the node that makes it one.
+    """Yield each such leaf, as all graphs around it know it, with the node that makes it a leaf.
 
     A checkpointed part is a graph of its own, and hands leaves out as results.
     """
@@ -98,7 +98,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def _set_attribute(plain: Handler, self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-    """Set an attribute; ``t.requires_grad`` by its method."""
+    """Set an attribute; ``t.requires_grad`` through its method."""
     attribute, needed = (a.as_python_constant() if a.is_python_constant() else None for a in (name, value))
     if attribute != "requires_grad" or not obj.is_tensor() or not (needed is True or _is_parameter(obj)):
         return plain(self, tx, obj, name, value)
@@ -107,7 +107,7 @@ def _set_attribute(plain: Handler, self: Any, tx: Any, obj: Any, name: Any, valu
 
 
 def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Freeze a parameter until it is thawed; other methods, and other tensors, are Dynamo's."""
+    """Freeze a parameter until it is thawed; other methods and tensors are Dynamo's."""
     if name != "requires_grad_" or not _is_parameter(self):
         return plain(self, tx, name, args, kwargs)
     needed = next((a.as_python_constant() for a in (*args, *kwargs.values())), True)
@@ -135,7 +135,7 @@ def _is_parameter(variable: Any) -> bool:
 
 
 def _end(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a capture, unless a parameter is left frozen."""
+    """End a capture; refuse one that leaves a parameter frozen."""
     for variable in _frozen.pop(self.tracing_context, {}):
         _refuse_flag(variable, False, "and leaves it so")
     return plain(self, tx, *args, **kwargs)
@@ -148,7 +148,7 @@ def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
 
 
 def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an `autograd.Function`, with views where it is given one tensor twice."""
+    """Call an `autograd.Function`; a tensor given twice is given as views."""
     given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
         if (node := nodes[i]) is None:

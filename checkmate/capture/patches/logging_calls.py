@@ -1,4 +1,4 @@
-"""Leave calls that log, print or warn out of a captured step, and let it raise, where Dynamo would end the capture.
+"""Leave logging, printing and warning out of a captured step, and let it raise, where Dynamo would end the capture.
 
 That a call is left out is logged, once for each place. An exception that the user's code raises leaves the step as in
 plain PyTorch, of its own type and with its own text, for which tensors are computed where `data_branches.value_now`
@@ -37,7 +37,7 @@ _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # excep
 
 
 class Described(str):
-    """Stands in a text for a value that is not known while a step is captured."""
+    """Stands in texts for a value that is unknown during capture."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -47,7 +47,7 @@ class Described(str):
 
 
 def value_of(tx: Any, variable: Any) -> Any:
-    """The Python value of what Dynamo follows, with tensors computed where that is possible, or a description of it."""
+    """The Python value of a variable of Dynamo's, with tensors computed if possible, or a description."""
     variable = variable.realize()
     if isinstance(variable, StringFormatVariable):
         named = {name: value_of(tx, part) for name, part in variable.sym_kwargs.items()}
@@ -70,7 +70,7 @@ def value_of(tx: Any, variable: Any) -> Any:
 
 
 def _leave_out(tx: Any, who: str) -> VariableTracker:
-    """Leave a call out that logs or prints, and say so once for each place; as a warning if it prints."""
+    """Leave out a call that logs or prints, and say so once per place; as a warning for prints."""
     answer: Any = answer_now()
     place = f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
     if place not in answer.said:
@@ -98,7 +98,7 @@ def _call_builtin(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) ->
 
 
 def _call_function(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function; leave it out if it logs or warns."""
+    """Call a function, or leave it out if it logs or warns."""
     function: Any = getattr(self, "fn", None) or getattr(self, "value", None)
     if function is warnings.warn:
         return _leave_out(tx, "warnings.warn")
@@ -112,7 +112,7 @@ def _call_function(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -
 
 
 def _format(plain: Handler, self: Any, spec: Any, flags: int) -> None:
-    """Format a value in an f-string; a number from a tensor stays one until the text is said."""
+    """Format a value in an f-string; a number from a tensor stays one until the text is used."""
     if not is_question(self.stack[-1]):
         plain(self, spec, flags)
         return
@@ -121,7 +121,7 @@ def _format(plain: Handler, self: Any, spec: Any, flags: int) -> None:
 
 
 def exception_of(tx: Any, variable: Any) -> BaseException:
-    """The exception that Dynamo follows, made as the user's code made it."""
+    """The exception that Dynamo follows, made as the user's code makes it."""
     error = _made(tx, variable.exc_type, *_made_of.get(variable, (variable.args, {})))
     base = getattr(variable, "exc_vt", variable)
     if isinstance(base.__cause__, (ExceptionVariable, UserDefinedExceptionObjectVariable)):
@@ -135,7 +135,7 @@ def _made(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseExc
 
 
 def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Call a class, and note the arguments of an exception of the user's."""
+    """Call a class; note the arguments of the user's exceptions."""
     try:
         result = plain(self, tx, args, kwargs)
     except Unsupported:  # of a constructor that hands something else on to that of Exception
@@ -153,7 +153,7 @@ def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> A
 
 
 def _handle_exception(plain: Handler, self: Any, raised: Any) -> None:
-    """Look for the handler of an exception; one of the user's that has none goes with Dynamo's error, whole."""
+    """Find the handler of an exception; an unhandled one of the user's travels whole in Dynamo's error."""
     try:
         current = get_raised_exception(self.exn_vt_stack)
     except AssertionError:  # Dynamo's own: it keeps none of a call whose arguments do not fit

@@ -1,4 +1,4 @@
-"""Call functions that draw from NumPy's global generator before each step, and hand in their arrays as inputs.
+"""Call functions that draw from NumPy's global generator before each step; their arrays are inputs.
 
 Dynamo captures ``np.random.rand(3)`` as a draw of torch's generator, which has other numbers. Here a function of
 constants that draws so is not followed: it is called as it is, by plain NumPy, before each step, in the order of the
@@ -35,7 +35,7 @@ _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what
 
 
 class DrawnArray(RandomValueSource):
-    """The source of an input that such a function makes."""
+    """The source of an input made by such a function."""
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
@@ -44,7 +44,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
-    """Make the result of a function of constants an input of the captured graph; None: it has to be followed."""
+    """Make the result of a function of constants an input of the captured graph; None if it must be followed."""
     if not all(a.is_python_constant() for a in (*args, *kwargs.values())):  # which Dynamo looks at from now on
         return None
     # Call it now, with NumPy's state as after earlier draws of this capture, and see what it gives.
@@ -89,13 +89,13 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names in the code of a function, and of functions within it."""
+    """Names in the code of a function and of the functions within it."""
     within = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return set[str](code.co_names).union(*within)
 
 
 def _only_draws(function: types.FunctionType) -> bool:
-    """Tell whether a function, or one of its module that it calls, names NumPy's generator, and none names PyTorch."""
+    """Tell whether a function, with those of its module that it calls, names NumPy's generator and not PyTorch."""
     draws, todo, seen = False, [function], set[Any]()
     while todo:
         seen.add(one := todo.pop())
@@ -114,7 +114,7 @@ def _only_draws(function: types.FunctionType) -> bool:
 
 
 def _is_of_torch(value: Any) -> bool:
-    """Tell whether it is PyTorch, of PyTorch, or holds what PyTorch computes with."""
+    """Tell whether it is PyTorch, part of PyTorch, or holds PyTorch objects."""
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return True
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)

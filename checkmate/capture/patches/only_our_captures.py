@@ -1,4 +1,4 @@
-"""Put handlers of ours in Dynamo for what checkmate's backends capture; other backends have Dynamo's own.
+"""Put our handlers into Dynamo for captures by checkmate's backends; other backends keep Dynamo's.
 
 A handler of ours is called as Dynamo's, with that one in front of its arguments: ``ours(plain, self, tx, ...)``.
 """
@@ -24,7 +24,7 @@ Handler = Callable[..., Any]
 
 @dataclass(eq=False)
 class Answer:
-    """An attribute ``answer`` of a backend of `torch.compile`, by which it is ours: what its captures remember."""
+    """The ``answer`` attribute of a backend, which marks it as ours and holds what its captures remember."""
 
     compiled: set[str] = field(default_factory=set)  # places that are told that they are compiled
     asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
@@ -34,7 +34,7 @@ class Answer:
 
 
 def answer_now() -> Answer | None:
-    """The answer of the capturing backend, within PyTorch's wrappers; None: it is not ours."""
+    """The answer of the capturing backend, inside PyTorch's wrappers; None if the backend is not ours."""
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while compiler is not None:
         if isinstance(answer := getattr(compiler, "answer", None), Answer):
@@ -44,7 +44,7 @@ def answer_now() -> Answer | None:
 
 
 def only_ours(ours: Handler, plain: Handler | None) -> Handler:
-    """A handler that is ours in what our backends capture, and else Dynamo's; of some functions it has none."""
+    """A handler that is ours in our captures and Dynamo's otherwise; for some functions Dynamo has none."""
     theirs = plain or (lambda *args, **kwargs: None)  # Dynamo makes a call without a handler a node
 
     @wraps(theirs)
@@ -57,17 +57,17 @@ def only_ours(ours: Handler, plain: Handler | None) -> Handler:
 
 
 def follow(name: str, ours: Handler) -> None:
-    """Follow what a function or method of Dynamo's follows, by its name in `checkmate.torch_internals.dynamo`."""
+    """Follow calls of a function or method of Dynamo's, by its name in `checkmate.torch_internals.dynamo`."""
     wrap(name, lambda plain: only_ours(ours, plain))
 
 
 def follow_method(name: str, ours: Handler) -> None:
-    """Follow a method of tensors."""
+    """Follow a tensor method."""
     put_in_place(f"Tensor.{name}", lambda: wrap_tensor_method(name, lambda plain: only_ours(ours, plain)))
 
 
 def follow_function(function: Handler, ours: Handler) -> None:
-    """Follow a function of PyTorch's."""
+    """Follow a function of PyTorch."""
 
     def install() -> None:
         handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()

@@ -32,7 +32,7 @@ _NO_KERNEL = "could not create a primitive descriptor"
 
 
 def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.compile`, called to capture, that captures recurrent modules too."""
+    """A function of `torch.compile`, called for capture, that captures recurrent modules too."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Autograd does not see it."""
+    """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Invisible to autograd."""
     with torch.enable_grad(), _AutoDispatchBelowAutograd():
         return LAYER(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple
 
 
 def _describe_backward(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The fake gradients of one layer's input, four weights and two states; those of the biases are two tensors.
+    """The fake gradients of a layer's input, four weights and two states; those of its biases are two tensors.
 
     The kernel computes all of them in single precision, which PyTorch 2.13 knows.
     """

@@ -1,4 +1,4 @@
-"""Changes to Dynamo of a few lines each, in what our backends capture; but for guards, which are the process's."""
+"""Small changes to Dynamo in our captures; only that of guards is for the whole process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHANGE_SHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "sw
 
 
 def _guard_each_parameter() -> None:
-    """Guard each parameter: PyTorch 2.11 takes it for unchanged if nobody wrote to the dictionary that holds it.
+    """Guard each parameter: PyTorch 2.11 assumes it unchanged if its dictionary was not written to.
 
     It would run what was captured before a parameter was frozen or thawed in place. Later versions look, and leave out
     the shortcut past whole modules that goes with it, by which the versions are told apart here.
@@ -45,7 +45,7 @@ def _guard_each_parameter() -> None:
 
 
 def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Give ``x`` itself for ``x.to(x.dtype)`` and its like, as plain PyTorch.
+    """Give ``x`` itself for ``x.to(x.dtype)`` and its like, as plain PyTorch does.
 
     Dynamo makes another object of it, which has lost what Python keeps with the tensor: assigned again to the name of
     an `torch.nn.Buffer`, as models do that move it to where their input is, it no longer says whether it is persistent,
@@ -59,18 +59,18 @@ def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: A
 
 
 def _leave_whole(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep an op whole where Dynamo takes it apart for a number that may be a tensor: parts round otherwise."""
+    """Keep an op whole that Dynamo decomposes because a number may be a tensor: parts round otherwise."""
 
 
 def _pass_over_flags(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pass over ``torch.backends.cudnn.flags`` on the CPU; None: it is refused, as kernels run later, without them."""
+    """Ignore ``torch.backends.cudnn.flags`` on the CPU; elsewhere None, a refusal: kernels run later, without them."""
     described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
     return None if on_gpu else NullContextVariable()
 
 
 def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Give the tensor itself for dropout of no elements, also of a type without draws; None: there are some."""
+    """Give the tensor itself for dropout of no elements, also of types without draws; None if there are elements."""
     x = kwargs.get("input", x)
     if x is None or not x.is_tensor() or not x.realize().valid_size():
         return None
@@ -78,7 +78,7 @@ def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: A
 
 
 def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Describe the result of an op; an error that its kernel may not have becomes a refusal, which says so.
+    """Make an op's fake result; an error that its kernel may not have becomes a refusal that says so.
 
     A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
     ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements the description of an
@@ -97,7 +97,7 @@ def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
-    """Why a kernel may not have this error; None: nothing says that it has not."""
+    """The reason why a kernel may not have this error; None if it has it too."""
     tracer, root = tx.output.current_tracer, tx.output.root_tracer
     within = tracer.parent is not None  # a function of autograd, or a graph within the step's
     changes = [n.target for graph in (tracer.graph, root.graph) for n in graph.nodes if n.target in _CHANGE_SHAPES]
@@ -112,7 +112,7 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
 
 
 def _note_compiled(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function, and mark attention within one of `torch.compile`: one kernel in plain PyTorch, else dense ops.
+    """Call a function; mark attention inside one compiled by the user, which is one kernel in plain PyTorch.
 
     Dynamo follows such a function as if it was not compiled. The mark is in the call's options, which its backward has,
     too.

@@ -1,1 +1,1 @@
-"""Steps of several ranks: sharded tensors, and exchanges between ranks as ops of a plan."""
+"""Steps of several ranks: sharded tensors, and collectives as ops of a plan."""

@@ -1,4 +1,4 @@
-"""Exchanges between ranks within a step, each as one op of a plan.
+"""Collectives within a step, each as one op of a plan.
 
 A functional collective of PyTorch's is two ops: one launches it, `wait_tensor` ends it and gives its result, which has
 been there from the launch on. Both become one op here, which ends when no thread of a backend holds a tensor of it.
@@ -54,12 +54,12 @@ def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
 
 
 def as_number(said: object) -> int:
-    """Hash words that mean the same on each rank to a number."""
+    """Hash words to a number, equal on each rank."""
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
 
 
 def same_on_all(number: int, device: torch.device, group: Any) -> bool:
-    """Tell whether all ranks of a group give the same number. All must call this."""
+    """Tell whether all ranks of a group give the same number. All of them must call this."""
     both = torch.tensor([number, -number], device=device)
     reduce_in_place(both, dist.ReduceOp.MAX, group)
     largest, smallest = both.tolist()
@@ -76,7 +76,7 @@ class Pending:
 
 
 def end(pending: Pending) -> torch.Tensor:
-    """Wait for a collective and give its result; also for the code of plans."""
+    """Wait for a collective and give its result; called by generated code too."""
     pending.work.wait()
     pending.work = None  # it holds the tensors, too
     # On the CPU a thread of the backend may hold a tensor a moment longer, and free it: no plan would know when.
@@ -137,7 +137,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reduction(how: str, x: torch.Tensor) -> Any:
-    """The reduction to ask of a backend; gloo adds for a mean, which is divided afterwards."""
+    """The reduction to ask of a backend; with gloo a mean is a sum, divided afterwards."""
     return getattr(dist.ReduceOp, "SUM" if how == "avg" and x.device.type == "cpu" else how.upper())
 
 
@@ -154,7 +154,7 @@ _EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # what launches, a
 
 @cache
 def exchange(launch: str, name: str = "") -> Op:
-    """The op that launches a collective, by its name, and waits for it; ``name``: another name for it."""
+    """The op that launches a collective, by name, and waits for it; ``name``: another name for it."""
     begin, rehearse = _EXCHANGES[launch]
 
     def op(x: torch.Tensor, *about: Any) -> torch.Tensor:

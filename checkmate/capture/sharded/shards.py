@@ -24,13 +24,13 @@ from checkmate.errors import Unsupported
 
 
 def is_shard(tensor: object) -> bool:
-    """Tell whether a tensor is a `DTensor`, of which this rank has a part."""
+    """Tell whether a tensor is a `DTensor`, of which this rank holds a part."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it, has none
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def local(tensor: Any) -> Any:
-    """The shard of a `DTensor` in this rank's memory, without its gradient; anything else is itself.
+    """The local shard of a `DTensor`, without its gradient; other values unchanged.
 
     >>> local(x := torch.ones(2)) is x
     True
@@ -43,7 +43,7 @@ def local(tensor: Any) -> Any:
 
 @dataclass(eq=False)
 class Layout:
-    """A tensor's place on the ranks: what makes a `DTensor` of a shard."""
+    """A tensor's placement on the ranks, which makes a `DTensor` from a shard."""
 
     mesh: Any
     placements: Any
@@ -85,7 +85,7 @@ class Shards:
         return cls({i: Layout.of(tensor) for i, tensor in enumerate(inputs) if is_shard(tensor)})
 
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Make a graph of Dynamo's take shards, and give the inputs to trace it with; refuse a `DTensor` as result."""
+        """Make Dynamo's graph take shards, and give the inputs for tracing; refuse a `DTensor` as result."""
         results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
         if any(map(is_shard, results)):
             raise Unsupported(
@@ -113,7 +113,7 @@ class Shards:
         return whole_of_shard
 
     def refuse_converted(self, graph: fx.Graph, kept: Sequence[bool], names: Sequence[str]) -> None:
-        """Refuse weights of which autocast keeps converted copies: the shards of these are no leaves in the step.
+        """Refuse weights whose converted copies autocast keeps: their shards are no leaves in the step.
 
         ``kept``: of each input, whether autocast would keep what it converts it to; ``names``: of the inputs.
         """
@@ -137,7 +137,7 @@ class Shards:
         join_waits(graph, parameters, again=again, overlap=overlap)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled function, given whole tensors."""
+        """The compiled function for whole tensors."""
         if not self.layouts:
             return run
 
@@ -149,7 +149,7 @@ class Shards:
 
 
 class _Whole(torch.autograd.Function):
-    """Within a graph that is traced: the `DTensor` of a shard. How its gradient lies is noted."""
+    """Inside the traced graph: the `DTensor` of a shard. The placement of its gradient is noted."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, shards: Shards, i: int) -> Any:

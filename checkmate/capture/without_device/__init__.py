@@ -1,1 +1,1 @@
-"""Tracing for a GPU on a machine that has none: what PyTorch asks of the device, and what this one would answer."""
+"""Tracing for a GPU on a machine without one: PyTorch's questions to the device, and the GPU's answers."""

@@ -1,4 +1,4 @@
-"""The attention kernel that PyTorch takes on an NVIDIA GPU, by the GPU's compute capability.
+"""The attention kernel that PyTorch chooses on an NVIDIA GPU, by the GPU's compute capability.
 
 PyTorch decides for each call by what the device, the types and the shapes allow, in an order of preference
 (``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN first on Hopper and data-center
@@ -43,7 +43,7 @@ class Attention(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of the query; None: one that no fused kernel takes."""
+        """The type of the query; None if no fused kernel takes it."""
         return _SCALARS.get(self.scalar)
 
 

@@ -1,4 +1,4 @@
-"""A step on CUDA is traced on a machine without CUDA: PyTorch asks for a device all the same, and is answered here.
+"""Trace a step for CUDA on a machine without CUDA: PyTorch's questions to a device are answered here.
 
 Tracing runs nothing, but autograd asks which stream is current, ATen whether there is cuDNN, attention which device it
 is on. A small library answers (cuda.cpp), compiled when it is first needed, and only while the step is traced.
@@ -37,7 +37,7 @@ _choices: list[Any] = []  # PyTorch keeps the address of the last one
 
 @contextmanager
 def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
-    """Within the block, tensors without data on ``cuda:0`` can be traced as on a device of this compute capability.
+    """Within the block, fake tensors on ``cuda:0`` can be traced as on a device of this compute capability.
 
     Where there is a CUDA device nothing is changed: kernels are chosen for that one. Gives whether it can be done;
     where the library cannot be had, one line of the log says why.
@@ -79,7 +79,7 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
 
 @contextmanager
 def triton_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Capture kernels of Triton's within the block, and find what they write, as on such a device."""
+    """Within the block, capture Triton kernels and find what they write, as on such a device."""
     triton: Any = sys.modules.get("triton")
     if triton is None:  # then no kernel of a user's is there
         yield

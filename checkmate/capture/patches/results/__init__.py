@@ -1,1 +1,1 @@
-"""Describe results as the kernels make them: in their strides, of their types."""
+"""Give fake results the strides and types of the kernels' results."""

@@ -24,7 +24,7 @@ _FORWARD = nn.BatchNorm2d.forward  # that of all but SyncBatchNorm
 def next_averages(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The mean and variance over ``count`` batches, of those before the batch ``x``.
+    """Mean and variance over ``count`` batches, from those over the batches before ``x``.
 
     Args:
         x: a batch, of shape (batch, channels, ...).
@@ -44,7 +44,7 @@ def _describe(x: Tensor, mean: Tensor, var: Tensor, *rest: Any) -> tuple[Tensor,
 
 
 def _forward(norm: Any, input: Tensor) -> Tensor:
-    """The forward of a batch norm whose momentum is None, in the same bits."""
+    """The forward of a batch norm with momentum None, with the same bits."""
     norm._check_input_dim(input)
     tracks = norm.training and norm.track_running_stats
     mean, var = (norm.running_mean, norm.running_var) if tracks or not norm.training else (None, None)

@@ -1,4 +1,4 @@
-"""Describe results in the strides of eager PyTorch's kernels: in others, sums go in another order, to other bits.
+"""Give fake results the strides of eager kernels: with other strides sums run in another order, to other bits.
 
 A sum over a tensor adds in the order of its memory, so that other strides are other bits; and a program that asks
 `Tensor.is_contiguous` takes the other branch. PyTorch's own tracing departs from eager in two ways.
@@ -85,7 +85,7 @@ _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOU
 
 
 def _normalization(given: Mapping[str, Any]) -> list[torch.dtype | None]:
-    """Types of means and deviations: the input's, or float32 if it is mixed with parameters of another type."""
+    """Types of means and deviations: the input's, or float32 if mixed with parameters of another type."""
     x, running = given["input"], [given[name] for name in ("running_mean", "running_var") if name in given]
     parameter = next((p for p in (given["weight"], given["bias"], *running) if p is not None), x)
     made = x.dtype if parameter.dtype == x.dtype else torch.float32
@@ -109,12 +109,12 @@ def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], d
 
 
 def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy in the strides of ``x``, of its type or another."""
+    """A copy in the strides of ``x``, in its type or another."""
     return lay_out(x, tuple(x.shape), x.stride(), dtype or x.dtype)
 
 
 def write_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The contents of ``x`` after an op in place: run the op on a copy in the strides of x."""
+    """The contents of ``x`` after an in-place op: the op runs on a copy in the strides of x."""
     copy = copied(x)
     op(copy, *args, **kwargs)
     return copy
@@ -122,13 +122,13 @@ def write_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
 
 @has_side_effect  # a draw that nobody reads leaves another random state
 def draw_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`write_copy` by an op that draws random numbers."""
+    """`write_copy` for an op that draws random numbers."""
     return write_copy(op, x, *args, **kwargs)
 
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Within the block, a tensor that is written in place is traced with the strides that it keeps in eager PyTorch."""
+    """Within the block, a tensor written in place is traced with its eager strides."""
     functional = FunctionalTensorMode.__torch_dispatch__
     repeated: Any = WeakTensorKeyDictionary()  # views of what is expanded, and windows
 
@@ -192,7 +192,7 @@ def eager_strides() -> Iterator[None]:
 
 
 def _is_read_nowhere_else(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether no other argument of an op in place shares memory with the first, which it writes."""
+    """Tell whether no other argument of an in-place op shares memory with the first, which it writes."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FunctionalTensor)]
     storages = [t.elem.untyped_storage()._cdata for t in tensors]  # `detach` gives a view that has no base
     return storages.count(storages[0]) == 1
@@ -203,7 +203,7 @@ def _name(op: OpOverload) -> str:
 
 
 def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a write in place has other numbers or strides than the op that returns a new tensor."""
+    """Tell whether an in-place write gives other numbers or strides than the op with a new result."""
     (x, *_) = args
     if torch.Tag.nondeterministic_seeded in op.tags or _overlaps(x):
         return True
@@ -216,7 +216,7 @@ def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | None:
-    """The number of dimensions of size one that an expansion puts in front, if it does no more; else None."""
+    """The number of leading dimensions of size one that an expansion adds, if it does nothing else; else None."""
     leading = len(sizes) - tensor.dim()
     if not all(isinstance(n, int) for n in (*sizes, *tensor.shape)) or any(n != 1 for n in sizes[:leading]):
         return None
@@ -225,7 +225,7 @@ def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | 
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether several elements of a tensor are one number in memory."""
+    """Tell whether several elements of a tensor share one place in memory."""
     if isinstance(tensor.numel(), torch.SymInt) or aten.is_non_overlapping_and_dense(tensor):
         return False
     places = np.zeros(1, dtype=np.int64)
@@ -235,7 +235,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of fake tensors and put the call into the graph that is traced, if any, as one node."""
+    """Call a function of fake tensors, and record the call in the traced graph, if any, as one node."""
     with disable_proxy_modes_tracing():
         result = function(*args, **kwargs)
     mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
@@ -247,7 +247,7 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an op writes to, those of a list each, be they tensors or the nodes of a graph."""
+    """The arguments that an op writes to, elements of lists each; tensors or nodes."""
     arguments = op._schema.arguments
     given = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
     names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -262,7 +262,7 @@ def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
 
 
 def obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Tell whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
+    """Tell whether autograd takes a gradient as it is: in the parameter's strides if dense, else contiguous."""
     if aten.is_non_overlapping_and_dense(parameter):
         same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
         return all(a == b for size, a, b in same if size != 1)
@@ -279,7 +279,7 @@ _plain_helper, _plain_dispatch = decompositions.native_batch_norm_helper, FakeTe
 
 @wraps(_plain_helper)
 def _normalize(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The decomposition of every batch norm, which gives the fake results too, with the strides of the CPU's kernel."""
+    """The decomposition of every batch norm, also for fake results, with the strides of the CPU's kernel."""
     output, *statistics = _plain_helper(x, *args, **kwargs)
     if x.device.type == "cpu":
         output = output.contiguous(memory_format=suggest_memory_format(x))
@@ -287,7 +287,7 @@ def _normalize(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
-    """The strides of the result of a CPU kernel that PyTorch describes with others."""
+    """The strides of a CPU kernel's result that PyTorch's fake result lacks."""
     if op in _CONTIGUOUS:
         return tuple(make_contiguous_strides_for(result.shape))
     arguments = dict(zip((a.name for a in op._schema.arguments), given, strict=False))
@@ -302,7 +302,7 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
 
 
 def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
-    """A view of another shape with eager PyTorch's strides of dimensions of one element.
+    """A reshaped view with eager PyTorch's strides for dimensions of one element.
 
     A convolution chooses its kernel by them where they alone say whether images are stored channels last.
     """
@@ -319,7 +319,7 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
 
 @wraps(_plain_dispatch)
 def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Describe the results of an op in the strides and types of the CPU's kernels."""
+    """Give fake results the strides and types of the CPU's kernels."""
     results = _plain_dispatch(mode, op, types, args, kwargs)
     # Types of results.
     if op in _TYPES and args[0].device.type == "cpu":
