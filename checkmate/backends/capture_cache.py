@@ -53,7 +53,7 @@ from checkmate.torch_internals.steps import (
 log = logging.getLogger("checkmate.backends.capture_cache")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
 _HOOKS = _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks
-MISS: Any = object()  # what a captured function gives for a call that no code of its is for
+MISS: Any = object()  # result of a captured function for a call without compiled code
 
 
 class _NothingToPlan(Exception):
@@ -133,7 +133,7 @@ class _Capture:
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
     running: list[SwappablePlan]
     because: Reason | None  # the value for which an earlier capture was not for its call
-    numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
+    numbers: frozenset[str] = frozenset()  # numbers that are inputs, by Dynamo's names
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
     draws: bool = False  # from the generators of Python or NumPy
@@ -206,7 +206,7 @@ class CaptureCache:
 
             try:
                 result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
-            except Exception:  # whatever it is, it comes again without
+            except Exception:  # any error: it comes again without these inputs
                 log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
                 self._fixed.update(sources)
             else:

@@ -77,9 +77,9 @@ def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..
 class Call:
     """The call for which a step is captured, and the results of the capture."""
 
-    reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
+    reach: Any = ()  # the function with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
-    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
+    check: Callable[[Joint], None] = lambda joint: None  # raises if the capture is wrong for such inputs
     answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
 
 
@@ -174,14 +174,14 @@ class _Compilation:
         if self.memory is not None:
             backend.arenas.add(self.memory)
         self.counts: list[list[int]] = []  # contributions to gradients, of each graph that is traced
-        self.noted: Noted = []  # what the step has tagged
+        self.noted: Noted = []  # tags of the step
         # Found by `_partition`, if there is anything to plan.
         self.unreached: list[int] = []  # inputs that are never differentiated
         self.watches = list[Callable[..., None]]()  # refuse in a backward what plain PyTorch would do otherwise
         self.sharing = Sharing()
         self.running: SwappablePlan | None = None  # by which plan; None: nothing was planned
-        self.first: FirstStep | None = None  # that the plan is held against; None: its costs are not ours
-        self.code: SwappableCode | None = None  # that another plan may take over
+        self.first: FirstStep | None = None  # compared with the plan; None if costs were not measured here
+        self.code: SwappableCode | None = None  # code that a better plan may replace
         self.search_on: Callable[..., None] | None = None  # begins to look for that plan
 
     def function(self) -> Callable[..., Any]:
@@ -251,7 +251,7 @@ class _Compilation:
         block_bytes = max(backend.block_bytes, kind_of(device).block_bytes)
         for_this_cpu = backend.block_bytes == 1  # else it is planned for a GPU
 
-        # What autograd sums and hands in, as eager PyTorch does.
+        # Gradients that autograd sums and passes in, as in eager PyTorch.
         warn_of_second_writes(graph)
         counts = [*self.counts[-1]] if self.counts else []  # to measure ops may differentiate, too
         undefined_gradients.drop_gradients_of_writes(module, self.known)
@@ -350,7 +350,7 @@ class _Compilation:
             return planner.limit
         if fakes:
             raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
-        # What is free on the device, and what the step holds of it already; the least of that on all ranks.
+        # Free bytes of the device plus those that the step holds already; the least of all ranks.
         updates = None if backend.updates is None else backend.updates.updates
 
         def bytes_of(*reach: Any) -> int:

@@ -68,7 +68,7 @@ class Replays:
             return plan
         try:
             used = self.steps(plan)
-        except torch.OutOfMemoryError:  # whatever the budget is: the step itself will say so
+        except torch.OutOfMemoryError:  # for any budget: the step itself will say so
             return plan
         return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
 

@@ -62,7 +62,7 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "Of such tensors tracing may refuse what the kernel takes: leave the op out where there is nothing to compute. "
         "If the step fails without checkmate as well, that is not the reason.",
     ),
-    (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
+    (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # called first by its forward
     (
         r"`R?lock` context manager",
         "A compiled step holds no lock. If only the first call does, to set something up, call the model once before "
@@ -210,7 +210,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if any(isinstance(c, GuardOnDataDependentSymNode) or "data-dependent expression" in str(c) for c in causes):
         log.debug("%s failed in capture", name, exc_info=error)
         if _COUNTED.search(str(error)):
-            # Of batch norms without a momentum only those over ranks are refused.
+            # Among batch norms without momentum only SyncBatchNorm is refused.
             norms = [
                 f"{name} ({type(one).__name__})"
                 for module in held_modules(fn, ())
@@ -264,7 +264,7 @@ def _as_eager(error: Exception) -> str:
     raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
     said = raised["said"] if raised else _explanation(error)
     said = f"{said} {_NO_DATA}" if re.search(r"\bmeta\b", said) else said or str(error)
-    for pattern, op in _SHAPES.items():  # that the tracing of kernels words differently
+    for pattern, op in _SHAPES.items():  # reworded by tracing
         if found := re.search(pattern, said):
             a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in found.groups())
             one = torch.zeros(())

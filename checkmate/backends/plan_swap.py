@@ -58,7 +58,7 @@ class Planning:
 
     cost: float  # seconds of the step, of the best plan that is known; it may not have taken over yet
     bound: float  # seconds that every schedule takes, proven
-    seconds: float  # that planning took so far
+    seconds: float  # spent on planning so far
     goes_on: bool  # a better plan may still come
     swaps: int  # how often a plan has taken over
     failure: str = ""  # why planning has ended early, if it failed

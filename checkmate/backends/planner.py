@@ -35,7 +35,7 @@ Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
 Bytes = int | float | str
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
-_HOSTS = ("pinned", "memory")  # that are no files
+_HOSTS = ("pinned", "memory")  # second memories that are no files
 
 
 class CompileOptions(TypedDict, total=False):
@@ -75,7 +75,7 @@ class Options:
     (1000000000, 100000000)
     """
 
-    budget: Bytes = "fit"  # what there is
+    budget: Bytes = "fit"  # the free memory
     method: str = "auto"
     time_limit: float = 60.0
     reserve: Bytes | None = None  # none of bytes that are named; of what there is, the state of an optimizer
@@ -88,7 +88,7 @@ class Options:
     rules: Rules | None = None
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
-    overlap: bool = False  # what ranks send each other beside ops
+    overlap: bool = False  # collectives beside other ops
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
@@ -280,7 +280,7 @@ class Planner:
         solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
         if solution.plan is None:
             # Refuse, with the smallest budget that works.
-            why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
+            why = partial(refused, solution, time_limit=options.time_limit)  # equal on all ranks, whose costs differ
             about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
             solution = ranks.one_plan(why, solution.problem, budget, **about)
             assert solution.refusal is not None

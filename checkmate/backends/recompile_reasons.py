@@ -30,10 +30,10 @@ class Reason:
     """A number or text that differs from its value at an earlier capture."""
 
     source: str  # as Dynamo names it
-    value: Constant  # what it was
+    value: Constant  # at the earlier capture
     now: Constant
     line: str = ""  # of the user's code, where it is used, if known
-    advice: str = ""  # what to do about it, if that is not to make it a tensor
+    advice: str = ""  # the way out, if it is not to make it a tensor
 
 
 def constants(own: types.FunctionType) -> dict[str, Constant]:
@@ -146,7 +146,7 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
     changed = spelled(last.source, fn)
     values = ", ".join(repr(value) for value in (*(reason.value for reason in reasons[-3:]), last.now))
     line = f"\n  {last.line}" if last.line else ""
-    # What to do about it: the reason's own advice, else by the type of the value.
+    # The way out: the reason's own advice, else by the type of the value.
     advice = last.advice
     if not advice and isinstance(last.now, (bool, str)):
         advice = "Compile one function for each value, or raise max_plans."

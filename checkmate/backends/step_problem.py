@@ -36,7 +36,7 @@ class Write:
 
     joint: Joint
     over: Positions  # which argument an op writes over that writes over a value
-    begin: Begin = no_second_memory  # what a forward calls that sends values
+    begin: Begin = no_second_memory  # called by a forward that sends values
 
     def __call__(self, plan: Plan) -> Any:
         """Write the forward and the backward."""

@@ -114,7 +114,7 @@ def drawing_nothing() -> Iterator[None]:
 
 def other_random_states() -> tuple[Any, Any]:
     """The states of Python's and NumPy's generators, from which captured code draws before its graph runs."""
-    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # that of users' code
+    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the user's generator
 
 
 def draw_again_from(states: tuple[Any, Any] | None) -> None:

@@ -90,7 +90,7 @@ def allocated_on(device: torch.device) -> int | None:
         return None
     if device.type == "cuda":
         have_libraries_take_workspaces(device)
-    gc.collect()  # what only a cycle holds is not in use
+    gc.collect()  # garbage in cycles is not in use
     return torch.accelerator.memory_allocated(device)
 
 

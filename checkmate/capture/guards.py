@@ -143,7 +143,7 @@ def evaluate(
     # Run it, and refuse where writes went otherwise than in the capture.
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
-    run.extra_traceback = False  # what cannot be told is said in one sentence
+    run.extra_traceback = False  # errors are one sentence
     with torch.no_grad(), autocast_as_found(), _Watch(values):
         found = run.run(*values)
     if is_fake(found):
@@ -214,7 +214,7 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
     taken: DataGuards | None = module.meta.get("guards")
     if taken is not None:
         return taken
-    # Those that depend on inputs become one program; the markers go.
+    # Guards that depend on inputs become one program; the markers go.
     markers = module.graph.find_nodes(op="call_function", target=guard_on)
     asked = [marker for marker in markers if depends_on_inputs(marker)]
     guards = DataGuards(fx.GraphModule({}, fx.Graph()))

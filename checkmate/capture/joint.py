@@ -132,9 +132,9 @@ class _Contents:
         self.step = step
         self.block_bytes = block_bytes
         self.ops: list[Op] = []
-        self.nodes: list[fx.Node | None] = []  # of each op
+        self.nodes: list[fx.Node | None] = []  # per op
         self.values: list[Value] = []
-        self.nodes_of_value: list[list[fx.Node]] = []  # of each value
+        self.nodes_of_value: list[list[fx.Node]] = []  # per value
         self.by_storage: dict[int, int] = {}  # its value
 
     def values_of(self, node: fx.Node) -> tuple[int, ...]:

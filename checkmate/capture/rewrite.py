@@ -70,7 +70,7 @@ def prepare(
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
     split_convolutions(graph, in_two)
-    # What draws may run again; what has other bits then may not.
+    # Draws may run again, unless a trial gave other bits.
     if on_cpu:
         forget_inputs(graph)
         save_states(graph)  # of draws that somebody reads

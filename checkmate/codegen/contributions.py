@@ -164,7 +164,7 @@ def sharing_of(
         if is_written or not shown.isdisjoint(storages(node)):
             kept.add(input_position(node))
     kept.discard(None)
-    # Of the others autograd gets the contributions one by one, where the gradient is their sum.
+    # Autograd gets the others' contributions one by one, if the gradient is their sum.
     apart: list[Shared] = []
     together: list[Shared] = []
     for i, count in zip(found, counts, strict=True):

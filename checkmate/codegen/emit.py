@@ -188,7 +188,7 @@ class _Writer:
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}  # for each node of the joint graph at hand, its copy here
-        self.handed_over: dict[fx.Node, fx.Node] = {}  # what the caller copies: free in the plan, yet returned
+        self.handed_over: dict[fx.Node, fx.Node] = {}  # values that the caller copies: free in the plan, yet returned
         self.ops = {node for node in joint.nodes if node is not None}
         self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
         for node in inputs:
@@ -226,7 +226,7 @@ class _Writer:
                 launched.target = node.target.begin
             else:
                 self._transfer(step)
-        # Of a call with a second memory the backward is the end.
+        # The backward ends a call with a second memory.
         if self.call is not None and self.call.op == "placeholder":
             self.graph.call_function(transfers.finish, (self.call,))
         results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
@@ -265,10 +265,10 @@ class _Writer:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")
             copy.meta[OVER] = self.over[op, step.over]
-        # What it makes is at hand under the nodes that name it.
+        # Its results are in memory under the nodes that name them.
         made = [one for v in outputs for one in self.joint.nodes_of_value[v]]
         if node in made:
-            self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
+            self.env.setdefault(node, copy)  # a copy still in memory stays, as in the plan
         else:
             self.env[node] = copy
             for one in made:
@@ -290,7 +290,7 @@ class _Writer:
             if isinstance(step, Send):
                 self.sent[v] = node
             return
-        # What lands is at hand in place of what the value's op made.
+        # Landed tensors replace those that the value's op made.
         landed = self.graph.call_function(transfers.land, (at, v))
         if len(nodes) == 1:
             landed.meta = dict(nodes[0].meta)

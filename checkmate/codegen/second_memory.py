@@ -71,9 +71,9 @@ class Call:
     sent: int = 0
     fetched: int = 0
     waited: float = 0.0  # seconds
-    layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)  # of each value that is there or on its way
+    layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)  # per value that is there or on its way
     bytes: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # what has no storage of its own: it stays
+    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values without their own storage
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def wait(self, v: int) -> None:
@@ -131,7 +131,7 @@ class SecondMemory:
     def __init__(self, where: str | None, budget: int, device: torch.device, *, cache: bool) -> None:
         self.where = where or ("file:" if device.type == "cpu" else "pinned")
         self.budget, self.device, self._cache = budget, device, cache
-        self._calls = 0  # that have ended with their backward
+        self._calls = 0  # calls that ended with their backward
         self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited
         self._free: list[Store] = []
         self._used: set[Store] = set()

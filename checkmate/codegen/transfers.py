@@ -49,7 +49,7 @@ def _at_work(token: torch.Tensor) -> Call:
 def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Begin to copy a value into the second memory; its tensors stay until the copy has ended."""
     call = _at_work(token)
-    # What stands for several tensors, or for none with data, stays here.
+    # Wrappers of several tensors, and tensors without data, stay here.
     if not all(map(_is_plain, tensors)):
         call.kept[v] = tensors
         return token

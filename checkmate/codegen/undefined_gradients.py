@@ -34,7 +34,7 @@ _OVERWRITTEN = (
     "write under torch.no_grad()."
 )
 _WRITTEN = re.compile(r"modified by an inplace operation: (?:\[(\S+) (\[.*?\])\])?")  # as autograd says it
-_Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined; whether a gradient handed in is in it
+_Known = tuple[fx.Node | None, bool]  # replacement, None: undefined; depends on a gradient
 DEPTH = 3  # views between a result and what the compiled function returned
 
 

@@ -32,7 +32,7 @@ from checkmate.host.store import BLOCK, Store, rounded
 log = logging.getLogger("checkmate.host")
 
 TABLE = "links_1"  # on disk
-ROUNDS = 3  # of each measurement, whose median counts
+ROUNDS = 3  # per measurement; the median counts
 BLOCKS = (1 << 20, 16 << 20)  # bytes, where none are given
 LEAST = 1e-9  # seconds: below it no clock measures
 _measured: dict[str, Links] = {}  # in this process, by place

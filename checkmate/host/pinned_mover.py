@@ -69,7 +69,7 @@ class PinnedMover:
                 to.copy_(source, non_blocking=True)
         ended = stream.record_event()
 
-        def wait() -> None:  # what a device reports of a failed copy comes later, from it
+        def wait() -> None:  # the device reports a failed copy later
             torch.accelerator.current_stream(self._device).wait_event(ended)
 
         return wait

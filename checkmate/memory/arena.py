@@ -84,7 +84,7 @@ class Counts:
     served_bytes: int = 0
     fallbacks: int = 0  # allocations that PyTorch's allocator served in its place
     fallback_bytes: int = 0
-    unplanned: int = 0  # of these: of a size that was not due
+    unplanned: int = 0  # of these, allocations of a size that was not due
     occupied: int = 0  # where something was still alive
     full: int = 0  # for which the mapping of a first step had no room
     alive: int = 0  # bytes of the mapping, now
@@ -206,7 +206,7 @@ class Arena:
         sizes, died = np.zeros((2, count), dtype=np.int64)
         where = (sizes.ctypes.data, died.ctypes.data, ctypes.addressof(boundary))
         self._library.checkmate_record(self._handle, count, *where)
-        # What is alive when the next step begins has its address for the whole of it.
+        # Allocations alive when the next step begins keep their address through it.
         stays = died < 0
         born = np.where(stays, 0, np.arange(count))
         rounded = -(-sizes // ALIGNMENT) * ALIGNMENT

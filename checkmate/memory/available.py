@@ -42,7 +42,7 @@ _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where 
 class Limit:
     """A memory limit of a process."""
 
-    of: str  # what limits, in words
+    of: str  # the limit in words
     total: int  # bytes
     free: int  # bytes that nobody holds
     shared: bool = True  # with other processes

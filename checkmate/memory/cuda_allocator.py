@@ -38,8 +38,8 @@ LARGE_SEGMENT = 20 << 20  # bytes of a segment for blocks below `LARGE`, and wha
 LARGE = 10 << 20  # from this size on a block has a segment of its own (kMinLargeAlloc)
 ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of the whole device and an eighth
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
-IN_USE = "active_allocated"  # what a snapshot says of a block
-STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
+IN_USE = "active_allocated"  # a block's state in a snapshot
+STEPS = 4  # replayed at most, until one leaves the allocator as the one before did
 
 PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0) without; the stream
 
@@ -93,7 +93,7 @@ class _Pool:
         i = bisect_left(self.free, size, key=lambda block: block.size)
         if i == len(self.free):
             return None
-        # Of expandable ones the first that can grow less than the one behind it.
+        # Take the first expandable block that can grow less than the next one.
         while self.free[i].expandable and i + 1 < len(self.free):
             if self.free[i + 1].can_grow_to >= self.free[i].can_grow_to:
                 break

@@ -41,7 +41,7 @@ class MemoryUse:
 
     peak: int  # the most bytes above the level at entry
     final: int  # bytes above that level when it returned
-    result: Any = field(repr=False)  # what the call returned
+    result: Any = field(repr=False)  # of the call
     device: torch.device = CPU  # where they were counted
     before: int | None = None  # bytes that were asked for at entry; None on the CPU, where PyTorch keeps no count
     allocated: int | None = None  # the most bytes of blocks that the allocator gave; None on the CPU
@@ -106,7 +106,7 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
 
 
 def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
-    gc.collect()  # what only a cycle holds is no part of what is allocated before
+    gc.collect()  # garbage in cycles does not count as allocated before
     with _no_collection():
         torch.accelerator.empty_cache()  # which waits for other streams that still use what was let go of
         if torch.accelerator.memory_stats(device):  # none before the first tensor: then PyTorch 2.11 refuses to reset

@@ -14,10 +14,10 @@ from checkmate.units import format_bytes, format_seconds
 class ArenaUse(Counts):
     """The use of a captured graph's arena in the last step; in bytes, except counts."""
 
-    planned: int = 0  # what the plan takes beyond what is resident
+    planned: int = 0  # the plan's bytes beyond resident ones
     counted: int = 0  # alive at once in the step for which addresses were found; 0 before there is one
     resident: int = 0  # of the mapping, what the machine holds now
-    outside: int = 0  # what the first steps made the machine give beside it: libraries, small tensors, Python; about
+    outside: int = 0  # taken from the machine by the first steps beside it: libraries, small tensors, Python; about
     settled: bool = True  # nobody looks for lower addresses any more
 
 
@@ -31,7 +31,7 @@ class HostUse:
     fetched: int
     waited: float  # seconds that the step waited for copies; on CUDA its device does, which is not seen here
     taken: int  # of the second memory, now
-    calls: int  # that have ended, since it was compiled
+    calls: int  # ended since it was compiled
     pending: int  # calls whose backward may still come
 
 

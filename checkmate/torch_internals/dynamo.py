@@ -67,7 +67,7 @@ NAMES = Table(
     ),
     Name("utils_is_compiling", "torch:_utils.is_compiling", "the question, otherwise named", _TOLD_YES),
     Name("proxy_args_kwargs", "torch._dynamo.utils", "arguments of a node, from variables", _ASKING),
-    # What it takes a value for
+    # Kinds of values
     Name("VariableTracker", f"{_VARIABLES}.base", "any value; `build` makes one of a Python object"),
     Name("AttributeMutationNew", f"{_VARIABLES}.base", "an object that the step has made", _SAYING),
     Name("ValueMutationNew", f"{_VARIABLES}.base", "a list that the step has made", _ASKING),

@@ -21,7 +21,7 @@ import torch
 from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.torch_internals")
-LEFT_OUT: list[str] = []  # what was not put in place, by PyTorch's name for it
+LEFT_OUT: list[str] = []  # changes that were not put in place, by PyTorch's names
 TABLES: list[Table] = []
 NOTHING = "no step is captured"
 
@@ -36,8 +36,8 @@ class Name:
 
     name: str  # PyTorch's own, as it is imported from a table's module
     place: str  # the module that has it; or its whole path, with a colon after the module
-    what: str  # what it is needed for
-    without: str = NOTHING  # what happens in a version that has it nowhere
+    what: str  # its use
+    without: str = NOTHING  # the loss in a version that lacks it
     since: str = ""  # the first version that has it, if older ones are supported: these need nothing for it
     formerly: tuple[str, ...] = ()  # paths of what had its part in older versions, the latest first
 

@@ -29,7 +29,7 @@ from checkmate.capture.sharded.collectives import as_number, reduce_in_place, sa
 from checkmate.errors import Unsupported
 from checkmate.updates.optimizers import parameters_of
 
-AGREEING_BYTES = 2 * 8  # that ranks compare
+AGREEING_BYTES = 2 * 8  # compared by ranks
 INSTEAD = (
     "Update outside of the plan: DistributedDataParallel(checkmate.compile(model, budget=..., reserve=...)), with the "
     "bytes of gradients and optimizer state as the reserve."
@@ -50,9 +50,9 @@ class Exchange:
     """The ranks that train together, and their collectives."""
 
     group: Any  # of the ranks
-    parameters: Callable[[], Iterable[torch.Tensor]]  # those whose gradients are averaged, as they are now
-    buffers: Callable[[], Iterable[torch.Tensor]]  # those that follow the first rank, as they are now
-    held_bytes: int = 0  # that are held for the exchange, and are in no plan
+    parameters: Callable[[], Iterable[torch.Tensor]]  # whose gradients are averaged, as they are now
+    buffers: Callable[[], Iterable[torch.Tensor]]  # that follow the first rank's, as they are now
+    held_bytes: int = 0  # held for the exchange, outside of plans
 
     @property
     def ranks(self) -> int:
@@ -184,7 +184,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
             raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
         exchange.share(t for t in tensors if not is_fake(t))
         return exchange
-    # Those of `DistributedDataParallel` average the gradients of the modules within.
+    # `DistributedDataParallel` averages the gradients of the module within.
     if not wrapped:
         return None
     refuse_special(wrapped)

@@ -28,8 +28,8 @@ class Average:
 
     def __init__(self, averaged: AveragedModel, model: nn.Module) -> None:
         self.averaged, self.model = averaged, model
-        self._open: dict[torch.Tensor, torch.Tensor] = {}  # what is to be averaged in this update yet
-        self.rest_bytes = 0  # that it takes to average what a step does not update, when all is done
+        self._open: dict[torch.Tensor, torch.Tensor] = {}  # still to average in this update
+        self.rest_bytes = 0  # temporaries of averaging tensors that the step does not update
 
     @property
     def pairs(self) -> dict[torch.Tensor, torch.Tensor]:

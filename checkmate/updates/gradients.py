@@ -40,15 +40,15 @@ from checkmate.units import check_positive
 from checkmate.updates.optimizers import parameters_of
 
 HELD_BYTES = 6 * 8  # scale, its inverse, its count of steps; the scaled loss, its gradient, and what was found
-TINY = 1e-6  # that PyTorch adds to the norm
+TINY = 1e-6  # added to the norm by PyTorch
 
 
 class Sums:
     """The gradient sums of the parameters that get gradients in a step."""
 
     def __init__(self) -> None:
-        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # of each parameter's sum
-        self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # that are not in use yet
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # per parameter's sum
+        self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # not in use yet
 
     def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
         """Expect that a step adds to this parameter's gradient, which autograd stores with these strides."""

@@ -113,7 +113,7 @@ class Insert:
 class _Writer:
     what: Updates
     output: fx.Node  # of the graph
-    results: list[Any]  # that it gives; gradients that it gives no more are None then
+    results: list[Any]  # its results; gradients that are none any more become None
     found: Mapping[int, tuple[fx.Node, Update]]  # by the position of a gradient among these: parameter and update
     inputs: Mapping[int, fx.Node]  # of the graph, by the id of the tensor
 
@@ -163,7 +163,7 @@ class _Writer:
                 both = self._last(op, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
                 results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
                 token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
-        # Of a scaled loss, decide whether each optimizer's updates are skipped.
+        # With a scaled loss, decide whether each optimizer's updates are skipped.
         skips: dict[optim.Optimizer, fx.Node] = {}
         if scaling is not None:
             largest: dict[optim.Optimizer, list[fx.Node]] = defaultdict(list)

@@ -45,7 +45,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
     """
     average, sums = updates.average, updates.sums
 
-    # What the graph calls.
+    # The function that the graph calls.
     def run(read: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
         if adds and sums is not None:
             sums.add(of.parameter, read)
@@ -54,7 +54,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
         else:
             updates.update(of, read)
 
-    # What is measured in its place, with states, sums and averages of its own.
+    # The function measured in its place, with its own states, sums and averages.
     def rehearsal() -> Op:
         update_one, add_one = of.rehearsal(), _rehearsed_add()
         follow = None if average is None or of.parameter not in average.pairs else average.rehearsal()
@@ -67,7 +67,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
         return rehearse
 
-    # What it is called, and the bytes that it moves and makes beside its arguments.
+    # Its name, and the bytes that it moves and makes beside its arguments.
     name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
     state = 2 * of.state_bytes + local(of.parameter).nbytes
     about = {"moved_bytes": state, "workspace_bytes": of.workspace_bytes}
@@ -82,14 +82,14 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
     sums = updates.sums
     assert sums is not None
 
-    # What the graph calls.
+    # The function that the graph calls.
     def run(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
         sums.add(of.parameter, gradient)
         if exchanges:
             updates.exchange_sum(of.parameter)
         return _token_of(of.parameter)
 
-    # What is measured in its place, with a sum of its own.
+    # The function measured in its place, with its own sum.
     def rehearsal() -> Op:
         add_one = _rehearsed_add()
 

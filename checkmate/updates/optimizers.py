@@ -79,7 +79,7 @@ class Update:
     def about(self) -> str:
         """The key of a late update's cost, beside the parameter: the optimizer's class and switches."""
         late = f"late {about(self.optimizer, self.settings)}"
-        # Of an optimizer that is not of `torch.optim` also its code, and the numbers that it and the group have now.
+        # For an optimizer not of `torch.optim` also its code, and its present numbers and the group's.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
@@ -269,7 +269,7 @@ def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient
     for part in (slice(begin, min(begin + most, size)) for begin in range(0, size, most)):
         is_last = part.stop == size
         one, views = flat[0][part], {name: t[part] for name, t in by_element.items()}
-        # what is one for the whole parameter, such as the number of steps, goes on once
+        # state of the whole parameter, such as the step count, advances once
         given = {n: views[n] if n in views else what if is_last else _copied(what) for n, what in before.items()}
         found: dict[torch.Tensor, Any] = {one: given} if before else defaultdict(dict)
         step(one, flat[1][part], found)
@@ -336,7 +336,7 @@ def checked(
 
 def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
     name, kind = type(optimizer).__name__, known(optimizer)
-    # What updates otherwise than a parameter after the other.
+    # Refuse optimizers that do not update parameter by parameter.
     if isinstance(optimizer, optim.LBFGS):
         raise Unsupported(f"{name} runs the step several times for one update: there is no one plan. {_INSTEAD}")
     if kind is None:
@@ -360,7 +360,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"{name} {'reads' if kind in _WHOLE else 'may read'} rows, columns or norms of a whole parameter, and each "
             f"rank has a shard of it only. {_INSTEAD}"
         )
-    # What is done beside the class's own step.
+    # Refuse hooks and replacements beside the class's own step.
     _refuse_replaced(optimizer)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -368,7 +368,7 @@ def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
             f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
-    # What nobody has looked at.
+    # Refuse unknown optimizers.
     if kind is None and not is_named(optimizer):
         if not alone:
             raise Unsupported(

@@ -29,12 +29,12 @@ SUPPORTED = (
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
 NAMED = {"transformers.optimization.Adafactor"}  # of other libraries; these write over no gradient either
-_BESIDE_STEP = {  # what a class may have of its own beside what its parent's step runs
+_BESIDE_STEP = {  # names that a subclass may define without changing its parent's step
     *("__init__", "add_param_group", "state_dict", "load_state_dict", "zero_grad", "__getstate__", "__setstate__"),
     *("__repr__", "__doc__", "__module__", "__qualname__", "__dict__", "__weakref__", "__annotations__"),
     *("__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__orig_bases__"),
 }
-_AROUND = optim.Optimizer.profile_hook_step(len).__code__  # of each step
+_AROUND = optim.Optimizer.profile_hook_step(len).__code__  # the wrapper around each step
 
 
 def known(optimizer: optim.Optimizer) -> Any:

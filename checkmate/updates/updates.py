@@ -128,7 +128,7 @@ class Updates:
         for optimizer in self.optimizers:
             if not self._skips(optimizer):
                 update_once(optimizer)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             if not self.keep:
                 optimizer.zero_grad(set_to_none=True)
         if self.average is not None:

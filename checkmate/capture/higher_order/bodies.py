@@ -67,7 +67,7 @@ def bytes_of_graph(body: fx.GraphModule) -> int:
     """Peak bytes of a graph's intermediates, without its results."""
     nodes = list(body.graph.nodes)
     given = {*storages(*body.graph.find_nodes(op="placeholder"))}
-    sizes: dict[int, int] = {}  # of each storage that the graph makes
+    sizes: dict[int, int] = {}  # per storage made in the graph
     first: dict[int, int] = {}
     last: dict[int, int] = {}  # where it is read last: the results by the node at the end
     for i, n in enumerate(nodes):

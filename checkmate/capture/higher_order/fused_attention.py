@@ -35,7 +35,7 @@ from checkmate.torch_internals.dispatcher import (
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
 _kernels: dict[str, Callable[..., Any]] = {}  # by what they compute, as compiled in this process
-_FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
+_FAILS = (RuntimeError, AssertionError)  # Inductor's errors: its own are RuntimeErrors
 _INSTALL = {
     "cpu": "It takes g++ or clang++ (the environment variable CXX names another) and the header files of Python "
     "(package python3-dev).",

@@ -53,8 +53,8 @@ class Launch:
     kernel: int  # its number, and that of its other arguments, in PyTorch's table of this process
     constants: int
     options: dict[str, Any]  # the grid, and what else the wrapper takes
-    makes: dict[str, Memory]  # what is written to memory that is new
-    bases: tuple[str, ...] = ()  # what it copies and is a view; the whole is handed in before all else
+    makes: dict[str, Memory]  # results written to new memory
+    bases: tuple[str, ...] = ()  # views that it copies; their bases come first among the arguments
     once: str | None = None  # why it must run exactly once, in words
 
     __name__ = "triton_kernel"

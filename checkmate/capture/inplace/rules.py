@@ -34,7 +34,7 @@ class Written:
 
     into: Callable[..., Any]  # the op's variant, or a function of ours
     positions: tuple[int, ...]  # of the arguments that it may write over
-    out: str | None = "out"  # what it calls the tensor that it writes to; None: it writes over its first argument
+    out: str | None = "out"  # keyword of its output tensor; None: it writes over its first argument
     pointwise: bool = True  # each element is made of the same element of the arguments: it holds on any device
     block: Callable[..., int | None] | None = None  # of the op's arguments: it runs block by block, of these bytes
 

@@ -214,7 +214,7 @@ class _Logits:
             None if kind is None else new((rows, width.get(i, columns)), dtype=kind) for i, kind in enumerate(types)
         ]
         assert self.memory[-1] is not None
-        self.last = self.memory[-1]  # what logits are in, with the columns apart
+        self.last = self.memory[-1]  # the logits, with the columns apart
         self.values: list[Tensor] = []  # the product and what each step made of it, or what is in its place now
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:

@@ -31,7 +31,7 @@ from checkmate.errors import Unsupported
 from checkmate.torch_internals.dynamo import unimplemented, wrap_fx_proxy
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-_frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of each capture: inputs, with their own proxies
+_frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # per capture: inputs, with their own proxies
 
 
 def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
         return None
     # Call it now, with NumPy's state as after earlier draws of this capture, and see what it gives.
     given = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}
-    before, torchs = np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  # what users' code draws from
+    before, torchs = np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  # the user's generators
     np.random.set_state(vars(tx.output).get(_AFTER, before))  # noqa: NPY002
     try:
         value = function(*given[0], **given[1])
@@ -133,5 +133,5 @@ def _call_numpy(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> A
 
 follow("UserFunctionVariable.call_function", _call)
 follow("NumpyVariable.call_function", _call_numpy)
-follow("SkipFunctionVariable.call_function", _call_numpy)  # what np.random.seed of NumPy 1.26 is taken for
+follow("SkipFunctionVariable.call_function", _call_numpy)  # Dynamo's kind of np.random.seed in NumPy 1.26
 follow("UserDefinedObjectVariable.call_function", _call_numpy)  # and that of NumPy 2.0

@@ -70,7 +70,7 @@ def same_on_all(number: int, device: torch.device, group: Any) -> bool:
 class Pending:
     """A collective that has been launched."""
 
-    work: Any  # what the backend says of it
+    work: Any  # the backend's handle
     held: tuple[tuple[torch.Tensor, int], ...]  # tensors of it, and by how many each was held before
     result: Callable[[], torch.Tensor]
 
@@ -145,7 +145,7 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
     return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
 
 
-_EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # what launches, and what costs the same and says nothing
+_EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # its launch, and a silent op of the same cost
     "all_gather_into_tensor": (_gather, _rehearse_gather),
     "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
     "all_reduce": (_reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),

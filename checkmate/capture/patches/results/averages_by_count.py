@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from checkmate.capture.patches.only_our_captures import follow
 from checkmate.torch_internals.dynamo import VariableTracker
 
-_FORWARD = nn.BatchNorm2d.forward  # that of all but SyncBatchNorm
+_FORWARD = nn.BatchNorm2d.forward  # shared by all but SyncBatchNorm
 
 
 @torch.library.custom_op("checkmate::next_averages", mutates_args=())

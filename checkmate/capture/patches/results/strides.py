@@ -61,7 +61,7 @@ _IN_ORDER = {  # the strides are those that the kernel finds in its operands, th
     *(aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.logit_backward.default),
     *(aten.native_dropout_backward.default, aten.softplus_backward.default),
 }
-_BY_OPERANDS = {  # those of these arguments, in this order
+_BY_OPERANDS = {  # strides of these arguments, in this order
     aten._prelu_kernel_backward.default: ("self", "weight", "grad_output"),
     aten.binary_cross_entropy.default: ("self",),
     aten.binary_cross_entropy_backward.default: ("self",),
