@@ -52,7 +52,11 @@ from checkmate.torch_internals.steps import (
 
 log = logging.getLogger("checkmate.backends.capture_cache")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
-_HOOKS = _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks
+_HOOKS = [  # of all modules, without those that this version of PyTorch lacks
+    hooks
+    for hooks in (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
+    if isinstance(hooks, dict)
+]
 MISS: Any = object()  # result of a captured function for a call without compiled code
 
 

@@ -46,7 +46,7 @@ def _lines(pattern: str, text: str) -> list[Any]:
 @pytest.mark.long
 def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
-    code, shown = next(pair for pair in pairwise(_blocks("fit", "python|text")) if "found =" in pair[0])
+    code, shown = next(pair for pair in pairwise(_blocks("fit", "python|text")) if "max_batch_size(" in pair[0])
     run = run_python("-c", f"import torch\nimport checkmate\n{code}")
     took = r"found in .*"
     assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
