@@ -62,7 +62,7 @@ class Kind:
         return int(getattr(properties, "L2_cache_size", 64 << 20))
 
     def free_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Free bytes of its memory, those that this process may have, and the total."""
+        """Free bytes of its memory, the bytes that this process may have, and the total."""
         free, total = torch.accelerator.get_memory_info(device)
         return free, total
 

@@ -1,4 +1,4 @@
-"""One op of a captured step alone: its cost key, whether it can run, and made-up inputs for it.
+"""A single op of a captured step: its cost key, whether it can run, and made-up inputs for it.
 
 Inputs have the shapes, strides and types of the trace. Floats are between 0.1 and 0.9: valid as probabilities,
 variances and standard deviations, and none so small that the processor slows down; some are drawn, and these repeated,

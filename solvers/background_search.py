@@ -90,7 +90,7 @@ _turn = threading.Lock()
 
 
 def _without_the_parents() -> None:
-    """In a forked child, forget the parent's searches: the child can neither hear nor end them."""
+    """Forget the parent's searches in a forked child, which can neither hear nor end them."""
     global _turn
     _turn = threading.Lock()
     for search in list(_searches):

@@ -43,7 +43,7 @@ SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "s
 
 @dataclass(frozen=True)
 class Method:
-    """One way to solve a problem."""
+    """A way to solve a problem."""
 
     name: str
     summary: str

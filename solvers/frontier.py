@@ -64,7 +64,7 @@ class Frontier(Listed[Row]):
     rows: tuple[Row, ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """Each row as a dict of numbers and text, the status as its label; solutions are left out."""
+        """The rows as dicts of numbers and text, the status as its label; solutions are left out."""
         return [{**record(row), "status": row.status.label} for row in self.rows]
 
     def _tables(self) -> Iterator[Table]:

@@ -105,7 +105,7 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
 
 def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
-    """Have Dynamo compile a step by a backend; ``hands_back``: raise `_NothingToPlan` if nothing is planned."""
+    """Let Dynamo compile a step by a backend; ``hands_back``: raise `_NothingToPlan` if nothing is planned."""
     alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
 
     def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:

@@ -301,7 +301,7 @@ class Planner:
         return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
 
     def _ruled(self, problem: Problem) -> Problem:
-        """Apply the rules, except those that named an op of an earlier graph and name none here."""
+        """Apply the rules, except rules that named an op of an earlier graph and name none here."""
         rules = self.options.rules
         if not rules:
             return problem

@@ -138,7 +138,7 @@ def train_together() -> bool:
 
 
 def sharing_machine() -> int:
-    """Count the ranks that share this machine's memory: those that torchrun started here, else all."""
+    """Count the ranks that share this machine's memory: the local ranks of torchrun, else all."""
     return 1 if _store() is None else int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
@@ -161,7 +161,7 @@ def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.
 
 
 def _store() -> Any:
-    """The store that the ranks share; None for one rank, or if the others are simulated."""
+    """The store that the ranks share; None for one rank or simulated ranks."""
     is_begun = dist.is_available() and dist.is_initialized()
     if not is_begun or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
@@ -221,7 +221,7 @@ def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _advice(module: nn.Module) -> str | None:
-    """What to do with a module that communicates with other ranks around its forward; None if it does not."""
+    """The way out for a module that communicates with other ranks around its forward; None if it does not."""
     if isinstance(module, DistributedDataParallel) and not isinstance(module, AsItsModule):
         return WRAP_OUTSIDE
     sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing

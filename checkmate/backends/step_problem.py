@@ -103,7 +103,7 @@ def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: in
 
 
 def with_guards(plan: Solution, taken: int) -> Solution:
-    """The plan with the higher of its own peak and that of its guards."""
+    """The plan with the higher peak of two: its own or its guards'."""
     peak = plan.problem.resident + taken
     if plan.peak is None or peak <= plan.peak:
         return plan

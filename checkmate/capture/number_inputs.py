@@ -222,7 +222,7 @@ def written_out(
 
 
 class _Position(int):
-    """The position of an op or input among the others."""
+    """The position of an op or input in the graph."""
 
 
 def hands_out_number(node: fx.Node) -> bool:

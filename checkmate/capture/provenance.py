@@ -27,7 +27,7 @@ def is_users(file: str) -> bool:
 
 
 def where(node: fx.Node) -> str:
-    """The module of a node and the line of the user's code, as far as tracing kept them.
+    """The module of a node and the line of the user's code, if tracing kept them.
 
     For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``, or ``In[3]:31`` for a line of a notebook's third cell.
     """

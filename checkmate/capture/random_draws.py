@@ -68,14 +68,14 @@ def draw_saved(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.T
 
 
 def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """Draw the mask again at any time, from a generator of its own, in the same bytes of memory."""
+    """Draw the mask again at any time, from a separate generator, in the same bytes of memory."""
     generator = torch.Generator()
     generator.set_state(saved[:STATE_BYTES])
     return _empty(saved, shape).bernoulli_(p, generator=generator)
 
 
 def hold_place(x: torch.Tensor) -> torch.Tensor:
-    """As many bytes as `save_state`, unused, for a mask that is drawn once."""
+    """An unused state, in bytes like `save_state`'s, for a mask that is drawn once."""
     size = STATE_BYTES + 8 * x.dim()
     parts = torch.empty(size, dtype=torch.uint8)  # there while save_state puts its own together, as the plan counts it
     place = torch.empty_like(parts)

@@ -65,7 +65,7 @@ def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | Non
 
 
 def reachable(roots: Iterable[Any]) -> dict[Any, None]:
-    """These nodes of autograd's graph, and those that a backward from them can reach."""
+    """These nodes of autograd's graph, and all nodes that a backward from them can reach."""
     stack = list(roots)
     seen: dict[Any, None] = {}
     while stack:
@@ -77,7 +77,7 @@ def reachable(roots: Iterable[Any]) -> dict[Any, None]:
 
 
 def _beginnings() -> Iterator[list[Edge]]:
-    """The roots of the running backwards, this thread's innermost first; the engine has threads of its own."""
+    """The roots of the running backwards, this thread's innermost first; the engine has more threads."""
     yield from map(_roots, _engine_frames(sys._getframe()))
     for frame in sys._current_frames().values():
         yield from map(_roots, _engine_frames(frame))

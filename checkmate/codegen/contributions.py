@@ -59,7 +59,7 @@ UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
 
 @dataclass(frozen=True)
 class Sharing:
-    """The inputs with several contributions: those that autograd gets one by one, and the others."""
+    """The inputs with several contributions, split by whether autograd gets these one by one."""
 
     apart: tuple[Shared, ...] = ()
     together: tuple[Shared, ...] = ()
@@ -140,7 +140,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 def sharing_of(
     counts: list[int], results: int, names: Sequence[str], shards: Collection[int], modules: Modules
 ) -> Sharing:
-    """Find the inputs with several contributions, and mark in the backward those that autograd can get one by one.
+    """Find the inputs with several contributions, and mark in the backward which of them autograd can get singly.
 
     Args:
         counts: what `counted_contributions` found when the joint graph was traced.
@@ -245,7 +245,7 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
 
 
 def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
-    """Make a backward return the first term of some sums in their place, and the others at the end."""
+    """Make a backward return the first term of some sums in their place, and the further terms at the end."""
     graph, output = fx.Graph(), module.graph.output_node()
     copies: dict[fx.Node, Any] = {}
     graph.graph_copy(module.graph, copies)

@@ -34,7 +34,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 
 
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
-    """For results from which other results are computed: the position of each, with the others'.
+    """For each result from which other results are computed, its position and theirs.
 
     Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
     """

@@ -177,7 +177,7 @@ def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | N
 
 
 def record(row: Any) -> dict[str, Any]:
-    """The fields of a row by name, without those that its `repr` hides, such as a solution."""
+    """The fields of a row by name, except fields hidden from its `repr`, such as a solution."""
     return {field.name: getattr(row, field.name) for field in fields(row) if field.repr}
 
 

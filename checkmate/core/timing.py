@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy between the two memories."""
+    """A copy between the two memories."""
 
     value: int
     back: bool  # from the second memory

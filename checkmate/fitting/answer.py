@@ -18,7 +18,7 @@ NOT_ASKED = "not looked at: everything=True does"  # why there is no way, or no 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One way to make the step take less memory, with its price."""
+    """A way to make the step take less memory, with its price."""
 
     name: str
     options: dict[str, str]  # of `checkmate.training_step`, beside the budget

@@ -94,7 +94,7 @@ class FileMover:
 
 
 class _Lane:
-    """One direction of copies, with its thread and the thread's small buffer."""
+    """A direction of copies, with its thread and the thread's small buffer."""
 
     def __init__(self, fd: int, alignment: int, *, out: bool) -> None:
         self._fd, self._alignment, self._is_out = fd, alignment, out

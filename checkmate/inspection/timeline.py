@@ -38,7 +38,7 @@ GROUPS = 8  # of modules, where nobody says how many
 
 @dataclass(frozen=True)
 class Moment:
-    """One execution of an op."""
+    """An execution of an op."""
 
     index: int  # which execution of the plan this is, from 0
     op: int  # index in the graph

@@ -167,7 +167,7 @@ def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
-    """Record what is logged within the block."""
+    """Record log calls within the block."""
 
     def record(name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: calls.append((name, _detached(args), _detached(kwargs)))

@@ -219,7 +219,7 @@ def largest_batch(
     options: Mapping[str, Any],
     prepare: Callable[[Any], Any] = lambda batch: batch,
 ) -> LargestBatch:
-    """Find the largest batch of a module's step within a budget, part of which the loop around it needs.
+    """Find the largest batch of a module's step within a budget that it shares with the loop around it.
 
     Batches are made of the rows of a loader's data, and prepared. Those that the loop holds beside the one at hand grow
     with it: the step is given them too, and reads one.

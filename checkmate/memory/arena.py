@@ -64,7 +64,7 @@ class _Noted(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """The most bytes alive at once in the step, without those that stay and become resident."""
+        """The most bytes alive at once in the step, except allocations that stay and become resident."""
         born, own = np.arange(len(self.sizes)), self.stays == 0
         return Lives(self.sizes[own], born[own], self.lives.died[own]).peak
 

@@ -28,7 +28,7 @@ class MethodLine:
 
 
 def by_method(rows: Iterable[Row]) -> list[MethodLine]:
-    """One line per method, in the order of the rows."""
+    """Lines by method, in the order of the rows."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.method, []).append(row)

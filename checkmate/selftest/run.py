@@ -1,4 +1,4 @@
-"""Run checks, each in a process of its own, so that one that fails or hangs does not affect the others.
+"""Run each check in a separate process, so that a failing or hanging check does not affect the next.
 
 A process that has not touched the device is forked for each where the system can, so that PyTorch is imported once.
 """
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of a check."""
+    """A finding of a check."""
 
     passed: bool | None  # None: there is nothing to check on this device
     found: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One check in the list."""
+    """A check in the list."""
 
     name: str
     checked: str
@@ -87,7 +87,7 @@ class Result:
 
 
 def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
-    """Run the checks and yield their results; ``limit``: seconds for each, in place of its own.
+    """Run the checks and yield their results; ``limit``: seconds for each, instead of the check's.
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """

@@ -1,4 +1,4 @@
-"""Private names of PyTorch: their place in the running version, and what is left out without them.
+"""Private names of PyTorch: their place in the running version, and the loss if they are missing.
 
 A row of a table is a `Name`. A table hands out what a name stands for, looked up once: under the latest place that the
 running version knows. Of a name that it has nowhere, a stand-in is handed out, which is no class of anything and

@@ -48,7 +48,7 @@ class Average:
         return f"averaged by {getattr(fn, '__qualname__', type(fn).__qualname__)} {version:08x}"
 
     def expect(self, updated: Collection[torch.Tensor]) -> None:
-        """Expect a step that updates these parameters, and measure the averaging of the others."""
+        """Expect a step that updates these parameters, and measure the averaging of all further tensors."""
         rest = [(p, q) for p, q in self.pairs.items() if p not in updated]
         largest = max(rest, key=lambda pair: pair[0].nbytes, default=None)
         if largest is not None and is_fake(largest[0]):

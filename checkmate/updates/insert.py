@@ -255,7 +255,7 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
 
 
 def _refuse_other_exchanges(graph: fx.Graph) -> None:
-    """Refuse a backward with collectives of its own: ranks with other plans could order them otherwise."""
+    """Refuse a backward with further collectives: ranks with other plans could order them otherwise."""
     later = after_tangent(graph.nodes)
     for node in graph.nodes:
         if node in later and is_collective(node):

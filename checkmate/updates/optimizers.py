@@ -299,7 +299,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def checked(
     optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False, alone: bool = False
 ) -> tuple[optim.Optimizer, ...]:
-    """Check the optimizers of a step: each has parameters of its own.
+    """Check the optimizers of a step: no two share a parameter.
 
     Args:
         keep: gradients are results of the step as well.

@@ -91,7 +91,7 @@ class Updates:
         self.exchange.mean(parameter.grad, out=parameter.grad)
 
     def prepare(self) -> None:
-        """Average, unscale and clip all gradients in place, as far as that was not done."""
+        """Average, unscale and clip all gradients in place, unless that was done."""
         self.ready = True
         self._exchange_rest()
         if self.scaling is not None:

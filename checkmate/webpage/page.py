@@ -134,7 +134,7 @@ def _hash(text: str) -> str:
 
 
 def _visible(document: Any) -> Any:
-    r"""Escape invisible characters in texts, and those that change the direction of text.
+    r"""Escape invisible characters in texts, and characters that change the direction of text.
 
     >>> _visible({"name": "a\u202eb\n"})
     {'name': 'a\\u202eb\\n'}

@@ -247,7 +247,7 @@ def flow(problem: Problem) -> nx.DiGraph:
 
 
 def linearized(problem: Problem) -> tuple[int, ...]:
-    """All forward ops that may run again, in execution order."""
+    """The forward ops that may run again, in execution order."""
     made_by = {problem.graph.values[v].producer for v in droppable(problem)}
     return tuple(sorted(k for k in made_by if k is not None))
 

@@ -261,7 +261,7 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
 
 
 def at_hand_anyway(graph: Graph) -> frozenset[int]:
-    """The values that stay in memory from their first execution on, whatever is kept."""
+    """The values that stay in memory from their first execution on under every choice."""
     given = (v for v, value in enumerate(graph.values) if value.producer is None)
     pinned = (v for op in graph.ops if op.pinned is not None for v in op.outputs)
     return frozenset([*graph.outputs, *given, *pinned])

@@ -313,7 +313,7 @@ class _Unrolling(Outward):
             self.bytes_on_device += self.sizes[v]
 
     def have(self, values: Collection[int], needed: set[int]) -> None:
-        """Wait for values on their way, fetch those with a copy, remake the others."""
+        """Wait for values on their way, fetch values with a copy, remake the rest."""
         for v in values:
             if v in self.on_device or v in self.given:
                 continue

@@ -101,7 +101,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
 
 
 def depend(model: Model, x: Variables) -> None:
-    """An op runs only when its inputs are at hand (1b).
+    """An op runs only when its inputs are in memory (1b).
 
     R[t, j] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
     """
@@ -112,7 +112,7 @@ def depend(model: Model, x: Variables) -> None:
 
 
 def keep(model: Model, x: Variables) -> None:
-    """Only what is at hand can be kept (1c).
+    """Only a value in memory can be kept (1c).
 
     S[t+1, v] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
@@ -156,7 +156,7 @@ def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
 
 
 def depend_until_freed(model: Model, x: Variables) -> None:
-    """An op runs only when its inputs are at hand and not yet freed; implies (1b) and FREE[t, v, k] <= 1 - R[t, j].
+    """An op runs only when its inputs are in memory and not yet freed; implies (1b) and FREE[t, v, k] <= 1 - R[t, j].
 
     R[t, j] + Σ_{k < j} FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
     """
@@ -201,7 +201,7 @@ def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
-    """Subtract the bytes that one op frees, and add those that the next one makes (3, 4).
+    """Subtract the bytes that one op frees, and add the bytes that the next one makes (3, 4).
 
     U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
     """
@@ -356,7 +356,7 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
 
 
 def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
-    """(T, V): R[t, prod(v)] for the values that may be kept, `NONE` for the others."""
+    """(T, V): R[t, prod(v)] for the values that may be kept, else `NONE`."""
     v, made_by = touches.values()
     made = np.full(shape, NONE)
     made[:, v] = R[:, made_by]

@@ -127,7 +127,7 @@ def run(
 def _completed(
     model: Model, start: tuple[np.ndarray, np.ndarray], time_limit: float, gap: float, threads: int
 ) -> np.ndarray | None:
-    """Complete a solution of which some columns are known; None if there is no completion, or none was found.
+    """Complete a partial solution; None if there is no completion, or none was found.
 
     HiGHS would complete it within its run, and report bounds of the model with these columns fixed as the model's own.
     """
@@ -144,7 +144,7 @@ def _completed(
 
 
 class _Run:
-    """One run of HiGHS in its own thread, so that the caller can leave it, and Ctrl-C reaches both."""
+    """A run of HiGHS in a separate thread, so that the caller can leave it, and Ctrl-C reaches both."""
 
     def __init__(
         self,

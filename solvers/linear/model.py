@@ -175,7 +175,7 @@ def pairs(
     upper: float = 0.0,
     lower: float = -INF,
 ) -> None:
-    """Add a row per variable of a family (T, V): it plus the others in the same place, at most ``upper``."""
+    """Add a row per variable of a family (T, V): it plus its counterparts in further families, at most ``upper``."""
     at = np.nonzero(first != NONE)
     terms = [(first[at], 1.0), *((family[at], coefficient) for family, coefficient in others)]
     model.constrain(name, terms, lower=lower, upper=upper)

@@ -262,7 +262,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
 
 
 def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int]) -> np.ndarray:
-    """(m, V) bool: keeping what is made from a value is as good at this moment as keeping the value itself.
+    """(m, V) bool: keeping the results of a value is as good at this moment as keeping the value itself.
 
     Whoever keeps it until op j reads it can run j before the moment and keep what j makes, in as few bytes; j runs no
     more often, and needs nothing else that could be lacking.

@@ -1,4 +1,4 @@
-"""Lower a step's smallest budget: make large gradients last, and those that wait for clipping twice.
+"""Lower a step's smallest budget: make large gradients last, and gradients that wait for clipping twice.
 
 A gradient that nothing reads stays from the moment it is made. Where it is larger than its op's inputs, it is better
 made at the end (`late_results`): the gradient of a fully connected layer's weight behind a convolutional network has

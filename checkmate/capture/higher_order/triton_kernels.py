@@ -48,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A functional launch of a kernel: takes tensors by name and returns those that the kernel writes, by name."""
+    """A functional launch of a kernel: takes tensors by name and returns the written ones, by name."""
 
     kernel: int  # its number, and that of its other arguments, in PyTorch's table of this process
     constants: int
@@ -81,7 +81,7 @@ class Launch:
 
     @property
     def tunes(self) -> bool:
-        """Tell whether its first run in a process tries configurations, in memory of its own."""
+        """Tell whether its first run in a process tries configurations, in extra memory."""
         return hasattr(kernel_side_table.get_kernel(self.kernel), "configs")
 
     @cached_property

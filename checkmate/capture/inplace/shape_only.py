@@ -61,7 +61,7 @@ def max_pool2d_backward(
 
 
 def forget_inputs(graph: fx.Graph) -> None:
-    """Call ops of a joint graph without inputs of which they read the shape only."""
+    """Call ops of a joint graph without inputs whose shape alone they read."""
     if not CAN_STAND_IN:
         return
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):

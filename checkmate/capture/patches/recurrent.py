@@ -43,7 +43,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Invisible to autograd."""
+    """A layer of an LSTM in one direction: output, hidden state, cell state, workspace. Invisible to autograd."""
     with torch.enable_grad(), _AutoDispatchBelowAutograd():
         return LAYER(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from checkmate.errors import Unsupported
 
 
 def is_shard(tensor: object) -> bool:
-    """Tell whether a tensor is a `DTensor`, of which this rank holds a part."""
+    """Tell whether a tensor is a `DTensor`, split over ranks."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it, has none
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 

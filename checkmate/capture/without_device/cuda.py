@@ -79,7 +79,7 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
 
 @contextmanager
 def triton_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Within the block, capture Triton kernels and find what they write, as on such a device."""
+    """Within the block, capture Triton kernels and find the tensors they write, for such a device."""
     triton: Any = sys.modules.get("triton")
     if triton is None:  # then no kernel of a user's is there
         yield
