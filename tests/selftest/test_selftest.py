@@ -52,7 +52,6 @@ def test_the_cpu_passes(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.long
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_passes(tmp_path: Path) -> None:
     found = _whole("cuda", tmp_path)
     assert {check["verdict"] for check in found.values()} == {"passed"}
