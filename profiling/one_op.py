@@ -41,7 +41,10 @@ aten = torch.ops.aten
 cond = torch.ops.higher_order.cond
 T = TypeVar("T")
 
-_FOR_THEIR_BACKWARD = {lstm_layer, batch_norm}  # which takes no made-up workspace or reserve
+_READ_WITH_CARE = {  # ops whose results have rules: a reader takes no made-up workspace, reserve or pivots
+    *(lstm_layer, batch_norm),
+    *(aten._linalg_solve_ex.default, aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default),
+}
 
 _MASK = {"flex_attention": 4, "flex_attention_backward": 9}  # position of what says which blocks it looks at
 
@@ -90,7 +93,8 @@ class _Text(str):
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return _Text(f"{dtype}{[*leaf.shape]}{[*leaf.stride()]}{leaf.device.type}")
+        lazy = " conj" * leaf.is_conj() + " neg" * leaf.is_neg()
+        return _Text(f"{dtype}{[*leaf.shape]}{[*leaf.stride()]}{leaf.device.type}{lazy}")
     return _Text(leaf.type) if isinstance(leaf, torch.device) else value_of(leaf)
 
 
@@ -116,7 +120,7 @@ def call_of(node: fx.Node) -> partial[Any]:
         if arg.target in SAVES:  # a generator takes no made-up state
             return call_of(arg)()
         source: Any = arg.args[0] if arg.target is operator.getitem else None
-        if source is not None and source.target in _FOR_THEIR_BACKWARD:
+        if source is not None and source.target in _READ_WITH_CARE:
             return call_of(source)()[arg.args[1]]
         return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
 
@@ -172,7 +176,9 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
         memory.random_(0, bound)
     else:
         memory.zero_()
-    return real
+    # A lazy conjugate or negative is written out by the kernel that reads it, in memory of its own.
+    real = real.conj() if leaf.is_conj() else real
+    return torch.ops.aten._neg_view(real) if leaf.is_neg() else real
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:

@@ -9,6 +9,7 @@ from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
 _TWICE = "weights that are used twice under autocast are not captured"
+_CONJUGATES = "a few kernels of complex numbers are verified against other numbers than they compute"
 _FLEX = "torch._higher_order_ops.flex_attention"
 _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 _KERNELS = "steps that launch kernels of Triton's are refused"
@@ -21,6 +22,7 @@ NAMES = Table(
     Name("kernel_side_table", _TRITON, "kernels of Triton's, by number", _KERNELS),
     Name("triton_kernel_wrapper_functional", _TRITON, "launches one, on copies of what it writes to", _KERNELS),
     Name("triton_utils", "torch.utils._triton:", "whether there is Triton for a device", _KERNELS),
+    Name("_SetExcludeDispatchKeyGuard", "torch._C", "conjugates within kernels under a mode", _CONJUGATES),
     Name("DispatchKey", "torch._C", "the kernels of an op that tracing is to find"),
     Name("DispatchKeySet", "torch._C", "several of them", _FORMULAS),
     Name("_AutoDispatchBelowAutograd", "torch._C", "calls an op without recording it", "LSTMs are not captured"),

@@ -30,7 +30,12 @@ from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
-from checkmate.torch_internals.dispatcher import OpOverload, TorchDispatchMode
+from checkmate.torch_internals.dispatcher import (
+    DispatchKey,
+    OpOverload,
+    TorchDispatchMode,
+    _SetExcludeDispatchKeyGuard,
+)
 
 _ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
 # Results of ops that run again to compare: the others are running statistics, which have gone on by then.
@@ -113,7 +118,8 @@ class _Made(TorchDispatchMode):
         self.fingerprints: dict[str, set[str]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with _SetExcludeDispatchKeyGuard(DispatchKey.Conjugate, False):  # else kernels conjugate nothing under a mode
+            result = func(*args, **(kwargs or {}))
         self.fingerprints[_family(func)].update(_fingerprints(result))
         return result
 

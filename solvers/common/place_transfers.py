@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -21,14 +22,33 @@ ROUNDS = 4  # in each of which fetches go by when steps were reached in the one 
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """A plan with these runs in this order; None if there is no room even with a wait at each transfer.
+    """The faster plan with these runs in this order: sent values are written over, or freed by their own transfer.
+
+    A write over a value waits for its transfer; with room for both, the op writes elsewhere and nothing waits.
 
     Args:
         problem: with a second memory.
         budget: bytes.
         happens: runs, values that go, and those that must be back.
         boundary: how many of these belong to the forward.
+
+    Returns:
+        None if there is no room even with a wait at each transfer.
     """
+    sent = {event.value for event in happens if isinstance(event, MustBeBack)}
+    apart: list[list[Event]] = [
+        [Run(event.op), Free(event.over)] if isinstance(event, Run) and event.over in sent else [event]
+        for event in happens
+    ]
+    orders = [(happens, boundary)]
+    if len(events := [*chain(*apart)]) > len(happens):
+        orders.append((events, sum(map(len, apart[:boundary]))))
+    plans = [plan for order in orders if (plan := _placed(problem, budget, *order)) is not None]
+    return min(plans, key=lambda plan: timing(plan, problem).seconds, default=None)
+
+
+def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
+    """A plan with these events, whose arguments are those of `place_transfers`."""
     out = _sends(problem, budget, happens, boundary)
     if out is None:
         return None

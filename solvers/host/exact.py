@@ -25,17 +25,15 @@ run beside what it sends, or parts of that. Where the seconds are those of the b
 from __future__ import annotations
 
 import contextlib
-from itertools import chain
 
 import numpy as np
 
-from checkmate.core import simulator
 from checkmate.core.limits import lives
-from checkmate.core.plan import Free, Plan, Run
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
-from checkmate.solvers.common.fetch_ops import Event, plain_events, sendable, with_fetches
+from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Touches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_transfers import place_transfers
@@ -139,18 +137,7 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     runs = without_useless(fetching.problem.graph, runs)
     if not obeys_limits(fetching.problem, runs):
         return None
-    # As a plan with transfers; also without writes over values whose send nothing waits for.
-    happens, boundary = plain_events(fetching, lowered(fetching.problem, runs))
-    apart: list[list[Event]] = [  # sent values are freed, not written over: an overwrite would wait for the transfer
-        [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]
-        for e in happens
-    ]
-    later = sum(map(len, apart[:boundary]))
-    plans = [
-        place_transfers(problem, budget, happens, boundary),
-        place_transfers(problem, budget, [*chain(*apart)], later),
-    ]
-    return min((plan for plan in plans if plan), key=lambda plan: simulator.cost(plan, problem), default=None)
+    return place_transfers(problem, budget, *plain_events(fetching, lowered(fetching.problem, runs)))
 
 
 class Program:

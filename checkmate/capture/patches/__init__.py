@@ -31,6 +31,7 @@ PATCHES = (
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
     Patch("kernels", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
     Patch("kernels", WITHIN, "svdvals, eigvalsh and what uses them", "idle vectors round otherwise"),
+    Patch("kernels", WITHIN, "AOTAutograd's look at a first call", "under a mode kernels conjugate wrongly"),
     Patch("leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
     Patch("logging_calls", OURS, "logging, print, warnings", "they are left out, and that is logged"),
     Patch("logging_calls", OURS, "raise", "an error of the user's leaves the step as in plain PyTorch"),

@@ -14,6 +14,13 @@ runs.
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
 rounds otherwise. Of what is traced PyTorch takes it that a gradient may be needed (ATen's
 ``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
+
+Under a mode of the dispatcher the ops that a kernel calls in C++ read a lazy conjugate as if it was none: pinv of a
+complex matrix has other numbers there. AOTAutograd has such a mode around the first call of what it compiles, to look
+at custom ops. Here it is left out.
+
+The inverse of a short-time Fourier transform transposes real numbers in C++, after which autograd lays out the gradient
+anew, and complex ones in Python. A batch of one matrix beside a batch of several is that matrix in C++ only.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.fx import traceback
 
+from checkmate.torch_internals import aot
 from checkmate.torch_internals.descriptions import decompositions
 from checkmate.torch_internals.dispatcher import (
     DispatchKey,
@@ -42,14 +50,14 @@ from checkmate.torch_internals.dispatcher import (
 )
 
 aten = torch.ops.aten
-_DROPOUT = aten.dropout.default
+_DROPOUT, _ISTFT, _MATMUL = aten.dropout.default, aten.istft.default, aten.matmul.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
     *("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink"),
     *("rnn_tanh", "rnn_relu", "gru", "lstm", "broadcast_tensors", "unsafe_chunk"),
 )
 _OF_ALL = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
-_REDUCTIONS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int)}
+_REDUCTIONS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int, aten.cumprod.default)}
 _VALUES = {  # functions that give values only, or are computed from these
     *(torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
     *(torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, torch.functional.norm, torch.nuclear_norm),
@@ -59,20 +67,29 @@ _WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Within the block, ops with inexact decompositions, and gradients of reductions, are traced as one op."""
+    """Within the block, steps are traced to the ops, and later called with the bits, of eager PyTorch."""
     packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
     inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
     kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
+    kernels[_ISTFT] = {key: partial(_istft, one) for key, one in _ISTFT.py_kernels.items()}
+    kernels[_MATMUL] = {key: partial(_matmul, one) for key, one in _MATMUL.py_kernels.items()}
     for name, op in _REDUCTIONS.items():
         kernels[op] = {**op.py_kernels, DispatchKey.Autograd: partial(_reduce, name)}
     before = {op: dict(op.py_kernels) for op in kernels}
     try:
         _set(kernels)
-        with patch.object(decompositions, "should_fold", _folds):
+        with (
+            patch.object(decompositions, "should_fold", _folds),
+            patch.object(aot._FirstInvocationContext, "__init__", _look_at_no_call),
+        ):
             yield
     finally:
         _set(before)
+
+
+def _look_at_no_call(self: Any) -> None:
+    self._is_first = False
 
 
 def _set(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> None:
@@ -93,6 +110,19 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
     return decompositions.dropout(x, p, train)
 
 
+def _istft(decomposed: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Transpose by real numbers, as the kernel does: autograd then lays out the gradient anew."""
+    real = torch.view_as_real(x.resolve_conj()).transpose(-3, -2)
+    return decomposed(torch.view_as_complex(real).transpose(-2, -1), *args, **kwargs)
+
+
+def _matmul(decomposed: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Multiply as C++ does, which takes a batch of one matrix, beside a batch of several, for that matrix."""
+    if x.dim() == y.dim() == 3 and (x.shape[0] == 1) != (y.shape[0] == 1):
+        x, y = (x.squeeze(0), y) if x.shape[0] == 1 else (x, y.squeeze(0))
+    return decomposed(x, y)
+
+
 class _Products(TorchDispatchMode):
     """Records which batched products run."""
 
@@ -106,7 +136,10 @@ class _Products(TorchDispatchMode):
 def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
     """Tell whether a batched product calls the kernel for one matrix, which depends on PyTorch's version."""
     # Have it multiply tensors of these shapes and strides without data, which need gradients as these do.
-    with outside_tracing(), _Products() as seen:
+    as_at_first = _ForceDispatchKeyGuard(
+        DispatchKeySet(DispatchKey.BackendSelect), DispatchKeySet(DispatchKey.Undefined)
+    )
+    with outside_tracing(), as_at_first, _Products() as seen:  # also if the kernel of another op multiplies
         described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
         for meta, tensor in zip(described, (x, y), strict=True):
             meta.requires_grad_(tensor.requires_grad and not is_out)
@@ -143,7 +176,7 @@ def _empty(op: str, x: Tensor) -> Tensor:
 
 
 def _call(op: str, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    options: dict[str, Any] = {"keepdim": keepdim} if dims else {}
+    options: dict[str, Any] = {"keepdim": keepdim} if keepdim else {}
     if dtype is not None:
         options["dtype"] = dtype
     return _REDUCTIONS[op](x, *dims, **options)

@@ -20,6 +20,7 @@ from tests.support.seen import Seen
 pytestmark = pytest.mark.usefixtures("one_thread")
 Function = Callable[[Tensor], Tensor]
 X = (2, 3, 9, 7)
+WINDOW = torch.hann_window(16) + 0.1
 STEPS: dict[str, Function] = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "bilinear, corners": lambda x: F.interpolate(x, size=(13, 20), mode="bilinear", align_corners=True),
@@ -47,6 +48,8 @@ STEPS: dict[str, Function] = {
     ).addcdiv_(x.sin(), x.exp(), value=0.7),
     "vector times matrices": lambda x: torch.linspace(0, 1, 9) @ x,
     "matrices times one": lambda x: x[:, 0] @ torch.linspace(0, 1, 35).view(1, 7, 5),
+    "weighted matrices times weighted one": lambda x: (x[:, 0] * 0.7) @ (x[:1, 1].mT * x[:1, 2].mT).cos(),
+    "weighted one times weighted matrices": lambda x: (x[:1, 1] * x[:1, 2]).cos() @ (x[:, 0].mT * 0.7),
     "matrices of other strides times one": lambda x: x[0].transpose(1, 2) @ torch.linspace(0, 1, 18).view(9, 2),
     "matrices times a vector": lambda x: x.transpose(2, 3) @ torch.linspace(0, 1, 9),
     "one matrix of other strides times a vector": lambda x: x[:, :, :1].transpose(0, 2) @ torch.linspace(0, 1, 7),
@@ -58,6 +61,21 @@ STEPS: dict[str, Function] = {
     "multilabel-margin": lambda x: F.multilabel_margin_loss(
         x[:, 0].flatten(1), F.pad(torch.tensor([[2, 40, 7], [1, 0, 30]]), (0, 60), value=-1)
     ),
+}
+
+
+COMPLEX: dict[str, Function] = {
+    "pinv": lambda z: linalg.pinv(z[0, 0]),
+    "pinv of batches": linalg.pinv,
+    "pinv of a product": lambda z: linalg.pinv(z @ z.mH + torch.eye(9)) @ z,
+    "cumulative product with zeros": lambda z: (y := (z * (torch.arange(7) % 3 > 0)).cumprod(-1)) * y.flip(0),
+    "istft": lambda z: torch.istft(z[:, 0], 16, 4, window=WINDOW),
+    "istft of conjugates": lambda z: torch.istft(z[0].conj(), 16, 4, window=WINDOW, normalized=True, length=20),
+    "istft of one": lambda z: torch.istft(z[0, 0], 16, 4, window=WINDOW[:12], win_length=12),
+    "two-sided istft": lambda z: torch.istft(
+        torch.cat([z[0], z[1, :, :7]], 1), 16, 4, window=WINDOW, onesided=False, return_complex=True
+    ),
+    "solve": lambda z: linalg.solve(z @ z.mH + torch.eye(9), z),
 }
 
 
@@ -74,6 +92,18 @@ def _check(function: Function) -> None:
 @pytest.mark.parametrize("name", every(2, STEPS))
 def test_same_bits_as_eager(name: str) -> None:
     _check(STEPS[name])
+
+
+@pytest.mark.parametrize("name", every(3, COMPLEX))
+def test_complex_numbers_have_the_bits_of_eager_from_the_first_call_on(name: str) -> None:
+    function = COMPLEX[name]
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        made = function(torch.complex(x, x.cos()) * w)
+        return (torch.view_as_real(made.resolve_conj()) if made.is_complex() else made).square().sum()
+
+    x, w = torch.randn(X, requires_grad=True), torch.randn(X, dtype=torch.cfloat, requires_grad=True)
+    assert_as_plain(step, x, w, run=at_smallest_budget(step, x, w))
 
 
 def test_dropout_of_complex_numbers_draws_as_the_kernel() -> None:

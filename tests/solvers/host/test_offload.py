@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import Host, Problem, Status, frontier, solve
-from checkmate.core.plan import Fetch, Run
+from checkmate.core.plan import Fetch, Free, Run
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
@@ -89,6 +89,25 @@ def test_what_is_fetched_is_not_made_again() -> None:
     fetch, need = plan.steps.index(Fetch(2)), timing(plan, problem)
     assert need.waited == 0.0  # it begins early enough
     assert fetch > plan.steps.index(Run(7))
+
+
+def test_an_op_waits_to_write_over_a_sent_value_only_without_room_beside_it() -> None:
+    """Op 1 may write over v0, whose transfers take seconds."""
+    chain = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [8] * 4, over={1: [0]}, forward=3)
+    problem = chain.with_host(Host(100, send=2.0, fetch=8.0))
+    happens = [Run(0), Run(1, over=0), Run(2), Free(1), MustBeBack(0), Run(3), Free(0), Free(2)]
+    placed = place_transfers(problem, 24, happens, 4)
+    assert check_plan(placed, problem, 24) == []
+    assert Run(1, over=0) not in placed.steps
+    assert timing(placed, problem).seconds == 5.0  # when the transfer ends, beside which all ops run
+    # Without room for both values op 1 waits for the transfer, and v0 comes back.
+    last = Problem.from_dag([[], [0], [1], [2], [0, 3]], [1] * 5, [8, 8, 4, 0, 0], over={1: [0]}, forward=3)
+    problem = last.with_host(Host(100, send=4.0, fetch=8.0))
+    happens = [Run(0), Run(1, over=0), Run(2), Free(1), Run(3), Free(2), MustBeBack(0), Run(4), Free(0), Free(3)]
+    placed = place_transfers(problem, 12, happens, 4)
+    assert check_plan(placed, problem, 12) == []
+    assert Run(1, over=0) in placed.steps
+    assert timing(placed, problem).seconds == 7.0  # two of them until op 1 runs
 
 
 @in_turn(seed=range(24))
