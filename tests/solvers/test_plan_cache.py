@@ -184,6 +184,18 @@ def test_no_plan_is_no_plan_and_is_not_kept() -> None:
         assert kept.beginning("") == {}
 
 
+def test_where_no_plan_is_found_it_is_looked_for_five_times_as_long_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+
+    def begin(problem: Problem, asked: Any, *others: Any) -> Solution:
+        seconds.append(asked.limit)
+        return Solution(Status.NOT_FOUND, problem, BUDGET, "auto")
+
+    monkeypatch.setattr(plan_cache, "_begin", begin)
+    plan_cache.begin(PROBLEM, BUDGET, time_limit=60, cache=False, wait=0.5)
+    assert seconds == [0.5, 2.5, 12.5, 60]
+
+
 def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
     """Signed, and for the right question, but beyond the budget, or for more than a pinned op may run."""
     problem = dags.gpt(2)
