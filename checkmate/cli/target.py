@@ -38,6 +38,10 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     """
     # Import the module or file, and find the function in it.
     where, colon, name = target.rpartition(":")
+    if target.endswith(".py") and Path(target).is_file():
+        known = re.findall(r"^def ([a-z]\w*)", Path(target).read_text(errors="replace"), re.MULTILINE)
+        has = f"{target} has {', '.join(known) or 'no function'}"
+        raise UsageError(f"TARGET is {target}:function; {has}. {_LINES.format(where=target)}")
     if not colon or not where or not name:
         raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
     module, lines = _module_of(where), _LINES.format(where=where)

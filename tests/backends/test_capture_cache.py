@@ -42,7 +42,7 @@ def _encoder(layers: int) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
 def test_without_gradients_the_plain_module_runs(gradients_off: type) -> None:
     """The encoder takes another way then, by nested tensors, whose numbers are others in the last bits."""
     model, x, padding = _encoder(2)
-    compiled = checkmate.compile(model, budget=1)
+    compiled = checkmate.compile(model, budget="1 B")
     torch._dynamo.utils.counters.clear()
     with gradients_off():
         assert_same_bits(compiled(x, **padding), model(x, **padding))
@@ -72,7 +72,7 @@ def test_generation_is_that_of_the_plain_model() -> None:
     options = {"min_new_tokens": 40, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **options)
     torch._dynamo.utils.counters.clear()
-    assert_same_bits(checkmate.compile(model, budget=1).generate(prompt, **options), expected)
+    assert_same_bits(checkmate.compile(model, budget="1 B").generate(prompt, **options), expected)
     assert expected.shape[1] == 45
     assert _no_dynamo()
 

@@ -317,7 +317,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         model, x = nn.Linear(8, 3), torch.ones(16, 8)
     step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget="1 MB")
     for fn, device, error, says in (
-        (model, "rtx9090", ValueError, r"There is no device 'rtx9090'; there are h100, .*rtx4090"),
+        (model, "rtx9090", ValueError, r"There is no device 'rtx9090'. Did you mean .*There are h100, .*rtx4090"),
         (model, "laptop", BudgetError, "How much memory a laptop CPU has is not known"),
         (lambda x: x.sum(), "rtx4090", Unsupported, "nothing to train"),
         (3, "rtx4090", TypeError, "takes a module or a function"),
@@ -354,7 +354,7 @@ def test_the_command_answers_as_text_and_as_json(tmp_path: Path, monkeypatch: py
     document = json.loads(shell(f"{asked} t4 --json --size 128 --optimizer SGD --everything")[0])
     assert (document["fits"], document["largest"]["given"], document["optimizer"]) == (True, 128, "SGD")
     assert shell(f"{asked} rtx4090 --budget 10kB", 1)[0].startswith("It does not fit NVIDIA GeForce RTX 4090")
-    assert "there is no device 'abacus'; there are h100," in shell(f"{asked} abacus", 2)[1]
+    assert "There is no device 'abacus'. There are h100," in shell(f"{asked} abacus", 2)[1]
     assert "torch.optim has no optimizer 'Newton'" in shell(f"{asked} t4 --optimizer Newton", 2)[1]
 
 
