@@ -69,19 +69,19 @@ class TargetDevice:
         rate = HOST_SHARE * self.device.host_link
         return Host(HOST_BYTES, send=rate, fetch=rate)
 
-    def reserved(self, resident: int, lives: Lives) -> int | None:
+    def reserved(self, resident: int, lives: Lives, *, expandable: bool = False) -> int | None:
         """Bytes that PyTorch's allocator would hold on an NVIDIA GPU, by its rules; None elsewhere."""
         if not self.is_gpu or self.device is None:
             return None
-        return resident + replay_steps(lives, CudaAllocator()).reserved
+        return resident + replay_steps(lives, CudaAllocator(expandable=expandable)).reserved
 
-    def reserved_for(self, solution: Solution) -> int | None:
+    def reserved_for(self, solution: Solution, *, expandable: bool = False) -> int | None:
         """Bytes that the allocator would hold for a plan."""
         if solution.plan is None or not self.is_gpu or self.device is None:
             return None
         places = torch.device("cuda", 0), torch.device("cpu")  # where there is no C++ compiler, ops are of the CPU
         lives = next(lives for lives in (lives_on(solution, place) for place in places) if lives.sizes.any())
-        return self.reserved(solution.problem.resident, lives)
+        return self.reserved(solution.problem.resident, lives, expandable=expandable)
 
 
 def written(count: int) -> str:
