@@ -15,16 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import optim
 
 from checkmate.backends.capture_cache import collecting_seldom
 from checkmate.backends.planner import Bytes
-from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import arguments_of
-from checkmate.capture.device import as_allocated
-from checkmate.capture.nodes import storage
 from checkmate.compiler import refuse_what_is_no_step
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
@@ -33,7 +29,7 @@ from checkmate.fitting import TIME_LIMIT
 from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
 from checkmate.fitting.memory_options import IN_PARTS, RECOMPUTATION, WITH_HOST, ways_of
-from checkmate.fitting.memory_parts import Resident, as_plain, lives_of_plain, parts_of
+from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.fitting.target_device import TargetDevice, written
 from checkmate.memory.cuda_allocator import EXPANDABLE
@@ -126,19 +122,14 @@ def fits(
                     args, kwargs = StandIns().within((args, kwargs))
             return trace(whole, *args, profile=place.profile, **kwargs)
 
-        # Trace it, and split its resident bytes into parameters, optimizer state and the rest.
+        # Trace it.
         problem = trace(whole, *batch, profile=place.profile, **named)
         traced, deadline = time.perf_counter(), began + time_limit
         seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
-        reached = tensors_within((fn, batch, named))
-        weights = {storage(t): t.untyped_storage().nbytes() for t in reached if isinstance(t, torch.nn.Parameter)}
-        parameters = sum(as_allocated(size, place.block_bytes) for size in weights.values())
-        parameters = min(parameters, problem.resident)
-        resident = Resident(parameters, min(whole.inserts.updates.held_bytes, problem.resident - parameters))
         # See whether plain PyTorch fits; else find a way that does.
         of_update = update_bytes(given, at_once=place.is_gpu)
         as_it_is = as_plain(problem, of_update)
-        plain = parts_of(as_it_is, resident)
+        plain = parts_of(as_it_is)
         plainly = plain.peak <= place.room
         ways = tuple(ways_of(problem, place, host, seconds, deadline, fits=plainly, everything=everything))
         best = None if plainly else next((way for way in ways if way.fits), None)
@@ -173,7 +164,7 @@ def fits(
         code=line_of_code(fn, best, plainly=plainly, room=place.room),
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
-        kept=parts_of(problem, resident),
+        kept=parts_of(problem),
         plain_seconds=problem.keep_all_cost,
         plain_reserved=plain_reserved,
         ways=ways,
