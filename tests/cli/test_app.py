@@ -274,6 +274,28 @@ def test_the_lines_to_write_are_what_fits_takes(folder: Path, shell: Shell) -> N
     shell("fits train.py:example")
 
 
+@pytest.mark.parametrize("name", ["types", "random", "torch"])
+def test_a_script_may_be_named_as_a_module_in_use(name: str, folder: Path, shell: Shell) -> None:
+    (folder / f"{name}.py").write_text(FILES["my_step"])
+    before = sys.modules[name]
+    try:
+        assert "It fits" in shell(f"fits {name}.py:example --device rtx4090")[0]
+        assert sys.modules[name] is before
+    finally:
+        sys.modules[name] = before
+
+
+def test_a_script_in_a_folder_finds_the_module_beside_it(folder: Path, shell: Shell) -> None:
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "beside_the_step.py").write_text(FILES["my_step"])
+    (folder / "deeper" / "step_in_folder.py").write_text("from beside_the_step import example")
+    try:
+        assert "It fits" in shell("fits deeper/step_in_folder.py:example --device rtx4090")[0]
+    finally:
+        for name in ("beside_the_step", "step_in_folder"):
+            sys.modules.pop(name, None)
+
+
 def test_debug_shows_where_an_error_comes_from(shell: Shell) -> None:
     with pytest.raises(IndexError, match="no data"):
         shell("plan my_step:fails --budget 8GB --debug")
