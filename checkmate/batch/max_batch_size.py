@@ -330,8 +330,7 @@ class _Search:
             self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
-        # a larger size that keeps all may have been traced for something else, where its own search was cut short
-        # The largest size that keeps all, traced since or before.
+        # A larger size that keeps all may have been traced for something else, where its own search was cut short.
         keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
             problem = self.problems.at(size)

@@ -306,7 +306,6 @@ class Problem:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
-        # The least version of files that say all of it.
         # The oldest version of the format that holds all features of the problem.
         needs = {
             WITH_LINKS: self.graph.links,

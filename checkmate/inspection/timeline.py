@@ -337,10 +337,10 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
             # The outputs of an op on a link are there since its start, and ready now.
             if step.op in started:
                 started.remove(step.op)
-                # Its outputs begin; a second copy of a value at hand ends at once.
                 for v in op.outputs:
                     made[open_[v]]["ready"] = index + 1
                 continue
+            # Its outputs begin; a second copy of a value at hand ends at once.
             for v in op.outputs:
                 begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
                 end(len(made) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
