@@ -81,6 +81,21 @@ def parse_bytes(budget: int | float | str) -> int:
     return int(budget)
 
 
+def parse_budget(budget: int | float | str) -> int:
+    """Read the bytes of a training step as `parse_bytes` does, but for a small number without a unit: GB were meant.
+
+    Raises:
+        BudgetError: if it is no number of bytes, or a bare number below a thousand.
+
+    >>> parse_budget("8 GB"), parse_budget("8 B"), parse_budget(4096)
+    (8000000000, 8, 4096)
+    """
+    count, number = parse_bytes(budget), str(budget).strip()
+    if count < _FEW and number[-1] not in "bB":
+        raise BudgetError(f"A budget of {number} is {count} bytes. Did you mean '{number} GB'? For bytes, '{count} B'.")
+    return count
+
+
 def parse_share(budget: object) -> float | None:
     """Parse a budget that is a share of the free memory: "fit", all of it, or "70%". None if it is in bytes.
 

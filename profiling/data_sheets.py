@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from checkmate.devices import CUDA
 from checkmate.errors import Unsupported
@@ -124,6 +126,21 @@ def _teras(
     return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 
 
+def _geforce(
+    model: str,
+    sm: tuple[int, int],
+    bandwidth: float,
+    processors: tuple[int, float],
+    cache: float,
+    memory: int,
+    **more: int,
+) -> Device:
+    """A GeForce card, whose processors have 128 units each that multiply and add in each cycle."""
+    float32 = processors[0] * processors[1] * 128 * 2 / 1000
+    flops = _teras(float32 / 64, float32, float32, 2 * float32)
+    return _gpu(f"NVIDIA GeForce RTX {model}", sm, flops, bandwidth, processors, cache, memory, **more)
+
+
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
     # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022). Its
@@ -180,6 +197,14 @@ DEVICES: dict[str, Device] = {
     # Specifications of the 12 GB card; tf32 and half are 1 and 2 times float32 as for its siblings in the NVIDIA Ampere
     # GA102 GPU architecture whitepaper (2021); float64 is 1/64.
     "rtx3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), _teras(0.199, 12.7, 12.7, 25.5), 360, (28, 1.777), 3, 12),
+    # As public tables of cards give them; tf32, half and float64 as for the siblings above. The 4060 has eight lanes.
+    "rtx3070": _geforce("3070", (8, 6), 448, (46, 1.725), 4, 8),
+    "rtx3080": _geforce("3080", (8, 6), 760, (68, 1.71), 5, 10),
+    "rtx4060": _geforce("4060", (8, 9), 272, (24, 2.46), 24, 8, pcie=3),
+    "rtx4070": _geforce("4070", (8, 9), 504, (46, 2.475), 36, 12),
+    "rtx4080": _geforce("4080", (8, 9), 716.8, (76, 2.505), 64, 16),
+    "rtx5070": _geforce("5070", (12, 0), 672, (48, 2.512), 48, 12, pcie=5),
+    "rtx5080": _geforce("5080", (12, 0), 960, (84, 2.617), 64, 16, pcie=5),
     # No one product: 8 cores at 3 GHz with two 8-wide fused multiply-adds each cycle, two channels of DDR5-4800. It has
     # no units for half precision: such a product takes as long as in float32.
     "laptop": Device(
@@ -190,3 +215,25 @@ DEVICES: dict[str, Device] = {
         link=1e9,  # processes that speak by gloo
     ),
 }
+
+
+def device_named(name: str) -> Device:
+    """The device of a name, in letters of any case and with or without spaces, hyphens and "rtx".
+
+    Raises:
+        ValueError: if there is none, with the names that are near, and what to write for another card.
+
+    >>> device_named("RTX 4090").name, device_named("4090").name
+    ('NVIDIA GeForce RTX 4090', 'NVIDIA GeForce RTX 4090')
+    """
+    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in DEVICES}
+    asked = re.sub(r"[^a-z0-9]|nvidia|geforce", "", str(name).lower())
+    asked = f"rtx{asked}" if asked.isdecimal() else asked
+    if name in DEVICES or asked in plain:
+        return DEVICES[name if name in DEVICES else plain[asked]]
+    near = [plain[one] for one in get_close_matches(asked, plain, 2)]
+    meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ValueError(
+        f"There is no device {name!r}. {meant}There are {', '.join(DEVICES)}. For another card name one like it, and "
+        "as budget 2 GB less than the other one has: budget='8 GB', on the command line --device rtx4090 --budget 8GB."
+    )

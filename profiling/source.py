@@ -14,7 +14,7 @@ from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 from checkmate.profiling.cost_cache import OpTable, read
-from checkmate.profiling.data_sheets import DEVICES, Device
+from checkmate.profiling.data_sheets import DEVICES, Device, device_named
 from checkmate.profiling.measure import Measure, fill, measured
 from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
@@ -45,10 +45,12 @@ def source_of(profile: Choice, *, cache: bool = True) -> Source:
     if profile == "measure":
         return Measure(cache)
     kind, _, name = str(profile).partition(":")
-    if kind != "roofline" or name not in DEVICES:
-        choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
-        raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
-    return DEVICES[name]
+    if kind != "roofline":
+        raise ValueError(
+            f'There is no profile {profile!r}; there are "measure", a file such as "ops.json", and "roofline:NAME" of '
+            f"a device: {', '.join(DEVICES)}."
+        )
+    return device_named(name)
 
 
 def profile_of(joint: Joint, source: Source) -> Profile:

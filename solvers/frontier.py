@@ -100,6 +100,7 @@ def frontier(
     jobs: int | None = None,
     client: Any = None,
     rules: Rules | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Frontier:
     """The cost of a step for many budgets, by one or several methods.
@@ -116,7 +117,7 @@ def frontier(
         client: run the solves there instead: anything with ``submit(call, *arguments)`` that gives a future with
             ``result()``, such as an executor of `concurrent.futures` or Dask's ``distributed.Client``. For Ray it is an
             object whose ``submit`` returns ``ray.remote(call).remote(*arguments).future()``.
-        rules: that every plan obeys, as for `checkmate.solve`.
+        rules, progress: as for `checkmate.solve`.
         options: of the methods; each goes to those that take it.
 
     Returns:
@@ -160,7 +161,7 @@ def frontier(
     pairs = [(method, budget) for method in taken for budget in at]
     limits = {"time_limit": time_limit, "gap": gap}
     calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
-    solutions = solve_all(calls, jobs=jobs, client=client)
+    solutions = solve_all(calls, jobs=jobs, client=client, progress=progress)
     rows = [Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]
     # Share plans from smaller budgets, and bounds from larger ones, between the rows.
     best: dict[str, Row] = {}  # by method, of the budgets so far
@@ -187,8 +188,10 @@ def frontier(
 Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
-def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None) -> list[Solution]:
-    """Solve several calls, some in parallel; ``jobs`` and ``client`` as in `frontier`.
+def solve_all(
+    calls: list[Call], *, jobs: int | None = None, client: Any = None, progress: bool | None = None
+) -> list[Solution]:
+    """Solve several calls, some in parallel; ``jobs``, ``client`` and ``progress`` as in `frontier`.
 
     Raises:
         ValueError: if ``jobs`` is no number of processes.
@@ -203,7 +206,7 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
     # In other processes.
     if client is not None or jobs > 1:
         with Processes(jobs) if client is None else nullcontext(client) as there:
-            return _solve_there(calls, there)
+            return _solve_there(calls, there, progress)
     # Here, one after another; an interruption keeps the answers so far.
     solutions: list[Solution] = []
     interrupted = False
@@ -211,7 +214,7 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
         solution = _failed(problem, method, budget, "interrupted before it was solved")
         try:
             if not interrupted:
-                solution = solve(problem, budget, method=method, **options)
+                solution = solve(problem, budget, method=method, progress=progress, **options)
                 interrupted = solution.interrupted
         except CheckmateError as error:
             solution = _failed(problem, method, budget, str(error))
@@ -223,14 +226,14 @@ def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None)
     return solutions
 
 
-def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
-    # Graph modules cannot travel.
+def _solve_there(calls: list[Call], client: Any, progress: bool | None) -> list[Solution]:
     # Problems travel without their graph modules.
     bare = {id(problem): replace(problem, codegen=None) for problem, *_ in calls}
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
     solutions: list[Solution] = []
     interrupted = False
-    with showing(lambda: f"{len(solutions)} of {len(calls)} solved", share=lambda: len(solutions) / len(calls)):
+    count = len(calls)
+    with showing(lambda: f"{len(solutions)} of {count} solved", share=lambda: len(solutions) / count, shown=progress):
         for (problem, method, budget, _), future in zip(calls, futures, strict=True):
             solution = _failed(problem, method, budget, "interrupted before it was solved")
             try:
@@ -238,7 +241,7 @@ def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
                     # Trust no process: verify its answer here.
                     answer = replace(future.result(), problem=problem, budget=budget)
                     solution = _certified(answer, answer.bound)
-                    log.info("frontier: %d of %d solved", len(solutions) + 1, len(calls))
+                    log.info("frontier: %d of %d solved", len(solutions) + 1, count)
             except KeyboardInterrupt:
                 interrupted = True
             except Exception as error:  # noqa: BLE001  # the other rows stay valid

@@ -42,7 +42,7 @@ from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
 from checkmate.torch_internals.aot import _is_primal
-from checkmate.torch_internals.dynamo import dynamo_config, reset_code, run
+from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
 from checkmate.torch_internals.steps import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -100,8 +100,20 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
     own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
-    weakref.finalize(own, reset_code, own.__code__).atexit = False  # Dynamo's compiled code holds the code object
+    weakref.finalize(own, _drop, own.__code__).atexit = False  # Dynamo's compiled code holds the code object
     return own
+
+
+def _drop(code: types.CodeType) -> None:
+    """Have Dynamo forget what it compiled of a code object, and free its guards.
+
+    It keeps an object for the guards of each capture as long as the modules live that the step calls by name, and with
+    that the lines of code that each guard is from.
+    """
+    guards = [entry.guard_manager for entry in _debug_get_cache_entry_list(code)]
+    reset_code(code)
+    for one in guards:
+        vars(one).update(root=None, diff_guard_root=None, closure_vars=None, code_parts=[], verbose_code_parts=None)
 
 
 def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
@@ -285,7 +297,7 @@ class CaptureCache:
     def _forget(self, one: _Capture) -> None:
         self._kept.remove(one)
         self._backend.forget(one.running)
-        reset_code(one.own.__code__)  # at once, and not when garbage is collected
+        _drop(one.own.__code__)  # at once, and not when garbage is collected
 
 
 def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:

@@ -279,9 +279,10 @@ class _Compilation:
         if not fakes:
             compile_attention(module.graph)
         names, numbers, draws, noted = self.names, self.numbers, self.draws, self.noted
+        parameters = [i for i, tensor in enumerate(self.known) if isinstance(tensor, torch.nn.Parameter)]
 
         def read(module: fx.GraphModule) -> Joint:  # without `self`: the problem keeps this
-            step = TracedStep(module, results, static, names, numbers, draws)
+            step = TracedStep(module, results, static, names, numbers, draws, parameters)
             return read_joint(step, block_bytes=block_bytes, noted=noted)
 
         joint = read(module)
@@ -298,7 +299,7 @@ class _Compilation:
 
         def pose(joint: Joint) -> Problem:
             problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            return step_problem.with_what_is_held(problem, allocated, unread=unread)
+            return step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 

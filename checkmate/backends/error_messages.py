@@ -80,7 +80,9 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
     (
         rf"(autograd\.grad|Tensor\.backward|`backward`|requires_grad_\(\) call)[\s\S]*{_IN_BACKWARD}",
-        f"A backward within a backward of the model's own is checkpointing, as a rule. {_CHECKPOINTING}",
+        f"A backward within a backward of the model's own is checkpointing, as a rule. {_CHECKPOINTING} In place "
+        "of odeint_adjoint call odeint; of a reversible block call the halves in plain PyTorch, without the Function: "
+        "the plan does the rest.",
     ),
     (rf"torch/utils/checkpoint\.py|context_fn|side.?effect[\s\S]*{_IN_CHECKPOINT}", _CHECKPOINTING),
     (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),
@@ -110,6 +112,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (
         r"functorch tracing attempt",
         "Within torch.func.vmap, grad, jvp and their like call the plain module, whose parameters are the same.",
+    ),
+    (
+        r"sparse",
+        "A sparse tensor has as many bytes as its data says. Of an adjacency pass the edges as two index tensors, and "
+        "sum with out.index_add(0, to, weight[:, None] * x[from_]).",
     ),
     (r"ScriptModule", "Compile the original eager nn.Module, which torch.jit was given."),
     (
@@ -144,7 +151,8 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (
         r"asks for the value of a tensor",
         "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
-        "of the two gets its plan. "
+        "of the two gets its plan. If only the first call asks, to set a codebook up, say, call the model once before "
+        "compiling. "
         f"{CHOSEN} {OUTSIDE}",
     ),
     (
@@ -166,7 +174,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
     (r"is raised here", "Call the function without checkmate: is it raised there too?"),
     (r"unhandled tensor method|has no attribute|TypeError", "Call the function without checkmate: does it run?"),
-    (r"as_proxy", "An op was given what is no tensor. Pass the tensors of a batch, not what gives batches."),
+    (
+        r"as_proxy",
+        "An op was given what is no plain tensor. Pass the tensors of a batch, not what gives batches; of a subclass "
+        "of Tensor, such as MONAI's MetaTensor, pass x.as_tensor().",
+    ),
     (r"bind arguments", "The function was called with other arguments than it takes."),
 )
 _UNKNOWN_SIZE = re.compile(r"\bsize=\([^)]*\bu\d+\b")

@@ -27,7 +27,7 @@ from checkmate.solvers import plan_cache
 from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import cheapest_split, check_host, check_method, refuse_unknown_rules, refused, with_halved
-from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes, parse_share
+from checkmate.units import check_positive, exact_bytes, format_bytes, parse_budget, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
 
@@ -95,7 +95,11 @@ class Options:
         """Make options from the keywords of a public function; a TypeError names an unknown one."""
         for name in given:
             if name not in known:
-                own = [p.name for p in signature(way_in).parameters.values() if p.kind is p.KEYWORD_ONLY]
+                own = [
+                    p.name
+                    for p in signature(way_in).parameters.values()
+                    if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+                ]
                 all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
                 raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
         return cls(budget, **given)
@@ -144,13 +148,13 @@ class Options:
     @cached_property
     def total(self) -> int:
         """Bytes of the budget; 0 for a share of the free memory, which is found when a step is planned."""
-        return parse_bytes(self.budget) if self.share is None else 0
+        return parse_budget(self.budget) if self.share is None else 0
 
     @cached_property
     def set_aside(self) -> int:
         """Bytes of the budget set aside for what the step cannot see."""
         try:
-            return 0 if self.reserve is None or self.reserve == 0 else parse_bytes(self.reserve)
+            return 0 if self.reserve is None or self.reserve == 0 else parse_budget(self.reserve)
         except BudgetError as error:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 
@@ -164,7 +168,7 @@ class Options:
                     f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".'
                 )
             return 0
-        count = parse_bytes(self.host_budget)
+        count = parse_budget(self.host_budget)
         if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
             raise ValueError(
                 f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
@@ -205,7 +209,7 @@ class Planner:
     batch of an epoch is smaller: earlier plans help.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> Planner(Options(budget="1 kB", reserve=996, cache=False)).plan(chain)[0].cost
+    >>> Planner(Options(budget="1 kB", reserve="996 B", cache=False)).plan(chain)[0].cost
     4.0
     """
 

@@ -63,15 +63,14 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, over, memory.begin))
 
 
-def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
+def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0, state: int = 0) -> Problem:
     """The problem with all bytes in use on the device before the step as resident.
 
-    That is what the graph reads, what the step holds ``unread``, and on CUDA whatever else is ``allocated``; in bytes.
+    That is what the graph reads, what the step holds ``unread``, of which optimizers keep ``state``, and on CUDA
+    whatever else is ``allocated``; in bytes.
     """
-    resident = max(problem.resident + unread, allocated or 0)  # other models, the state of optimizers, kept gradients
-    if resident == problem.resident:
-        return problem
-    return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+    resident = max(problem.resident + unread, allocated or 0)  # other models, kept gradients
+    return replace(problem, profile=replace(problem.profile, resident_bytes=resident, state_bytes=state))
 
 
 def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:

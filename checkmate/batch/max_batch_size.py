@@ -43,7 +43,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
-from checkmate.units import exact_bytes, format_bytes, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, parse_budget
 
 log = logging.getLogger("checkmate.batch")
 
@@ -119,7 +119,7 @@ def max_batch_size(
     for name in names:
         check_method(name)
     check_overhead(max_overhead)
-    total = parse_bytes(budget)
+    total = parse_budget(budget)
     known, asked = (host, None) if isinstance(host, Host) else (None, host)
     if known is not None and host_budget is not None:
         raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
@@ -330,8 +330,7 @@ class _Search:
             self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
-        # a larger size that keeps all may have been traced for something else, where its own search was cut short
-        # The largest size that keeps all, traced since or before.
+        # A larger size that keeps all may have been traced for something else, where its own search was cut short.
         keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
             problem = self.problems.at(size)

@@ -25,7 +25,7 @@ from checkmate.solvers.frontier import solve_all
 from checkmate.solvers.solve import refused
 from checkmate.torch_internals.steps import FakeStore
 from checkmate.tracing import trace
-from checkmate.units import format_bytes, format_seconds, parse_bytes
+from checkmate.units import format_bytes, format_seconds, parse_budget
 
 DIMENSIONS = ("data", "tensor")  # of meshes, in this order
 
@@ -118,7 +118,7 @@ def sweep_meshes(
     if dist.is_initialized():
         raise RuntimeError("Meshes are compared outside of a process group: end it first, destroy_process_group().")
     # Trace each mesh and size as rank 0 of a fake process group.
-    total, asked = parse_bytes(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
+    total, asked = parse_budget(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
     source = source_of(profile)
     on_gpu = isinstance(source, Device) and source.capability is not None
     calls = []

@@ -125,6 +125,7 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),
         ways=tuple(ways),
+        state_bytes=problems[0].profile.state_bytes,
     )
 
     def next_split() -> Problem | None:

@@ -21,6 +21,7 @@ from checkmate.capture.nodes import (
     LINK,
     LOSSES,
     getitems,
+    input_position,
     is_mutating,
     leaf_nodes,
     storage,
@@ -151,7 +152,8 @@ class _Contents:
             elif n.op == "placeholder" and n not in step.after_tangent:
                 role: Role = "input"
                 if position in step.static_inputs:
-                    role = "parameter" if n.meta["val"].requires_grad or position in trained else "buffer"
+                    is_parameter = position in trained or input_position(n) in step.parameters
+                    role = "parameter" if is_parameter or n.meta["val"].requires_grad else "buffer"
                 position += _is_primal(n)
                 self._add_values(n, None, role)
             elif n.op == "get_attr":

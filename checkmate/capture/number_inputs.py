@@ -169,6 +169,12 @@ def _size_of_data(node: fx.Node) -> str:
     """The message for a size that depends on the data of a tensor."""
     of = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
     place = where(node)
+    if node.name.startswith("bincount"):
+        return (
+            f"{place}: the size of bincount depends on data; sizes must be fixed. For k bins write "
+            "F.one_hot(i, k).sum(0), or torch.zeros(k).scatter_add_(0, i, weights). If only the first call counts, to "
+            "set a codebook up, say, call the model once before compiling."
+        )
     return (
         f"{place}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "

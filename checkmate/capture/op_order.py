@@ -60,6 +60,7 @@ class TracedStep:
         input_names: what to call the inputs, by position in what was traced.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
         draws: positions of the inputs that are draws of Python's generator.
+        parameters: positions in what was traced of those that are parameters of modules, frozen or not.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TracedStep:
         input_names: Sequence[str] = (),
         numbers: Mapping[int, str] = MappingProxyType({}),
         draws: Iterable[int] = (),
+        parameters: Iterable[int] = (),
     ) -> None:
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
@@ -81,7 +83,7 @@ class TracedStep:
         self.numbers = number_placeholders(module.graph, numbers)  # with what Dynamo calls them
         self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
         self.static_inputs = frozenset(static_inputs)
-        self.input_names = input_names
+        self.input_names, self.parameters = input_names, frozenset(parameters)
         self.after_tangent = after_tangent(self.nodes)
         written_last = (desc.mutated_input for desc in self.forward_descs if isinstance(desc, InputMutationAOTOutput))
         at_return = {one for one in written_last if isinstance(one, (PlainAOTInput, ParamAOTInput, BufferAOTInput))}

@@ -33,13 +33,12 @@ from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
-from checkmate.units import format_bytes, parse_bytes, parse_share
+from checkmate.units import format_bytes, parse_budget, parse_bytes, parse_share
 from checkmate.version import __version__
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
     from checkmate.core.solution import Solution
-    from checkmate.profiling.data_sheets import Device
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 Run = Callable[[argparse.Namespace], int]
@@ -189,7 +188,6 @@ def _frontier(args: argparse.Namespace) -> int:
 
 def _max_batch(args: argparse.Namespace) -> int:
     args.budget = _bytes_of(args)
-    parse_bytes(args.budget)
     host = host_of(args)
     from checkmate.batch.max_batch_size import max_batch_size
 
@@ -215,15 +213,16 @@ def _max_batch(args: argparse.Namespace) -> int:
 
 def _fits(args: argparse.Namespace) -> int:
     if args.budget is not None:
-        parse_bytes(args.budget)
+        parse_budget(args.budget)
     host = host_of(args)
-    if args.device:
-        _known_device(args.device)
     from torch import optim
 
     from checkmate.fitting.fits import fits
     from checkmate.fitting.stand_ins import trained
+    from checkmate.profiling.data_sheets import device_named
 
+    if args.device:
+        device_named(args.device)  # before anything that takes time
     chosen = None if args.optimizer is None else getattr(optim, args.optimizer, None)
     if args.optimizer is not None and not (isinstance(chosen, type) and issubclass(chosen, optim.Optimizer)):
         raise UsageError(f"torch.optim has no optimizer {args.optimizer!r}")
@@ -342,13 +341,13 @@ def _selftest(args: argparse.Namespace) -> int:
     return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
 
 
-def _bytes_of(args: argparse.Namespace) -> int | str:
+def _bytes_of(args: argparse.Namespace) -> int:
     """The budget in bytes; a share is of the named device's room."""
     if (share := parse_share(args.budget)) is None:
-        return str(args.budget)
-    from checkmate.profiling.roofline import DEVICES
+        return parse_budget(args.budget)
+    from checkmate.profiling.data_sheets import DEVICES, device_named
 
-    if not (device := DEVICES.get(args.device)) or not device.room:
+    if args.device is None or not (device := device_named(args.device)).room:
         known = ", ".join(name for name, one in DEVICES.items() if one.room)
         raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {known}")
     return int(share * device.room)
@@ -362,23 +361,17 @@ def _profile(args: argparse.Namespace) -> str:
         return str(args.profile)
     if not args.device:
         return "measure"
-    device = _known_device(args.device)
-    if device.room and parse_bytes(args.budget) > device.room:
-        room, all_of_it = format_bytes(device.room), format_bytes(device.memory_bytes)
+    from checkmate.profiling.data_sheets import device_named
+
+    device = device_named(args.device)
+    if device.room and args.budget > device.room:
+        asked, room, all_of_it = map(format_bytes, (args.budget, device.room, device.memory_bytes))
         _say(
-            f"{args.budget} leaves too little of the {all_of_it} of {device.name} to CUDA, cuDNN and cuBLAS, whose "
-            f"memory is not in estimates; plan for {room} at most",
+            f"{asked} leaves too little of the {all_of_it} of {device.name} to CUDA, cuDNN and cuBLAS, whose memory is "
+            f"not in estimates; plan for {room} at most",
             DONE,
         )
     return f"roofline:{args.device}"
-
-
-def _known_device(name: str) -> Device:
-    from checkmate.profiling.roofline import DEVICES
-
-    if name not in DEVICES:
-        raise UsageError(f"there is no device {name!r}; there are {', '.join(DEVICES)}")
-    return DEVICES[name]
 
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:

@@ -38,8 +38,16 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     """
     # Import the module or file, and find the function in it.
     where, colon, name = target.rpartition(":")
+    if target.endswith(".py") and Path(target).is_file():
+        known = re.findall(r"^def ([a-z]\w*)", Path(target).read_text(errors="replace"), re.MULTILINE)
+        has = f"{target} has {', '.join(known) or 'no function'}"
+        raise UsageError(f"TARGET is {target}:function; {has}. {_LINES.format(where=target)}")
     if not colon or not where or not name:
         raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
+    import torch  # before the user's folder, where a torch.py may be, is looked through
+
+    from checkmate.capture.provenance import is_users
+
     module, lines = _module_of(where), _LINES.format(where=where)
     function: Any = module
     for part in name.split("."):
@@ -47,10 +55,6 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
-    import torch
-
-    from checkmate.capture.provenance import is_users
-
     # A model alone has no batch.
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
@@ -89,19 +93,24 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
 
 
 def _module_of(where: str) -> Any:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    path = Path(where).resolve()
+    for folder in (Path.cwd(), path.parent) if where.endswith(".py") else (Path.cwd(),):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     # By name, or from a file.
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
-        path = Path(where)
         if not path.is_file():
             raise UsageError(f"there is no file {where} in {Path.cwd()}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        # Another module may have this name, such as types: it stays.
+        other = sys.modules.get(path.stem)
+        is_free = other is None or getattr(other, "__file__", None) == str(path)
+        name = path.stem if is_free else f"checkmate_target_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     # The missing module may be the target itself, or one that it imports.

@@ -35,7 +35,8 @@ except ImportError:  # a Python that was built without it keeps nothing for the 
 log = logging.getLogger("checkmate")
 
 VARIABLE, DATABASE = "CHECKMATE_CACHE_DIR", "cache.sqlite"
-LOCK_SECONDS = 10.0  # to wait for another process, which writes for milliseconds
+LOCK_SECONDS = 1.0  # to wait for another process, which writes for milliseconds
+_locked: set[Path] = set()  # databases for which this process has waited in vain: it does not wait again
 
 
 def folder() -> Path:
@@ -187,13 +188,17 @@ def rows(table: str, *, write: bool = False) -> Iterator[Rows]:
         path.touch(mode=0o600)  # for this user alone
     where = path if path.exists() else ":memory:"  # where there is nothing to read, nothing is made
     try:
-        with closing(sqlite3.connect(where, timeout=LOCK_SECONDS, isolation_level=None)) as database:
+        patience = 0.0 if path in _locked else LOCK_SECONDS
+        with closing(sqlite3.connect(where, timeout=patience, isolation_level=None)) as database:
             database.execute("PRAGMA synchronous = OFF")  # a loss of power may damage the file, which is noticed
             database.execute(f"CREATE TABLE IF NOT EXISTS {table} (key TEXT PRIMARY KEY, text, checksum, used REAL)")
             with database:
                 database.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                _locked.discard(path)
                 yield Rows(database, table)
     except sqlite3.DatabaseError as error:
         if not isinstance(error, sqlite3.OperationalError):
             path.unlink(missing_ok=True)
+        elif "locked" in str(error):
+            _locked.add(path)
         raise OSError(f"{path}: {error}") from None

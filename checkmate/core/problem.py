@@ -51,6 +51,7 @@ class Profile:
     source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads; 3 ops estimated"
     estimated: tuple[int, ...] = ()  # the ops whose costs are no measurements
     ways: tuple[InPlace, ...] = ()  # to run ops other than plainly; the same seconds, the same bits
+    state_bytes: int = 0  # of the resident ones: what the optimizers of a whole training step keep
 
     def __post_init__(self) -> None:
         try:
@@ -305,7 +306,6 @@ class Problem:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
-        # The least version of files that say all of it.
         # The oldest version of the format that holds all features of the problem.
         needs = {
             WITH_LINKS: self.graph.links,
@@ -325,6 +325,7 @@ class Problem:
             "resident_bytes": self.resident,
             "source": self.profile.source,
             "estimated": self.profile.estimated,
+            **({"state_bytes": self.profile.state_bytes} if self.profile.state_bytes else {}),
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
             **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
             **({"host": asdict(self.host)} if self.host is not None else {}),
@@ -359,7 +360,8 @@ class Problem:
             for rule in document.get("rules", ()):
                 exempt = tuple((k, why) for k, why in rule["exempt"])
                 rules.append(Rule(rule["pattern"], rule["asks"], tuple(rule["ops"]), exempt))
-            profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways)
+            state = document.get("state_bytes", 0)
+            profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways, state_bytes=state)
             host = Host(**document["host"]) if "host" in document else None
             return cls(graph, profile, rules=tuple(rules), host=host)
         except KeyError as error:

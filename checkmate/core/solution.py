@@ -217,7 +217,12 @@ def check_problem(problem: object) -> None:
 def check_solution(solution: object) -> None:
     """Raise a TypeError for anything but a solution."""
     if not isinstance(solution, Solution):
-        raise TypeError(f"This takes a Solution, not {_kind(solution)}. Make one: checkmate.solve(problem, budget).")
+        ways = "Make one: checkmate.solve(problem, budget)."
+        if isinstance(plans := getattr(solution, "plans", None), list):
+            ways = "Those of a compiled step are in its list plans: " + (
+                "give step.plans[0]." if plans else "call the step once, and give step.plans[0]."
+            )
+        raise TypeError(f"This takes a Solution, not {_kind(solution)}. {ways}")
 
 
 def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:

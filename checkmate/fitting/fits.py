@@ -12,18 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import optim
 
 from checkmate.backends.capture_cache import collecting_seldom
 from checkmate.backends.planner import Bytes
-from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import arguments_of
-from checkmate.capture.device import as_allocated
-from checkmate.capture.nodes import storage
 from checkmate.compiler import refuse_what_is_no_step
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
@@ -32,9 +29,10 @@ from checkmate.fitting import TIME_LIMIT
 from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
 from checkmate.fitting.memory_options import IN_PARTS, RECOMPUTATION, WITH_HOST, ways_of
-from checkmate.fitting.memory_parts import Resident, as_plain, lives_of_plain, parts_of
+from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.fitting.target_device import TargetDevice, written
+from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.statusline import showing
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep, training_step
@@ -124,22 +122,24 @@ def fits(
                     args, kwargs = StandIns().within((args, kwargs))
             return trace(whole, *args, profile=place.profile, **kwargs)
 
-        # Trace it, and split its resident bytes into parameters, optimizer state and the rest.
+        # Trace it.
         problem = trace(whole, *batch, profile=place.profile, **named)
         traced, deadline = time.perf_counter(), began + time_limit
         seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
-        reached = tensors_within((fn, batch, named))
-        weights = {storage(t): t.untyped_storage().nbytes() for t in reached if isinstance(t, torch.nn.Parameter)}
-        parameters = sum(as_allocated(size, place.block_bytes) for size in weights.values())
-        parameters = min(parameters, problem.resident)
-        resident = Resident(parameters, min(whole.inserts.updates.held_bytes, problem.resident - parameters))
         # See whether plain PyTorch fits; else find a way that does.
         of_update = update_bytes(given, at_once=place.is_gpu)
         as_it_is = as_plain(problem, of_update)
-        plain = parts_of(as_it_is, resident)
+        plain = parts_of(as_it_is)
         plainly = plain.peak <= place.room
         ways = tuple(ways_of(problem, place, host, seconds, deadline, fits=plainly, everything=everything))
         best = None if plainly else next((way for way in ways if way.fits), None)
+        # See what the allocator holds beyond the room, and what it would with expandable segments.
+        lives = lives_of_plain(as_it_is)
+        plain_reserved = place.reserved(problem.resident, lives)
+        reserved, expanded = plain_reserved, place.reserved(problem.resident, lives, expandable=True)
+        if best is not None and best.solution is not None:
+            reserved, expanded = best.reserved, place.reserved_for(best.solution, expandable=True)
+        held = Held(reserved or 0, expanded or 0, place.room)
         # Find the largest batch sizes if asked to, or if nothing fits.
         largest, why_none = None, NOT_ASKED
         if everything or not (plainly or best is not None):
@@ -160,13 +160,13 @@ def fits(
         room=place.room,
         memory_bytes=place.memory_bytes,
         fits_plainly=plainly,
-        verdict=verdict(place, plain.peak, problem.keep_all_cost, ways, best, largest),
+        verdict=verdict(place, plain.peak, problem.keep_all_cost, ways, best, largest, held),
         code=line_of_code(fn, best, plainly=plainly, room=place.room),
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
-        kept=parts_of(problem, resident),
+        kept=parts_of(problem),
         plain_seconds=problem.keep_all_cost,
-        plain_reserved=place.reserved(problem.resident, lives_of_plain(as_it_is)),
+        plain_reserved=plain_reserved,
         ways=ways,
         largest=largest,
         why_no_largest=why_none,
@@ -177,6 +177,34 @@ def fits(
     )
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes that PyTorch's allocator would hold for the step, in words where they are more than the room."""
+
+    reserved: int
+    expanded: int  # with expandable segments
+    room: int
+
+    @property
+    def condition(self) -> str:
+        """The condition on which the step fits: a comma and words, or nothing."""
+        if self.reserved <= self.room:
+            return ""
+        return f", with {EXPANDABLE}" if self.expanded <= self.room else ", if its bytes alone count"
+
+    @property
+    def clause(self) -> str:
+        """The end of a sentence that begins with what the step takes."""
+        if not self.condition:
+            return ""
+        reserved, expanded = format_bytes(self.reserved), format_bytes(self.expanded)
+        holds = f"; PyTorch's allocator would hold {reserved} for it without that setting, and {expanded} with it"
+        if self.expanded <= self.room:
+            return holds
+        least = format_bytes(min(self.reserved, self.expanded))
+        return f"; PyTorch's allocator would hold {least} for it at least: name a smaller budget"
+
+
 def verdict(
     place: TargetDevice,
     plain_peak: int,
@@ -184,11 +212,13 @@ def verdict(
     ways: tuple[MemoryOption, ...],
     best: MemoryOption | None,
     sizes: LargestSizes | None,
+    held: Held,
 ) -> str:
     """The verdict in a sentence."""
     needs, room = format_bytes(plain_peak), format_bytes(place.room)
     if plain_peak <= place.room:
-        return f"It fits {place.name} as it is: plain PyTorch takes about {needs}, and there is room for {room}."
+        takes = f"plain PyTorch takes about {needs}, and there is room for {room}{held.clause}"
+        return f"It fits {place.name} as it is{held.condition}: {takes}."
     # It does not fit: name the smallest budget, and a batch that would.
     if best is None:
         least = min((way.smallest for way in ways if way.smallest is not None), default=plain_peak)
@@ -204,9 +234,9 @@ def verdict(
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
     how = _HOW[best.name] if best.overhead or best.name != RECOMPUTATION else "as one whole step"
     return (
-        f"It fits {place.name} {how}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
-        f"that there is room for, where plain PyTorch takes about {needs}; {again}, and it takes about {took} instead "
-        f"of {plain_took}."
+        f"It fits {place.name} {how}{held.condition}: planned, the step takes {format_bytes(best.peak or 0)} of the "
+        f"{room} that there is room for, where plain PyTorch takes about {needs}{held.clause}; {again}, and it takes "
+        f"about {took} instead of {plain_took}."
     )
 
 
@@ -245,6 +275,11 @@ def notes(
     if WITH_HOST in looked_at:
         yield f"{WITH_HOST}: values wait in the memory of the host until the backward reads them"
     yield f"costs: {problem.profile.source}"
+    if place.is_gpu and place.device is not None:
+        yield (
+            "allocator holds: memory of the device that PyTorch's caching allocator has, by its rules, as nvidia-smi "
+            "shows it beside CUDA's context: the step's tensors, and gaps between them that none of them fits"
+        )
     if WITH_HOST in looked_at and (there := place.host(host)) is not None:
         yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
     if make_batch is None and largest is not None:

@@ -22,14 +22,6 @@ UPDATES = "checkmate.update_parameter"  # the target of ops that update a parame
 
 
 @dataclass(frozen=True)
-class Resident:
-    """Resident bytes by kind; the remainder is buffers and the batch."""
-
-    parameters: int
-    optimizer_state: int
-
-
-@dataclass(frozen=True)
 class Parts:
     """Bytes at the peak of a step, by part."""
 
@@ -72,7 +64,8 @@ def as_plain(problem: Problem, update_bytes: int) -> Problem:
     values = (replace(v, producer=None if v.producer is None else now.get(v.producer)) for v in graph.values)
     update = Op("optimizer.step()", UPDATES, tuple(sorted(gradients_of(problem))), (), "backward")
     seconds, workspaces = problem.seconds[order], problem.workspace[order]
-    profile = Profile(np.append(seconds, 0.0), np.append(workspaces, update_bytes), problem.resident)
+    seconds, workspaces = np.append(seconds, 0.0), np.append(workspaces, update_bytes)
+    profile = Profile(seconds, workspaces, problem.resident, state_bytes=problem.profile.state_bytes)
     return Problem(Graph((*(graph.ops[k] for k in order), update), tuple(values), graph.outputs), profile)
 
 
@@ -82,7 +75,7 @@ def keep_all_timeline(problem: Problem) -> Timeline:
     return timeline(without_slower_ways(plan, problem, problem.keep_all_peak), problem)
 
 
-def parts_of(problem: Problem, resident: Resident) -> Parts:
+def parts_of(problem: Problem) -> Parts:
     """The bytes at the peak of a step that runs each op once."""
     line, gradients = keep_all_timeline(problem), gradients_of(problem)
     peak = line.peak_moment
@@ -91,14 +84,15 @@ def parts_of(problem: Problem, resident: Resident) -> Parts:
         forward = problem.graph.ops[span.producer].phase == "forward"
         part = "gradients" if span.value in gradients else "activations" if forward else "activation_gradients"
         at_hand[part] += span.bytes
+    parameters, state = (line.resident.get(role, 0) for role in ("parameters", "optimizer state"))
     return Parts(
-        parameters=resident.parameters,
+        parameters=parameters,
         gradients=at_hand["gradients"],
-        optimizer_state=resident.optimizer_state,
+        optimizer_state=state,
         activations=at_hand["activations"],
         activation_gradients=at_hand["activation_gradients"],
         workspaces=int(line.workspaces[peak.index]),
-        buffers_and_batch=problem.resident - resident.parameters - resident.optimizer_state,
+        buffers_and_batch=problem.resident - parameters - state,
         at=peak.name,
     )
 

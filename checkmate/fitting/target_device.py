@@ -21,8 +21,8 @@ from checkmate.errors import BudgetError
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import CudaAllocator, replay_steps
 from checkmate.memory.lives import Lives
-from checkmate.profiling.data_sheets import DEVICES, Device
-from checkmate.units import parse_bytes
+from checkmate.profiling.data_sheets import Device, device_named
+from checkmate.units import parse_budget, parse_bytes
 
 HOST_BYTES = 64 * 10**9  # of a second memory beside a GPU that nobody has described
 HOST_SHARE = 0.8  # of the rate of its link that copies reach
@@ -48,7 +48,7 @@ class TargetDevice:
     @classmethod
     def of(cls, name: str | None, budget: Bytes | None, reach: Any) -> TargetDevice:
         """The device of a name, or the one here."""
-        asked = None if budget is None else parse_bytes(budget)
+        asked = None if budget is None else parse_budget(budget)
         if name is None:
             held = {storage(t): t.untyped_storage().nbytes() for t in tensors_within(reach) if not is_fake(t)}
             here = main_device(tensors_within(reach))
@@ -56,9 +56,7 @@ class TargetDevice:
             room, total = there_is.bytes if asked is None else asked, there_is.limit.total
             here_is = "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here"
             return cls(here_is, room, total, None, "measure", kind_of(here).block_bytes, here.type != "cpu")
-        if name not in DEVICES:
-            raise ValueError(f"There is no device {name!r}; there are {', '.join(DEVICES)}.")
-        device = DEVICES[name]
+        device = device_named(name)
         if asked is None and not device.room:
             raise BudgetError(f"How much memory a {device.name} has is not known: name the bytes, budget='16 GB'.")
         about = device.memory_bytes, device, f"roofline:{name}", device.block_bytes, device.capability is not None
@@ -71,19 +69,19 @@ class TargetDevice:
         rate = HOST_SHARE * self.device.host_link
         return Host(HOST_BYTES, send=rate, fetch=rate)
 
-    def reserved(self, resident: int, lives: Lives) -> int | None:
+    def reserved(self, resident: int, lives: Lives, *, expandable: bool = False) -> int | None:
         """Bytes that PyTorch's allocator would hold on an NVIDIA GPU, by its rules; None elsewhere."""
         if not self.is_gpu or self.device is None:
             return None
-        return resident + replay_steps(lives, CudaAllocator()).reserved
+        return resident + replay_steps(lives, CudaAllocator(expandable=expandable)).reserved
 
-    def reserved_for(self, solution: Solution) -> int | None:
+    def reserved_for(self, solution: Solution, *, expandable: bool = False) -> int | None:
         """Bytes that the allocator would hold for a plan."""
         if solution.plan is None or not self.is_gpu or self.device is None:
             return None
         places = torch.device("cuda", 0), torch.device("cpu")  # where there is no C++ compiler, ops are of the CPU
         lives = next(lives for lives in (lives_on(solution, place) for place in places) if lives.sizes.any())
-        return self.reserved(solution.problem.resident, lives)
+        return self.reserved(solution.problem.resident, lives, expandable=expandable)
 
 
 def written(count: int) -> str:

@@ -167,8 +167,8 @@ def _open(folder: Path, nbytes: int) -> FileIO:
         else:
             why = f"{exact_bytes(shutil.disk_usage(folder).free)} are free there ({error.strerror})"
         raise HostError(
-            f"No room for a file of {exact_bytes(nbytes)} in {folder}: {why}. Give a smaller host_budget, or another "
-            "folder, as host='file:/fast/disk'."
+            f"No room for a file of {exact_bytes(nbytes)} in {folder}: {why}. Name another folder, as "
+            "host='file:/fast/disk', free so much there, or give a smaller host_budget."
         ) from error
     return file
 

@@ -21,7 +21,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
 from checkmate.inspection.modules import fold
 
-RESIDENT = ("parameters", "buffers", "inputs", "other resident")
+RESIDENT = ("parameters", "buffers", "inputs", "optimizer state", "other resident")
 ROLES = (
     *RESIDENT,
     "results",  # the loss, gradients of parameters, new statistics: they stay to the end of the step
@@ -337,10 +337,10 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
             # The outputs of an op on a link are there since its start, and ready now.
             if step.op in started:
                 started.remove(step.op)
-                # Its outputs begin; a second copy of a value at hand ends at once.
                 for v in op.outputs:
                     made[open_[v]]["ready"] = index + 1
                 continue
+            # Its outputs begin; a second copy of a value at hand ends at once.
             for v in op.outputs:
                 begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
                 end(len(made) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
@@ -394,7 +394,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
 def _resident(problem: Problem) -> dict[str, int]:
     """Bytes resident throughout the step, by role; bytes of no value are "other resident"."""
     words = {"parameter": "parameters", "buffer": "buffers", "input": "inputs"}
-    sizes = dict.fromkeys(RESIDENT, 0)
+    sizes = {**dict.fromkeys(RESIDENT, 0), "optimizer state": problem.profile.state_bytes}
     for value in problem.graph.values:
         if value.producer is None:
             sizes[words.get(value.role, "other resident")] += value.size_bytes

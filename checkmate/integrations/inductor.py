@@ -28,7 +28,7 @@ from checkmate.solvers import kept_ops
 from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
 from checkmate.torch_internals.aot import functorch_config
 from checkmate.torch_internals.inductor import CustomKnapsackSolver, get_hash_for_files, inductor_config
-from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_budget
 
 log = logging.getLogger("checkmate.integrations.inductor")
 SMALLEST_SHARE = 1e-9  # of PyTorch's knob: at 0 it asks no solver
@@ -63,7 +63,7 @@ class KnapsackSolver(CustomKnapsackSolver):
     """
 
     def __init__(self, budget: float | str | None = None) -> None:
-        self.budget = None if budget is None else parse_bytes(budget)
+        self.budget = None if budget is None else parse_budget(budget)
         self.choice: Choice | None = None  # for the graph that was last asked about; None: not asked
         self.runs_again: list[str] = []  # the names of its nodes that run again
 

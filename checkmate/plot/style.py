@@ -18,6 +18,7 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "parameters": ("#7f7f7f", ""),
     "buffers": ("#a6a6a6", ".."),
     "inputs": ("#c8c8c8", "--"),
+    "optimizer state": ("#b5b5b5", "++"),
     "other resident": ("#e3e3e3", "xx"),
     "results": (PURPLE, "\\\\"),
     "activations": (SKY, ""),
@@ -28,6 +29,7 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
 }
 ROLE_WORDS = {  # longer names for legends
     "inputs": "inputs: the batch",
+    "optimizer state": "optimizer state, and sums of gradients",
     "other resident": "other, there all the time",
     "results": "results: loss, gradients of parameters",
     "activations": "activations: made by the forward",

@@ -413,7 +413,7 @@ def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
             raise Unsupported(
                 f"{of} on its gradient, which no plan knows the memory of, and which would not be called. Register it "
                 "on a view within the step, weight = self.weight.view_as(self.weight); weight.register_hook(...), or "
-                "remove it."
+                "remove it; where it clamps, give clip_value=."
             )
         if parameter._post_accumulate_grad_hooks:
             raise Unsupported(

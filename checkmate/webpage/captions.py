@@ -25,6 +25,7 @@ ABOUT_ROLES = {
     "parameters": "there all the time",
     "buffers": "there all the time",
     "inputs": "the batch, there all the time",
+    "optimizer state": "what the optimizer keeps from step to step, sums of gradients included",
     "other resident": "there all the time",
     "results": "what the step hands out, such as the loss and gradients of parameters",
     "activations": "first copies of what the forward makes",

@@ -42,7 +42,7 @@ SCRIPTS = (  # in order
 
 def report(
     solution: Solution,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] = "plan.html",
     *,
     frontier: Iterable[Row] | None = None,
     prices: bool = False,
@@ -54,7 +54,7 @@ def report(
     plan and problem. A file that is there is replaced, at once.
 
     Args:
-        path: of the page, such as ``"plan.html"``.
+        path: of the page.
         frontier: rows of `checkmate.frontier` for the same problem, to be shown too.
         prices: whether to say, too, what less or more memory would change; takes two solves, as
             `checkmate.inspection.peak.explain_peak` does.

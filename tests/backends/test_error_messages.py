@@ -575,3 +575,84 @@ def test_a_miner_is_to_stay_outside(net: nn.Module) -> None:
     few = X[:16], Y[:16]
     compiled = checkmate.compile(net, budget="1 GB", time_limit=1)
     assert_same(train(net, step_of(compiled), few), train(twin, step_of(twin), few))
+
+
+def _own_backward(inner: Any) -> Any:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                return inner(x, g)
+
+    return Function.apply
+
+
+class _Wrapper(torch.Tensor):
+    """A subclass that holds a tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("nothing runs")
+
+
+MATRIX = torch.nn.Parameter(torch.eye(4))
+SPARSE, ROWS = torch.eye(4).to_sparse(), torch.rand(4, 4)
+ALONG = _own_backward(lambda x, g: torch.autograd.grad(x.sin(), x, g)[0])
+HALVES = _own_backward(lambda x, g: x.sin().backward(g) or x.grad)
+OTHER_WAYS = {
+    "edges as two index tensors, and sum with out.index_add": [
+        (lambda x, a: torch.sparse.mm(a, x @ MATRIX).sum(), (ROWS, SPARSE)),
+        (lambda x: (SPARSE @ (x @ MATRIX)).sum(), (ROWS,)),
+        (lambda x: torch.sparse.mm(torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 4)), x @ MATRIX).sum(), (ROWS,)),
+    ],
+    r"F.one_hot(i, k).sum(0), or torch.zeros(k).scatter_add_(0, i, weights). If only the first call counts": [
+        (
+            lambda x: ((x @ MATRIX).softmax(1).mean(0) * torch.bincount((x @ MATRIX).argmax(1), minlength=4)).sum(),
+            (ROWS,),
+        ),
+    ],
+    "In place of odeint_adjoint call odeint; of a reversible block call the halves in plain PyTorch": [
+        (lambda x: ALONG(x @ MATRIX).sum(), (ROWS,)),
+        (lambda x: HALVES(x @ MATRIX).sum(), (ROWS,)),
+    ],
+    "such as MONAI's MetaTensor, pass x.as_tensor()": [(lambda x: (x @ MATRIX).sum(), (_Wrapper(ROWS),))],
+}
+
+
+@in_turn(way=OTHER_WAYS)
+def test_what_is_refused_is_told_the_other_way(way: str) -> None:
+    for step, batch in OTHER_WAYS[way]:
+        with pytest.raises(checkmate.Unsupported) as refused:
+            checkmate.compile(step, budget="1 MB")(*batch)
+        assert way in str(refused.value)
+
+
+def test_a_hook_that_clamps_is_told_the_option() -> None:
+    layer = torch.nn.Linear(4, 1)
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    optimizer = torch.optim.SGD(layer.parameters())
+    with pytest.raises(checkmate.Unsupported, match="where it clamps, give clip_value="):
+        checkmate.training_step(lambda x: layer(x).sum(), optimizer, budget="1 MB")(ROWS)
+
+
+WORKING = {  # what messages name, verified
+    "one_hot": lambda x: ((x @ MATRIX).softmax(1).mean(0) * F.one_hot((x @ MATRIX).argmax(1), 4).sum(0)).sum(),
+    "index_add": lambda x: (
+        torch.zeros(4, 4).index_add(0, torch.tensor([0, 2]), (x @ MATRIX)[torch.tensor([1, 3])]).sum()
+    ),
+}
+
+
+@in_turn(way=WORKING)
+def test_the_other_way_works(way: str) -> None:
+    checkmate.verify(WORKING[way], ROWS, budget="1 MB", time_limit=1)

@@ -225,6 +225,11 @@ def test_version_and_methods(shell: Shell, answer: Shell) -> None:
         ("plan my_step:example --budget 8GB --profile ops.txt", 2, ".json"),
         ("max-batch my_step:example --budget 8GB --max-overhead two", 2, "one-forward"),
         ("max-batch my_step:fails --budget 8GB", 1, "called with (1) failed"),
+        ("plan my_step:example --budget 8", 2, "Did you mean '8 GB'?"),
+        ("fits my_step.py:example --budget 8", 2, "Did you mean '8 GB'?"),
+        ("max-batch my_step:example --budget 8", 2, "Did you mean '8 GB'?"),
+        ("fits train.py", 2, "TARGET is train.py:function; train.py has main, "),
+        ("fits my_step.py:example --device 4900", 2, "Did you mean 'rtx4090'"),
         ("fits leaves.py:example", 1, "ends the process when it is imported (SystemExit: 0)"),
         ("fits leaves.py:example", 1, 'under if __name__ == "__main__"'),
         ("fits ends.py:example", 1, "ends the process when it is imported (SystemExit: 2)"),
@@ -269,6 +274,28 @@ def test_the_lines_to_write_are_what_fits_takes(folder: Path, shell: Shell) -> N
     shell("fits train.py:example")
 
 
+@pytest.mark.parametrize("name", ["types", "random", "torch"])
+def test_a_script_may_be_named_as_a_module_in_use(name: str, folder: Path, shell: Shell) -> None:
+    (folder / f"{name}.py").write_text(FILES["my_step"])
+    before = sys.modules[name]
+    try:
+        assert "It fits" in shell(f"fits {name}.py:example --device rtx4090")[0]
+        assert sys.modules[name] is before
+    finally:
+        sys.modules[name] = before
+
+
+def test_a_script_in_a_folder_finds_the_module_beside_it(folder: Path, shell: Shell) -> None:
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "beside_the_step.py").write_text(FILES["my_step"])
+    (folder / "deeper" / "step_in_folder.py").write_text("from beside_the_step import example")
+    try:
+        assert "It fits" in shell("fits deeper/step_in_folder.py:example --device rtx4090")[0]
+    finally:
+        for name in ("beside_the_step", "step_in_folder"):
+            sys.modules.pop(name, None)
+
+
 def test_debug_shows_where_an_error_comes_from(shell: Shell) -> None:
     with pytest.raises(IndexError, match="no data"):
         shell("plan my_step:fails --budget 8GB --debug")
@@ -277,7 +304,10 @@ def test_debug_shows_where_an_error_comes_from(shell: Shell) -> None:
 def test_budgets_of_a_card(shell: Shell, answer: Shell) -> None:
     """A budget of the whole card is told what it leaves out; a share is of the card's room."""
     command = "plan my_step:example --device rtx3060 --size 32 --budget"
-    for budget, told in (("12GB", "12GB leaves too little of the 12.88 GB of NVIDIA GeForce RTX 3060"), ("10GB", "")):
+    for budget, told in (
+        ("12GB", "12.00 GB leaves too little of the 12.88 GB of NVIDIA GeForce RTX 3060"),
+        ("10GB", ""),
+    ):
         out, err = shell(f"{command} {budget}")
         assert told in err
         assert bool(told) == ("plan for 10.88 GB at most" in err)

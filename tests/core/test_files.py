@@ -231,6 +231,27 @@ def test_whoever_writes_is_waited_for(database: Path) -> None:
     assert _all() == DOCUMENTS
 
 
+def test_a_database_that_stays_locked_is_waited_for_once(database: Path) -> None:
+    waited: list[float] = []
+    connect = sqlite3.connect
+
+    def noting(*where: Any, timeout: float, **about: Any) -> sqlite3.Connection:
+        waited.append(timeout)
+        return connect(*where, timeout=timeout, **about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "LOCK_SECONDS", 0.01)
+        patch.setattr(sqlite3, "connect", noting)
+        _put(DOCUMENTS)
+        with rows("things_1", write=True):
+            for _ in range(5):
+                with pytest.raises(OSError, match="database is locked"):
+                    _put({"more": 1})
+        _put({"more": 1})
+        _put({"more": 1})
+    assert waited == [0.01, 0.01, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01]
+
+
 def test_what_cannot_be_written_is_an_oserror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _put(DOCUMENTS)
     with monkeypatch.context() as patch:

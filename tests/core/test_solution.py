@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,18 @@ def test_what_is_no_solution_is_refused(call: Callable[..., Any], given: Any) ->
     says = f"This takes a Solution, not {type(given).__name__}. Make one: checkmate.solve(problem, budget)."
     with pytest.raises(TypeError, match=f"^{re.escape(says)}$"):
         call(given)
+
+
+@in_turn(plans=[[], [FOUND]])
+def test_a_compiled_step_is_told_where_its_solutions_are(plans: list[Solution]) -> None:
+    step = SimpleNamespace(plans=plans)
+    for call in (checkmate.report, checkmate.explain_peak, checkmate.addresses):
+        with pytest.raises(
+            TypeError, match=r"^This takes a Solution, not SimpleNamespace\. Those of a compiled step"
+        ) as error:
+            call(step)  # type: ignore[arg-type]
+        assert ("call the step once" in str(error.value)) != bool(plans)
+        assert str(error.value).endswith("give step.plans[0].")
 
 
 def test_a_report_takes_the_solution_first() -> None:

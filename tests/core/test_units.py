@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.errors import BudgetError, CheckmateError
-from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_share
+from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_budget, parse_bytes, parse_share
 from tests.support.sampling import in_turn
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,18 @@ TEXTS = {
 @in_turn(text=TEXTS)
 def test_text(text: str) -> None:
     assert parse_bytes(text) == TEXTS[text]
+
+
+@in_turn(budget=[8, 8.0, "8", " 999 ", np.int64(24)])
+def test_a_small_number_without_a_unit_is_asked_about(budget: float | str) -> None:
+    assert parse_bytes(budget) < 1000
+    with pytest.raises(BudgetError, match=r"A budget of [\d.]+ is \d+ bytes. Did you mean '[\d.]+ GB'\? For bytes, "):
+        parse_budget(budget)
+
+
+@in_turn(budget=[1000, "1000", "8 B", "8b", "1 kB", "8G"])
+def test_other_numbers_are_taken_as_they_are(budget: float | str) -> None:
+    assert parse_budget(budget) == parse_bytes(budget)
 
 
 SHARES = {"fit": 1.0, " Fit ": 1.0, "100%": 1.0, "70%": 0.7, " 12.5 % ": 0.125, ".5%": 0.005}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +22,10 @@ from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size
 from checkmate.core import simulator
 from checkmate.fitting.answer import NOT_ASKED
 from checkmate.fitting.batch_sizes import scaled
+from checkmate.fitting.fits import Held
 from checkmate.fitting.memory_options import NAMES, planned
 from checkmate.fitting.memory_parts import without_parts
+from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn, long, slow
@@ -177,6 +180,42 @@ def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
     assert page.plain_seconds == page.problem.keep_all_cost
 
 
+def _growing(budget: int) -> Fits:
+    """A step whose tensors grow, so that none takes the place of an earlier one."""
+    with ON_META:
+        layers = nn.ModuleList([nn.Linear(1000 + 300 * i, 1300 + 300 * i) for i in range(4)])
+        x = torch.ones(2048, 1000)
+    return fits(lambda x: nn.Sequential(*layers)(x).square().mean(), x, device="rtx4090", budget=budget, time_limit=5)
+
+
+def test_bytes_that_the_allocator_holds_beyond_the_room_are_in_the_first_sentence() -> None:
+    roomy = _growing(2 * 10**9)
+    held = roomy.plain_reserved
+    assert held > roomy.plain.peak
+    assert roomy.verdict.endswith("there is room for 2.00 GB.")
+    assert "allocator holds: memory of the device" in str(roomy)
+    # as it is
+    over = _growing(_between(roomy.plain.peak, held))
+    assert over.fits_plainly
+    assert re.match(
+        r"It fits NVIDIA GeForce RTX 4090 as it is, (with PYTORCH_ALLOC_CONF|if its bytes al)", over.verdict
+    )
+    assert "; PyTorch's allocator would hold " in over.verdict
+    # planned
+    planned = next(found for share in range(99, 50, -4) if (found := _growing(roomy.plain.peak * share // 100)).best)
+    assert (planned.best.reserved > planned.room) == ("PyTorch's allocator would hold" in planned.verdict)
+
+
+@in_turn(expanded=[90, 105])
+def test_a_setting_is_named_where_it_makes_the_step_fit(expanded: int) -> None:
+    held = Held(reserved=110, expanded=expanded, room=100)
+    enough = expanded <= 100
+    assert held.condition == (f", with {EXPANDABLE}" if enough else ", if its bytes alone count")
+    says = "110 B for it without that setting, and 90 B with it" if enough else "105 B for it at least: name a smaller"
+    assert says in held.clause
+    assert Held(100, 100, 100).condition == Held(100, 100, 100).clause == ""
+
+
 def test_recomputation_makes_it_fit(tight: Fits) -> None:
     """The line of code plans for no more than the room."""
     best = tight.best
@@ -184,7 +223,7 @@ def test_recomputation_makes_it_fit(tight: Fits) -> None:
     assert best.peak <= tight.room < tight.kept.peak
     assert best.overhead > 0
     assert best.seconds == pytest.approx(tight.plain_seconds * (1 + best.overhead))
-    assert " by recomputation: " in tight.verdict
+    assert " by recomputation, if its bytes alone count: " in tight.verdict  # the allocator has units of 2 MiB
     made = Mock()
     exec(tight.code, {"checkmate": made, "loss_fn": 1, "optimizer": 2})
     assert made.training_step.call_args.args == (1, 2)
@@ -317,7 +356,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         model, x = nn.Linear(8, 3), torch.ones(16, 8)
     step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget="1 MB")
     for fn, device, error, says in (
-        (model, "rtx9090", ValueError, r"There is no device 'rtx9090'; there are h100, .*rtx4090"),
+        (model, "rtx9090", ValueError, r"There is no device 'rtx9090'. Did you mean .*There are h100, .*rtx4090"),
         (model, "laptop", BudgetError, "How much memory a laptop CPU has is not known"),
         (lambda x: x.sum(), "rtx4090", Unsupported, "nothing to train"),
         (3, "rtx4090", TypeError, "takes a module or a function"),
@@ -354,7 +393,7 @@ def test_the_command_answers_as_text_and_as_json(tmp_path: Path, monkeypatch: py
     document = json.loads(shell(f"{asked} t4 --json --size 128 --optimizer SGD --everything")[0])
     assert (document["fits"], document["largest"]["given"], document["optimizer"]) == (True, 128, "SGD")
     assert shell(f"{asked} rtx4090 --budget 10kB", 1)[0].startswith("It does not fit NVIDIA GeForce RTX 4090")
-    assert "there is no device 'abacus'; there are h100," in shell(f"{asked} abacus", 2)[1]
+    assert "There is no device 'abacus'. There are h100," in shell(f"{asked} abacus", 2)[1]
     assert "torch.optim has no optimizer 'Newton'" in shell(f"{asked} t4 --optimizer Newton", 2)[1]
 
 

@@ -12,10 +12,10 @@ from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Profile
-from checkmate.fitting.memory_parts import UPDATES, Resident, as_plain, gradients_of, lives_of_plain, parts_of
+from checkmate.fitting.memory_parts import UPDATES, as_plain, gradients_of, lives_of_plain, parts_of
 from checkmate.fitting.stand_ins import update_bytes
 
-RESIDENT = Resident(parameters=10, optimizer_state=20)
+STATE = 20
 BATCH = 3
 
 
@@ -35,14 +35,14 @@ def _two_layers() -> Problem:
         *(Value("w2.grad", 4, 2), Value("a.grad", 100, 4), Value("w1.grad", 6, 5)),
     )
     workspace = np.array([0, 0, 0, 1, 7, 0, 1])
-    resident = RESIDENT.parameters + RESIDENT.optimizer_state + BATCH
-    return Problem(Graph(ops, values, (3,)), Profile(np.ones(7), workspace, resident))
+    profile = Profile(np.ones(7), workspace, 10 + STATE + BATCH, state_bytes=STATE)
+    return Problem(Graph(ops, values, (3,)), profile)
 
 
 def test_the_parts_of_two_layers_are_those_by_hand() -> None:
     problem = _two_layers()
     assert gradients_of(problem) == {4, 6}
-    kept = parts_of(problem, RESIDENT)
+    kept = parts_of(problem)
     # a is gone, the loss b stays; the gradient of w2 was let go of as soon as it was used
     assert {name: size for name, size in dict(kept).items() if size} == {
         "parameters": 10,
@@ -53,24 +53,23 @@ def test_the_parts_of_two_layers_are_those_by_hand() -> None:
         "buffers and batch": 3,
     }
     assert (kept.at, kept.peak) == ("grad_a", problem.keep_all_peak)
-    plain = parts_of(as_plain(problem, update_bytes=0), RESIDENT)
+    plain = parts_of(as_plain(problem, update_bytes=0))
     assert (plain.gradients, plain.peak, plain.at) == (4, kept.peak + 4, "grad_a")
     # an update of all parameters at once may be the peak
-    plain = parts_of(as_plain(problem, update_bytes=1000), RESIDENT)
+    plain = parts_of(as_plain(problem, update_bytes=1000))
     assert (plain.at, plain.workspaces, plain.gradients) == ("optimizer.step()", 1000, 10)
     assert plain.activations == 50  # the loss is there yet
     for size in (0, 1000):
         plain = as_plain(problem, size)
-        peak = parts_of(plain, RESIDENT).peak
+        peak = parts_of(plain).peak
         assert problem.resident + lives_of_plain(plain).peak == plain.keep_all_peak == peak
 
 
 def test_values_that_are_written_over_count_once() -> None:
     chain = Problem.from_dag([[], [0], [1]], seconds=[1] * 3, sizes=[10, 10, 4], over={1: [0]}, workspace=[0, 3, 0])
-    nobody = Resident(0, 0)
-    assert parts_of(chain, nobody).peak == chain.keep_all_peak
-    assert parts_of(unit_chain(6), nobody).peak == unit_chain(6).keep_all_peak
-    assert parts_of(as_plain(chain, 0), nobody).peak == 23
+    assert parts_of(chain).peak == chain.keep_all_peak
+    assert parts_of(unit_chain(6)).peak == unit_chain(6).keep_all_peak
+    assert parts_of(as_plain(chain, 0)).peak == 23
 
 
 class _ReadsNumbers(optim.SGD):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import time
 from functools import partial
@@ -32,6 +34,23 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(HostError, match=says):
             open_store(where, 1, device)
+
+
+def test_a_small_disk_is_measured_with_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, room = os.posix_fallocate, 4 * MIB
+
+    def small(file: int, offset: int, nbytes: int) -> None:
+        if nbytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(file, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", small)
+    monkeypatch.setattr(opening, "_measured", {})
+    assert known_links(f"file:{tmp_path}", CPU, cache=False).send > 0
+    monkeypatch.setattr(opening, "_measured", {})
+    room = MIB
+    with pytest.raises(HostError, match=r"No room for a file of 2\.10 MB .* Name another folder, .*free so much there"):
+        known_links(f"file:{tmp_path}", CPU, cache=False)
 
 
 class Timed:

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import checkmate
+from checkmate.inspection.peak import explain_peak
 from checkmate.training import TrainingStep
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import in_turn
 
 ROOFLINE = "roofline:h100"
 
@@ -53,6 +55,32 @@ def test_updates_are_named() -> None:
     (row,) = (row for row in found.pinned if row.why.startswith("updates ") and "0.0.weight" in row.why)
     assert (row.target, row.phase) == ("checkmate.update_parameter", "backward")
     assert "0.0 (Linear" in row.where
+
+
+@in_turn(accumulate=[1, 2], trained=[True, False])
+def test_what_is_there_all_the_time_is_named_as_what_it_is(accumulate: int, trained: bool) -> None:
+    """Parameters, frozen or not, are no buffers, and the state of the optimizer is nothing other."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    model[0].weight.requires_grad_(trained)
+    optimizer, batch = optim.Adam(model.parameters()), (torch.randn(32, 64), torch.zeros(32, dtype=torch.long))
+    about: Any = {"budget": "10 MB", "accumulate": accumulate, "time_limit": 1}
+    step = checkmate.training_step(lambda x, y: F.cross_entropy(model(x), y), optimizer, **about)
+    expected = {
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "inputs": sum(part.nbytes for part in batch),
+    }
+    solutions = [checkmate.solve(checkmate.trace(step, *batch, profile="roofline:laptop"), "10 MB", time_limit=1)]
+    for _ in range(accumulate):
+        step(*batch)
+    state = step.inserts.updates.held_bytes
+    assert state >= 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    for solution in (*solutions, *step.plans):
+        resident = explain_peak(solution, prices=False).resident
+        assert {role: resident[role] for role in expected} == expected
+        assert resident["optimizer state"] == state
+        assert sum(resident.values()) == solution.problem.resident
+        assert resident.get("other resident", 0) == 0
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem, Unsupported
 from checkmate.capture import rewrite
+from checkmate.profiling.data_sheets import device_named
 from checkmate.profiling.roofline import DEVICES, STATED, Device
 from tests.support.sampling import in_turn, long
 
@@ -128,8 +129,26 @@ def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.
 
 @in_turn(profile=["roofline:h1000", "roofline", "roofline:", "guess", "h100", ""])
 def test_unknown_profiles_are_refused_with_the_list(profile: str) -> None:
-    with pytest.raises(ValueError, match=r'There is no profile .*"measure", "roofline:h100", .*"roofline:laptop"'):
+    with pytest.raises(ValueError, match=r'There is no (profile .*"measure"|device ).*h100, .*laptop'):
         checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile=profile)
+
+
+@in_turn(name=["rtx4090", "RTX 4090", "rtx-4090", "4090", "RTX_4090", "GeForce RTX 4090", "NVIDIA GeForce RTX 4090"])
+def test_a_device_is_found_however_its_name_is_written(name: str) -> None:
+    assert device_named(name) is DEVICES["rtx4090"]
+
+
+@in_turn(asked={"4900": "'rtx4090'", "h1000": "'h100'", "rtx3070ti": "'rtx3070'", "a100-40": "'a100-40gb'"}.items())
+def test_a_device_that_is_not_known_is_told_the_nearest_and_the_way_out(asked: tuple[str, str]) -> None:
+    with pytest.raises(
+        ValueError, match=rf"There is no device .* Did you mean .*{asked[1]}.*budget='8 GB'.*--budget 8GB"
+    ):
+        device_named(asked[0])
+
+
+def test_a_card_of_each_common_size_is_known() -> None:
+    sizes = {round(device.memory_bytes / 2**30) for name, device in DEVICES.items() if name.startswith("rtx")}
+    assert {8, 10, 12, 16, 24, 32} <= sizes
 
 
 def test_a_device_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +176,14 @@ def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
     names = {*DEVICES} - {"flop", "bytes"}
     costs = {name: _traced(name, step, *batch).keep_all_cost for name in names}
-    assert len(names) == 13  # each is below
+    assert len(names) == 20  # each is below
     assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
     assert costs["a100"] <= costs["a100-40gb"] <= costs["v100"] <= costs["t4"] < costs["laptop"]
     assert costs["l40s"] <= costs["l4"]
     assert costs["rtx5090"] <= costs["rtx4090"] <= costs["rtx3090"] <= costs["rtx3060"] < costs["laptop"]
+    assert costs["rtx4090"] <= costs["rtx4080"] <= costs["rtx4070"] <= costs["rtx4060"] < costs["laptop"]
+    assert costs["rtx3090"] <= costs["rtx3080"] <= costs["rtx3070"] <= costs["rtx3060"]
+    assert costs["rtx5090"] <= costs["rtx5080"] <= costs["rtx5070"] <= costs["rtx4070"]
     assert costs["a100"] <= costs["v100"] < costs["laptop"]
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -242,6 +243,22 @@ def test_one_budget_and_one_method_may_stand_by_themselves_and_options_go_to_met
     assert [(row.method, row.cost) for row in frontier(CHAIN, 8, methods="milp", jobs=1)] == [("milp", 19)]
     found = frontier(CHAIN, [8], methods=["milp", "next-use"], formulation="paper", jobs=1)
     assert found[0].solution.details["formulation"] == "paper"
+
+
+@in_turn(client=[None, ThreadPoolExecutor(1)], progress=[True, False, None])
+def test_a_frontier_may_show_its_progress_or_none(client: Any, progress: bool | None) -> None:
+    asked: list[object] = []
+
+    def showing(*_: object, shown: bool | None = None, **__: object) -> AbstractContextManager[None]:
+        asked.append(shown)
+        return nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("frontier", "solve"):
+            patch.setattr(f"checkmate.solvers.{module}.showing", showing)
+        assert frontier(CHAIN, 8, jobs=1, client=client, progress=progress)[0].cost == 19
+    assert progress in asked
+    assert {*asked} <= {progress, False}
 
 
 @pytest.mark.parametrize("call", [partial(solve, budget=4), partial(frontier, budgets=4), min_budget])

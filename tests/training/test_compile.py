@@ -159,6 +159,8 @@ def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pyt
 def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"^checkmate.compile has no option 'methd'. Did you mean 'method'\?$"):
         checkmate.compile(torch.nn.Linear(4, 4), "1 MB", methd="auto")
+    with pytest.raises(TypeError, match=r"^checkmate.compile has no option 'budgett'. Did you mean 'budget'\?$"):
+        checkmate.compile(torch.nn.Linear(4, 4), budgett="1 MB")
     optimizer = torch.optim.SGD((model := torch.nn.Linear(4, 4)).parameters())
     other: dict[str, Any] = {"backend": "inductor"}
     with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend' any more. "):

@@ -256,7 +256,7 @@ def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyP
     chain = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     for together in (False, True):
         monkeypatch.setattr(planner.ranks, "train_together", lambda together=together: together)
-        planner.Planner(planner.Options(budget=4, wait="first")).plan(chain, go_on=True)
+        planner.Planner(planner.Options(budget="4 B", wait="first")).plan(chain, go_on=True)
     assert waits == [planner.FIRST_SECONDS, float("inf")]
 
 
