@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -192,11 +193,23 @@ class TrainingStep(Planned):
         self.loss_fn, self._updates = _with_one_gradient(loss_fn), updates
         self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
+        self._is_counted, self._versions = (
+            False,
+            0,
+        )  # whether they are of what is in ``.grad``; of that, as a call left it
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
+        this = weakref.ref(self)
+
+        def forget(optimizer: optim.Optimizer) -> None:
+            if (step := this()) is not None:
+                step._is_counted = False
+
+        for optimizer in updates.optimizers if accumulate > 1 else ():
+            optimizer.register_load_state_dict_post_hook(forget)
 
     def _plan_anew(self) -> None:
         """Drop all plans and start again with the present updates."""
@@ -221,12 +234,50 @@ class TrainingStep(Planned):
         """The norm of all gradients before clipping in the last update; None without clipping."""
         return self._updates.clipping.norm
 
+    @property
+    def calls(self) -> int:
+        """The calls since the last update, whose gradients ``.grad`` holds the sum of; save it with them.
+
+        To go on from a checkpoint of the middle of an accumulation, load all state, put the gradients into ``.grad``,
+        and set this. To begin an update anew, set it to 0, or call `zero_grad` of the optimizers or of the model.
+        """
+        return self._count()
+
+    @calls.setter
+    def calls(self, count: int) -> None:
+        if count not in range(self._accumulate):
+            raise ValueError(f"An update takes {self._accumulate} calls: there were 0 to {self._accumulate - 1} of it.")
+        self._added, self._is_counted, self._versions = count, True, self._versions_now()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in parameters_of(self._updates.optimizers) if p.grad is not None]
+
+    def _versions_now(self) -> int:
+        return sum(gradient._version for gradient in self._gradients())
+
+    def _count(self) -> int:
+        """The calls that ``.grad`` holds the sum of; none where that is gone, or was replaced by zeros."""
+        if self._accumulate == 1 or (self._is_counted and not self._added):
+            return 0
+        gradients = self._gradients()
+        is_as_left = self._is_counted and self._versions == self._versions_now()
+        if not gradients or not (is_as_left or any(bool(gradient.any()) for gradient in gradients)):
+            self._added, self._is_counted = 0, True
+        if not self._is_counted:
+            raise Unsupported(
+                "Parameters have gradients in .grad, and the training step is new, or its optimizer's state was loaded "
+                "since: it does not know of how many calls they are the sum. To go on with them, step.calls = the "
+                "number of calls since the last update, saved with the gradients; to begin the update anew, "
+                "step.calls = 0, or optimizer.zero_grad()."
+            )
+        return self._added
+
     def update(self) -> None:
         """Update by the gradients accumulated since the last update, as the last call of an accumulation does.
 
         For the end of an epoch whose number of batches is no multiple of ``accumulate``; without any it does nothing.
         """
-        if self._added:
+        if self._count():
             self._added = 0
             self._updates.begin()
             self._updates.finish()
@@ -268,7 +319,7 @@ class TrainingStep(Planned):
             self._plan_anew()
         refuse_special(self._wrapped)
         stand_aside(self._wrapped)
-        if self._added == 0:
+        if self._count() == 0:
             self._begin()
         # Forward, with the updates inside the backward of an accumulation's last call.
         last = self._added == self._accumulate - 1
@@ -292,6 +343,7 @@ class TrainingStep(Planned):
         self._added = 0 if last else self._added + 1
         if last:
             updates.finish()
+        self._versions = self._versions_now() if self._added else 0
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:

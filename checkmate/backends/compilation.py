@@ -42,7 +42,7 @@ from checkmate.capture.provenance import input_names, where
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
 from checkmate.codegen import undefined_gradients
-from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
+from checkmate.codegen.contributions import Arrival, Sharing, by_gradient, fan_out, lowered, noted_arrivals, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
@@ -173,7 +173,7 @@ class _Compilation:
         self.memory = backend.new_arena()  # serves the step; None: PyTorch's allocator
         if self.memory is not None:
             backend.arenas.add(self.memory)
-        self.counts: list[list[int]] = []  # contributions to gradients, of each graph that is traced
+        self.arrived: list[list[Arrival]] = []  # gradients, of each graph that is traced
         self.noted: Noted = []  # tags of the step
         # Found by `_partition`, if there is anything to plan.
         self.unreached: list[int] = []  # inputs that are never differentiated
@@ -201,7 +201,7 @@ class _Compilation:
             keeping_copies(),
             inductor_config.patch(fallback_random=True),  # keeps random ops that nobody reads
             functorch_config.patch(backward_pass_autocast="off"),
-            counted_contributions() as self.counts,
+            noted_arrivals() as self.arrived,
             noting() as self.noted,
         ):
             run = self.shards.around(compile_graph(self.module, self.shards.take_apart(self.module, self.inputs)))
@@ -253,7 +253,8 @@ class _Compilation:
 
         # Gradients that autograd sums and passes in, as in eager PyTorch.
         warn_of_second_writes(graph)
-        counts = [*self.counts[-1]] if self.counts else []  # to measure ops may differentiate, too
+        last = self.arrived[-1] if self.arrived else ()  # to measure ops may differentiate, too
+        arrived = by_gradient(last, [*graph.output_node().args[0]][results:])  # type: ignore[misc]
         undefined_gradients.drop_gradients_of_writes(module, self.known)
         self.copies.find(module.graph)
         self.shards.refuse_converted(module.graph, self.copies.kept, self.names)
@@ -261,8 +262,7 @@ class _Compilation:
         self.unreached = undefined_gradients.unreached(module, results)
         updates = None if backend.updates is None else backend.updates.updates
         if backend.updates is not None:
-            gone = backend.updates(module, self.known, results, self.names)
-            counts = [count for n, count in enumerate(counts) if n not in gone]
+            backend.updates(module, self.known, results, self.names)
         self.watches = [
             partial(refuse_views, added_within(module.graph, results)),
             partial(refuse_watching, computed_from(module.graph, results)),
@@ -318,7 +318,7 @@ class _Compilation:
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
         modules, lower = plan.modules, backend.lower
-        share = partial(sharing_of, counts, results, names, self.shards.layouts)
+        share = partial(sharing_of, arrived, results, names, self.shards.layouts)
         arena = self.memory = serving(self.memory, plan, device)
         running = self.running = SwappablePlan(plan)
         backend.running.append(running)

@@ -15,9 +15,10 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any
@@ -52,6 +53,8 @@ from checkmate.version import __version__
 log = logging.getLogger("checkmate.backends.ranks")
 
 POLL_SECONDS = 0.02  # between two looks for a plan: a look locks the store, so none waits within it
+BEAT_SECONDS = 1.0  # between two signs of life of the rank that plans
+SILENCE_SECONDS = 15.0  # without one, after which that rank counts as gone
 
 
 def one_plan(
@@ -60,7 +63,7 @@ def one_plan(
     """The solution of ``plan()``, which is called on one of the ranks that ask for the same, or without ranks here.
 
     A plan of another rank comes with that rank's seconds. Where it does not fit, as more is resident here, this rank
-    plans for itself, with a warning. A SolverError says that the rank that plans fails, or does not answer.
+    plans for itself, with a warning. A SolverError says that the rank that plans fails, has ended or does not answer.
 
     >>> from checkmate.solvers.solve import solve
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -70,6 +73,18 @@ def one_plan(
     store = _store()
     if store is None:
         return plan()
+    try:
+        return _one_plan(store, plan, problem, budget, method=method, time_limit=time_limit)
+    except dist.DistError as error:
+        raise SolverError(
+            "Ranks agree on a plan through the store of their process group, which does not answer: the process that "
+            f"keeps it, rank 0 in most jobs, has ended or cannot be reached. Look at what that one said last. ({error})"
+        ) from error
+
+
+def _one_plan(
+    store: Any, plan: Callable[[], Solution], problem: Problem, budget: int, *, method: str, time_limit: float
+) -> Solution:
     # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
     prints, rank = fingerprints(problem), str(dist.get_rank())
     there = None if problem.host is None else problem.host.budget
@@ -82,9 +97,19 @@ def one_plan(
     # Wait for its answer.
     patience = time_limit + store.timeout.total_seconds()
     log.info("Rank %s plans this step; waiting for its plan.", planner)
-    deadline = time.monotonic() + patience
+    began = looked = heard = time.monotonic()
+    beats = 0
     while not store.check([f"{key}/answer"]):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now - looked > BEAT_SECONDS:
+            looked, before, beats = now, beats, store.add(f"{key}/beats", 0)
+            heard = heard if beats == before else now
+        if now - heard > SILENCE_SECONDS:
+            raise SolverError(
+                f"Rank {planner} was to plan this step for all, and has given no sign of life for {now - heard:.0f} s: "
+                "its process has ended or stands still. Look at what it said last; out of memory is a common reason."
+            )
+        if now - began > patience:
             raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
         time.sleep(POLL_SECONDS)
     # Follow its plan, if that fits here.
@@ -168,9 +193,29 @@ def _store() -> Any:
     return _get_default_store()
 
 
+@contextmanager
+def _giving_signs(store: Any, key: str) -> Iterator[None]:
+    """Within the block, count up in the store, so that who waits can tell that this process lives."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(dist.DistError):  # who plans comes to that by itself, with its answer
+            while not done.wait(BEAT_SECONDS):
+                store.add(f"{key}/beats", 1)
+
+    thread = threading.Thread(target=beat, name="checkmate planning", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
     try:
-        solution = plan()
+        with _giving_signs(store, key):
+            solution = plan()
     except BaseException as error:
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
 from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.nodes import target_name
 from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
@@ -93,7 +94,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
             copies[n] = graph.call_function(_compare, (copies[value], known, place, where(n)))  # type: ignore[index]
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
-                raise CannotTellError(f"it depends on {n.target}, which cannot run on its own")
+                raise CannotTellError(f"it depends on {target_name(n)}, which cannot run on its own")
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]

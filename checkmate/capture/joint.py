@@ -205,7 +205,7 @@ class _Contents:
         aliased = [v for v in self.values_of(node) if v not in made]
         if aliased and not writes:
             raise Unsupported(
-                f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
+                f"{where(node)}: an output of {target_name(node)} shares memory with {self.values[aliased[0]].name}, "
                 "another output does not. Clone the one that is a view."
             )
         if phase == "backward" and is_with_effects(node):

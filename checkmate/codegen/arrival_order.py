@@ -1,7 +1,10 @@
-"""Find out whether anything else in the running backward adds to a gradient before a compiled step does.
+"""The order in which the gradients of a compiled step arrive, and whether anything else adds to one before it.
 
-A compiled step's backward asks this of its own node of autograd: to hand over its contributions one by one then
-(`checkmate.codegen.contributions`), or to refuse what it cannot add in that order (`refused_backwards`).
+Plain PyTorch completes the gradients of a step one after the other; a compiled step returns all at once. Who listens to
+single gradients (hooks that draw, `DistributedDataParallel`) is called in plain PyTorch's order (`hand_over_in_order`).
+
+A compiled step's backward asks of its own node of autograd what comes before: to hand over its contributions one by one
+then (`checkmate.codegen.contributions`), or to refuse what it cannot add in that order (`refused_backwards`).
 
 Autograd runs a backward in the order of descending sequence numbers: what was computed last comes first. So the
 question is whether a node of a higher number leads to the same gradient and is a part of this backward. From a node
@@ -13,17 +16,23 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch.autograd import graph
 
-from checkmate.torch_internals.engine import _current_graph_task_id, _engine_run_backward, _will_engine_execute_node
+from checkmate.torch_internals.engine import (
+    AccumulateGrad,
+    _current_graph_task_id,
+    _engine_run_backward,
+    _will_engine_execute_node,
+)
 
 Edge = tuple[Any, int]  # a node of autograd, and which of its inputs
 FIRST = float("inf")  # sequence number of the beginning of a backward
+LAST = 2**64 - 1  # autograd's highest sequence number, that of each node that accumulates a gradient
 
 
 def verdicts(fan: Any) -> tuple[int, ...]:
@@ -43,7 +52,36 @@ def verdicts(fan: Any) -> tuple[int, ...]:
 
 def is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
     """Tell whether another node contributes to an edge before this one."""
-    return max(numbers.get(edge, ()), default=-1) > node._sequence_nr()
+    return max(numbers.get(edge, ()), default=-1) > created(node)
+
+
+def created(node: Any) -> int:
+    """The sequence number with which a node was created; `hand_over_in_order` changes those of ours."""
+    number: int = getattr(node, "created", None) or node._sequence_nr()
+    return number
+
+
+def hand_over_in_order(edges: Sequence[Edge], places: Sequence[int | None]) -> None:
+    """Have autograd accumulate the gradients that a node is about to return in the order of their places.
+
+    The engine runs what is ready in the order of descending sequence numbers. Nodes that accumulate a gradient all have
+    the highest one, and leave the engine's heap in no useful order: here each gets a number of its own. Nodes of ours
+    on the way there (``created``, ``counts``) run before all of them.
+
+    Args:
+        edges: of the node, one for each tensor that its forward was called with.
+        places: of their gradients, None without one; or of only those edges that lead anywhere.
+    """
+    if len(places) != len(edges):
+        edges = [edge for edge in edges if edge[0] is not None]
+    for (node, slot), place in zip(edges, places, strict=True):
+        if place is None or node is None:
+            continue
+        if hasattr(node, "created"):
+            node._set_sequence_nr(LAST)
+            node, _ = node.next_functions[sum(node.counts[:slot])]
+        if isinstance(node, AccumulateGrad):
+            node._set_sequence_nr(LAST - 1 - place)
 
 
 def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | None:
@@ -59,7 +97,7 @@ def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | Non
                 edges = [edge for edge in other.next_functions if edge[0] is not None]
                 if edges and _will_engine_execute_node(other):
                     for edge in edges:
-                        numbers.setdefault(edge, []).append(other._sequence_nr())
+                        numbers.setdefault(edge, []).append(created(other))
             return numbers, nodes
     return None
 

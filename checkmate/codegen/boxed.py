@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch.fx.graph import CodeGen
 
+from checkmate.capture.nodes import target_name
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
 from checkmate.torch_internals import kernels
@@ -109,5 +110,5 @@ def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
     if node is None:
         return
     phase = "backward" if node.meta.get("autograd_backward") else "forward"
-    error.args = (f"{error.args[0]}\n  in {node.target} of the {phase}: {where(node)}",)
+    error.args = (f"{error.args[0]}\n  in {target_name(node)} of the {phase}: {where(node)}",)
     error.from_kernel = not any(is_users(name) for name, _ in frames[at + 1 :])  # type: ignore[attr-defined]

@@ -13,11 +13,13 @@ that node hands them on in their order. In any other backward it hands on the su
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -25,13 +27,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.codegen.arrival_order import arrivals, is_before, reachable, verdicts
+from checkmate.codegen.arrival_order import arrivals, created, hand_over_in_order, is_before, reachable, verdicts
 from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _is_tangent
+from checkmate.torch_internals.aot import _is_primal, _is_tangent
 from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.engine import _current_autograd_node
 
@@ -41,7 +43,9 @@ _BATCH = (  # ATen's should_fold, by which a batch of products becomes one produ
     "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
     "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
 )
-_APART = "apart"  # in the meta data of a backward's output node: how many contributions its gradients have
+# In the meta data of a backward's output node:
+_ARRIVED = "arrived"  # how its gradients came when it was traced
+_APART = "apart"  # how many contributions they have, of those that autograd can get singly
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,16 @@ class Shared:
 
 
 UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
+
+
+class Arrival(NamedTuple):
+    """How a gradient came to an input of a traced step."""
+
+    contributions: int
+    place: int | None  # in the order in which gradients were complete; None: there is no gradient
+    # Of a step with several results, the edges that lead here: their nodes' sequence numbers, their slots there, and
+    # the results from which a backward comes to them, as bits.
+    steps: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,7 @@ class Fan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, counts: tuple[int, ...], *inputs: torch.Tensor) -> Any:
         """Make an alias of each input."""
-        ctx.counts = counts
+        ctx.counts, ctx.created = counts, ctx._sequence_nr()
         ctx.terms = {}  # by slot: the contributions in their order, from the step's backward to this one
         ctx.set_materialize_grads(False)
         firsts = [sum(counts[:i]) for i in range(len(counts))]
@@ -88,13 +102,13 @@ class Fan(torch.autograd.Function):
 
 
 @contextmanager
-def counted_contributions() -> Iterator[list[list[int]]]:
-    """Count, while a step is traced, the contributions to each gradient that `torch.autograd.grad` returns.
+def noted_arrivals() -> Iterator[list[list[Arrival]]]:
+    """Note, while a step is traced, how each gradient arrives that `torch.autograd.grad` returns.
 
-    Gives a list that holds, for each call of this thread in the order of their ends, a number for each gradient that is
-    not None. What `torch.func` differentiates within the step is left out.
+    Gives a list that holds, for each call of this thread in the order of their ends, an `Arrival` for each input. What
+    `torch.func` differentiates within the step is left out.
     """
-    counts: list[list[int]] = []
+    arrived: list[list[Arrival]] = []
     grad = torch.autograd.grad
     thread = threading.get_ident()
 
@@ -108,42 +122,72 @@ def counted_contributions() -> Iterator[list[list[int]]]:
         ends = [t for t in (*roots, *leaves) if isinstance(t, torch.Tensor)]
         if any(functorch.is_gradtrackingtensor(t) or functorch.is_batchedtensor(t) for t in ends):
             return grad(outputs, inputs, *args, **kwargs)
-        # Count what reaches each leaf from now on.
+        # Count what reaches each leaf from now on, and note in which order their gradients are complete.
         found = [0] * len(leaves)
+        order: dict[int, int] = {}
         position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
 
         def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
             for j, i in reached:
                 found[i] += given[j] is not None
 
-        handles: list[Any] = []
-        for node in reachable(get_gradient_edge(root).node for root in roots):
+        def note(i: int, grad: torch.Tensor) -> None:
+            order.setdefault(i, len(order))
+
+        handles: list[Any] = [leaf.register_hook(partial(note, i)) for i, leaf in enumerate(leaves)]
+        steps: list[list[tuple[int, int, int]]] = [[] for _ in leaves]
+        beginnings = [get_gradient_edge(root).node for root in roots]
+        led_from = defaultdict[Any, int](int)  # results from which a backward comes to a node, as bits
+        for bit, node in enumerate(beginnings):
+            led_from[node] |= 1 << bit
+        for node in sorted(reachable(beginnings), key=created, reverse=True):
             reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
             if reached:
                 handles.append(node.register_hook(partial(count, reached)))
+            for j, i in reached if len(roots) > 1 else ():
+                steps[i].append((created(node), j, led_from[node]))
+            for following, _ in node.next_functions if len(roots) > 1 else ():
+                led_from[following] |= led_from[node]
         # Differentiate as it was asked.
         try:
             results = grad(outputs, inputs, *args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        counts.append([n for n, result in zip(found, results, strict=True) if result is not None])
+        places = [None if result is None else order.get(i) for i, result in enumerate(results)]
+        arrived.append([*map(Arrival, found, places, map(tuple, steps))])
         return results
 
     torch.autograd.grad = counting
     try:
-        yield counts
+        yield arrived
     finally:
         torch.autograd.grad = grad
 
 
+def by_gradient(arrived: Sequence[Arrival], gradients: Sequence[Any]) -> dict[int, Arrival] | Sequence[Arrival]:
+    """The arrivals by position among the gradients of a joint graph, as traced; or as they are.
+
+    They stay as they are where gradients of subclasses of tensors are several in the graph.
+    """
+    positions = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
+    defined = [arrival for arrival in arrived if arrival.place is not None]
+    return dict(zip(positions, defined, strict=True)) if len(positions) == len(defined) else arrived
+
+
 def sharing_of(
-    counts: list[int], results: int, names: Sequence[str], shards: Collection[int], modules: Modules
+    arrived: Mapping[int, Arrival] | Sequence[Arrival],
+    results: int,
+    names: Sequence[str],
+    shards: Collection[int],
+    modules: Modules,
 ) -> Sharing:
     """Find the inputs with several contributions, and mark in the backward which of them autograd can get singly.
 
+    Mark also in which order autograd is to hand over the gradients.
+
     Args:
-        counts: what `counted_contributions` found when the joint graph was traced.
+        arrived: how the gradients came when the joint graph was traced, from `by_gradient`.
         modules: of its plan.
         results: how many of the forward's outputs belong to the step; the others are saved tensors.
         names: of the inputs, by position.
@@ -152,8 +196,12 @@ def sharing_of(
     forward, output = modules.forward, modules.backward.graph.output_node()
     gradients: Any = output.args[0]
     found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
-    if len(counts) != len(found):  # gradients of subclasses of tensors, which are several in the graph
-        return Sharing(together=(UNKNOWN,) if any(count > 1 for count in counts) else ())
+    if not isinstance(arrived, Mapping):
+        output.meta[_ARRIVED] = arrived
+        return Sharing(together=(UNKNOWN,) if any(arrival.contributions > 1 for arrival in arrived) else ())
+    inputs = [n for n in forward.graph.find_nodes(op="placeholder") if _is_primal(n)]
+    is_tensor = [isinstance(n.meta["val"], torch.Tensor) for n in inputs]
+    output.meta[_ARRIVED] = [arrived.get(i, Arrival(0, None)) for i in compress(range(len(inputs)), is_tensor)]
     # The positions of inputs that the step overwrites or returns a view of.
     made: Any = forward.graph.output_node().args[0]
     descs: Any = forward.graph.output_node().meta["desc"]
@@ -167,7 +215,8 @@ def sharing_of(
     # Autograd gets the others' contributions one by one, if the gradient is their sum.
     apart: list[Shared] = []
     together: list[Shared] = []
-    for i, count in zip(found, counts, strict=True):
+    for i in found:
+        count = arrived[i].contributions
         position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
         if count < 2 and not (position in kept and _adds_through_views(gradients[i])):
             continue
@@ -202,6 +251,20 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
     return [total, *reversed(terms)]
 
 
+def places_of(arrived: Sequence[Arrival], given: int) -> list[int | None]:
+    """The places of gradients in plain PyTorch's order where only some results are differentiated, given as bits."""
+    # A backward runs its nodes in the order of descending sequence numbers; the last of a gradient's completes it.
+    # What one node completes leaves the engine's heap in the order of slots; of three and more this is not certain.
+    last = {
+        i: min(steps)
+        for i, arrival in enumerate(arrived)
+        if arrival.place is not None
+        and (steps := [(number, -slot) for number, slot, results in arrival.steps if results & given])
+    }
+    place = {i: n for n, i in enumerate(sorted(last, key=lambda i: last[i], reverse=True))}
+    return [place.get(i) for i in range(len(arrived))]
+
+
 def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
     """The function of a module; of a backward for any subset of given and of requested gradients.
 
@@ -214,22 +277,31 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
     if not counts and not tangents:
         return whole
     gradients, length = tuple(counts), len(output.args[0])  # type: ignore[arg-type]
+    arrived: Sequence[Arrival] = output.meta.get(_ARRIVED, ())
 
     @cache
     def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Run:
         part = handing_over(module, wanted) if wanted else module
         return lower(without(part, [given[i].name for i in missing]) if missing else part)
 
+    @cache
+    def places(missing: tuple[int, ...]) -> list[int | None]:
+        if not missing:
+            return [arrival.place for arrival in arrived]
+        return places_of(arrived, sum(1 << bit for bit, i in enumerate(tangents) if i not in missing))
+
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
         if any(isinstance(inputs[i], torch.Tensor) and functorch.is_legacy_batchedtensor(inputs[i]) for i in tangents):
             raise Unsupported(_BATCH)
-        # The node that hands on what this backward returns; None outside of autograd.
-        following = getattr(_current_autograd_node(), "next_functions", ()) if counts else ()
-        fan: Any = next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None)
+        # The node that hands on contributions one by one; None outside of autograd.
+        following = getattr(_current_autograd_node(), "next_functions", ())
+        fan: Any = next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None) if counts else None
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
         missing = tuple(i for i in tangents if inputs[i] is None)
         results = (variant(wanted, missing) if wanted or missing else whole)(inputs)
+        if following and arrived:
+            hand_over_in_order(following, places(missing))
         if not wanted:
             return results
         # Leave the contributions with that node.

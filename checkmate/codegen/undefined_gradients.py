@@ -22,6 +22,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import leaf_nodes, storages, written
 from checkmate.capture.rewrite import without_dead_code
+from checkmate.codegen.writing_over import IN_PLACE_OF
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
 from checkmate.torch_internals.dispatcher import OpOverload
@@ -199,6 +200,8 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
         if node.target is aten.add.Tensor and not node.kwargs and (len(node.all_input_nodes), len(defined)) == (2, 1):
             term, total = defined[0].meta["val"], node.meta["val"]
             copy = known[defined[0]][0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
+        if copy is not None:
+            copy.meta[IN_PLACE_OF] = {*copy.meta.get(IN_PLACE_OF, ()), *storages(node)}
         known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
     output: Any = module.graph.output_node()
     results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])

@@ -47,6 +47,7 @@ aten = torch.ops.aten
 Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
+IN_PLACE_OF = "in_place_of"  # in a node's: storages of sums that are only this term, where the others are undefined
 OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
 _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Count")
 
@@ -96,6 +97,7 @@ def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
             known = given
         keys = [] if node.op == "output" else storages(node)
         found[node] = {key: known[key] if key in known else next(numbers) for key in keys}
+        found[node] |= {key: n for key in node.meta.get(IN_PLACE_OF, ()) for n in [*found[node].values()]}
         if node.op != "call_function":
             given |= found[node]
     return found

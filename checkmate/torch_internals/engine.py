@@ -12,6 +12,7 @@ NAMES = Table(
     Name("_current_graph_task_id", "torch._C", "the backward that runs"),
     Name("_will_engine_execute_node", "torch._C", "whether a gradient will be asked for"),
     Name("_engine_run_backward", "torch.autograd.graph", "the call of a backward, found on the stack"),
+    Name("AccumulateGrad", "torch:_C._functions.AccumulateGrad", "what adds to a leaf's gradient; its order is set"),
     Name("_storage_Use_Count", "torch._C", "who else holds a tensor's memory", _COUNT),
     Name("_autograd", "torch._C", "the profiler that counts bytes of one thread"),
     Name("_profiler", "torch._C", "its settings", _METER),

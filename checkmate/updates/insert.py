@@ -45,16 +45,13 @@ class Insert:
 
     def __call__(
         self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
-    ) -> set[int]:
+    ) -> None:
         """Change a joint graph of AOTAutograd in place.
 
         Args:
             given: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
             names: of the inputs, as the user knows them.
-
-        Returns:
-            Which of the gradients that are not None are results no more, by their position among these.
 
         Raises:
             Unsupported: if it is not known what a gradient belongs to, and all are looked at together; or if none
@@ -106,7 +103,6 @@ class Insert:
             self.updates.average.expect({update.parameter for _, update in found.values()})
         output.args = (tuple(results),)
         graph.lint()
-        return {n for n, i in enumerate(defined) if results[i] is None}
 
 
 @dataclass(frozen=True, eq=False)

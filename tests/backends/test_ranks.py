@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -133,6 +136,47 @@ def test_a_rank_that_never_answers_is_waited_for_so_long_only(ask: Ask, monkeypa
     ask(0, Planner(PROBLEM))
     with pytest.raises(SolverError, match="Rank 0 was to plan this step for all, and has not in 0 s"):
         ask(1, Planner(PROBLEM))
+
+
+def test_a_rank_that_ends_while_it_plans_is_missed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the signs of life that it gives no more, long before the store's timeout."""
+    monkeypatch.setattr(ranks, "_plan_for_all", lambda *args: None)  # it was killed
+    ask(0, Planner(PROBLEM))
+    monkeypatch.setattr(ranks, "SILENCE_SECONDS", 0.02)
+    with pytest.raises(
+        SolverError, match="Rank 0 was to plan this step for all, and has given no sign of life for 0 s"
+    ):
+        ask(1, Planner(PROBLEM))
+
+
+def test_a_rank_that_plans_for_long_is_waited_for(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(ranks, "SILENCE_SECONDS", 0.4)
+    ranks._store().set_timeout(timedelta(seconds=60))
+    planner, begun = Planner(PROBLEM), threading.Event()
+
+    def slowly() -> Solution:
+        begun.set()
+        time.sleep(1.2)
+        return planner()
+
+    slow = Mock(problem=PROBLEM, side_effect=slowly)
+    with ThreadPoolExecutor() as pool:
+        planned = pool.submit(ask, 0, slow)
+        assert begun.wait(60)
+        followed = ask(1, Planner(PROBLEM))
+        assert followed.origin == "rank 0"
+        assert followed.cost == planned.result().cost
+    assert "checkmate planning" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_store_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which keeps it, was killed."""
+    gone = Mock(**{"add.side_effect": dist.DistNetworkError("connection reset")})
+    monkeypatch.setattr(ranks, "_store", lambda: gone)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(SolverError, match=r"keeps it, rank 0 in most jobs, has ended .*\(connection reset\)"):
+        ranks.one_plan(Planner(PROBLEM), PROBLEM, BUDGET, method="auto", time_limit=1)
 
 
 def test_a_changed_answer_is_refused(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

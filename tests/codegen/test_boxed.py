@@ -69,3 +69,13 @@ def test_the_list_is_cleared_before_anything_runs() -> None:
     inputs = [torch.full((2,), 3.0), torch.full((2,), 5.0)]
     assert run(inputs)[0].tolist() == [15.0, 15.0]
     assert inputs == []
+
+
+def test_an_op_of_ours_that_fails_is_named_without_its_address() -> None:
+    def agree_with_ranks(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(agree_with_ranks, (graph.placeholder("x"),)),))
+    with pytest.raises(ValueError, match=r"no\n  in tests\.agree_with_ranks of the forward: "):
+        boxed(fx.GraphModule(torch.nn.Module(), graph))([M])

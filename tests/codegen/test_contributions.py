@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import checkmate
 from checkmate.backends import compilation
 from checkmate.codegen import contributions
-from checkmate.codegen.contributions import UNKNOWN, Sharing, counted_contributions, terms_of
+from checkmate.codegen.contributions import UNKNOWN, Sharing, noted_arrivals, terms_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_alike, assert_as_plain, compiled
@@ -270,8 +270,8 @@ def test_where_the_inputs_are_unknown_nothing_may_come_first(monkeypatch: pytest
         _left_by(model, compiled, train)
 
 
-def test_contributions_are_counted_as_they_come() -> None:
-    """Undefined gradients are not counted."""
+def test_gradients_are_noted_as_they_come() -> None:
+    """Undefined ones are not counted, and have no place."""
     w, v = (torch.ones(3, requires_grad=True) for _ in range(2))
 
     class Nothing(torch.autograd.Function):
@@ -283,12 +283,12 @@ def test_contributions_are_counted_as_they_come() -> None:
         def backward(ctx: Any, grad: Tensor) -> None:
             return None
 
-    with counted_contributions() as counts:
+    with noted_arrivals() as arrived:
         torch.autograd.grad([(w * w * v + Nothing.apply(v)).sum(), w.sum()], [v, w])
         torch.autograd.grad(w.sum(), [v, w], allow_unused=True)
-    assert counts == [[1, 3], [1]]
+    assert [[arrival[:2] for arrival in call] for call in arrived] == [[(1, 0), (3, 1)], [(0, None), (1, 0)]]
     torch.autograd.grad(w.sum(), w)
-    assert len(counts) == 2
+    assert len(arrived) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -246,3 +247,36 @@ SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_"]
 
 def test_two_ranks(tmp_path: Path) -> None:
     play(SCENES, RANKS, tmp_path)
+
+
+class _OfThree:
+    """Three ranks: gloo adds an element in an order that depends on where it stands in a bucket."""
+
+    def buckets_are_filled_in_order() -> None:
+        def make() -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(64, 65), nn.LayerNorm(65), nn.GELU(), nn.Linear(65, 63), nn.Linear(63, 3))
+
+        def left_by(wrapped: nn.Module) -> Any:
+            optimizer, x = torch.optim.SGD(wrapped.parameters(), lr=0.1), batch(32)[0]
+            grads = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                grads += [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+                optimizer.step()
+            return local(grads)
+
+        def hooked(model: nn.Module) -> nn.Module:
+            wrapped = DistributedDataParallel(model)
+            wrapped.register_comm_hook(None, allreduce_hook)
+            return wrapped
+
+        wraps = [DistributedDataParallel, partial(DistributedDataParallel, static_graph=True), hooked, fully_shard]
+        for wrap in wraps:
+            expected = left_by(wrap(make()))
+            assert_same_bits(left_by(wrap(_compiled(make(), "1 GB"))), expected)
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    play([_OfThree.buckets_are_filled_in_order], 3, tmp_path)

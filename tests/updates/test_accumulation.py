@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
+import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
@@ -139,3 +140,88 @@ def test_a_gradient_of_zeros(accumulate: int) -> None:
         return a.detach(), b.detach(), optimizer.state_dict()
 
     assert_as_plain(train)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.05),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=1e-3, centered=True),
+    "NAdam": lambda p: optim.NAdam(p, lr=1e-3),
+}
+
+
+def _calls(step: Any, which: range) -> None:
+    for i in which:
+        torch.manual_seed(i)
+        step(X * (i + 1), Y)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_resumed_in_mid_accumulation(make_optimizer: Callable[[Any], optim.Optimizer]) -> None:
+    """The gradients and the number of their calls are a part of the checkpoint; without the number it is refused."""
+    model, plain = classifier(), classifier()
+    optimizer, of_plain = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
+    step = planned_step(loss_of(model), optimizer, accumulate=3)
+    _calls(plain_step(loss_of(plain), of_plain, accumulate=3), range(9))
+    _calls(step, range(5))
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients, calls = [p.grad for p in model.parameters()], step.calls
+    assert calls == 2
+
+    model = classifier()
+    optimizer = make_optimizer(model.parameters())
+    step = planned_step(loss_of(model), optimizer, accumulate=3)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+    with pytest.raises(checkmate.Unsupported, match="of how many calls"):
+        step(X, Y)
+    with pytest.raises(ValueError, match="0 to 2"):
+        step.calls = 3
+    step.calls = calls
+    _calls(step, range(5, 9))
+    assert_same_bits([*model.state_dict().values()], [*plain.state_dict().values()])
+    assert step.calls == 0
+
+
+@pytest.mark.parametrize("anew", ["None", "zeros", "calls"])
+def test_rewound_in_mid_accumulation(anew: str) -> None:
+    """A call fails, a checkpoint of the last update is loaded, and the gradients so far are dropped or refused."""
+    step, model, optimizer = _made(planned_step, 3)
+    plain, of_plain, _ = _made(plain_step, 3)
+    _calls(plain, range(6))
+    _calls(step, range(3))
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _calls(step, range(8, 9))
+    with pytest.raises((IndexError, RuntimeError)):
+        step(X, torch.full_like(Y, 99))
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    for refused in (step.update, lambda: step(X, Y), lambda: step.calls):
+        with pytest.raises(checkmate.Unsupported, match="of how many calls"):
+            refused()
+    if anew == "calls":
+        step.calls = 0
+    else:
+        optimizer.zero_grad(set_to_none=anew == "None")
+    _calls(step, range(3, 6))
+    assert_same_bits([*model.state_dict().values()], [*of_plain.state_dict().values()])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zeroed_in_mid_accumulation_an_update_begins_anew(set_to_none: bool) -> None:
+    """Also where no state is loaded; gradients that are scaled in place go on."""
+    step, model, optimizer = _made(planned_step, 2)
+    _calls(step, range(1))
+    assert step.calls == 1
+    for p in model.parameters():
+        p.grad.mul_(2)  # type: ignore[union-attr]
+    assert step.calls == 1
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert step.calls == 0
+    step.update()
+    assert not optimizer.state
+    _calls(step, range(1))
+    assert step.calls == 1
