@@ -380,7 +380,12 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
                 "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
             )
-        name = getattr(node.target, "__name__", "")
+        name = getattr(node.target, "__name__", node.target)
+        if name == "ormqr" and (made := node.meta["example_value"]).is_complex() and made.requires_grad:
+            raise Unsupported(
+                f"{where(node)}: the gradient of torch.ormqr of complex numbers is traced by a formula with other last "
+                "bits. Multiply by torch.linalg.householder_product(a, tau), which is the matrix that it multiplies by."
+            )
         if not re.fullmatch(r"_foreach_\w+_", name):
             continue
         written: Any = node.args[0] if node.args else node.kwargs["self"]

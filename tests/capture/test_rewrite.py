@@ -20,7 +20,7 @@ from checkmate.capture.random_draws import draw_mask
 from checkmate.capture.rewrite import scale_mask
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.plainly import assert_as_plain, at_smallest_budget, train_as_plain
+from tests.support.plainly import assert_as_plain, assert_refused, at_smallest_budget, train_as_plain
 from tests.support.sampling import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,3 +257,14 @@ def test_the_sum_of_what_is_selected_takes_the_bytes_of_all(share: float) -> Non
     found = measure_peak(lambda: rewrite.sum_of_selected(x, mask, 0, [0], True))
     assert found.peak == 30 * 20 * (2 * 8 + 2 * 4)
     assert_same_bits(rewrite.sum_of_selected(x, mask, 0, [0], True), x[mask].sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("call", [torch.ormqr, torch.Tensor.ormqr])
+def test_the_gradient_of_complex_ormqr_is_refused_and_householder_products_are_not(call: Any) -> None:
+    x, tau, other = (torch.randn(n, dtype=torch.cfloat, requires_grad=n == (5, 3)) for n in ((5, 3), (3,), (5, 4)))
+    assert_refused(lambda: call(x * 1.5, tau, other).abs().sum(), words="householder_product")
+
+    def product(x: Tensor) -> Tensor:
+        return (torch.linalg.householder_product(x * 1.5, tau) @ other[:3]).abs().square().sum()
+
+    assert_as_plain(product, x)

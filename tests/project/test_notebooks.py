@@ -113,3 +113,11 @@ def test_a_notebook_runs(path: Path) -> None:
         return [{"picture" if "data" in output else "text" for output in of_cell} for of_cell in outputs]
 
     assert kinds(fresh) == kinds(committed)
+    for shown, again in zip(_largest_sizes(committed), _largest_sizes(fresh), strict=True):
+        assert shown >= 0.8 * again, "the committed figures are of a busy machine: run notebooks/run.py on an idle one"
+
+
+def _largest_sizes(notebook: nbformat.NotebookNode) -> list[int]:
+    """The answers of `max_batch_size`, each printed on the first line of a table."""
+    text = "\n".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
+    return [int(size) for size in re.findall(r"^largest size within .*: (\d+)$", text, re.MULTILINE)]
