@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import traceback
 
+from checkmate.errors import Unsupported
 from checkmate.torch_internals.descriptions import decompositions
 from checkmate.torch_internals.dispatcher import (
     DispatchKey,
@@ -38,6 +39,7 @@ from checkmate.torch_internals.dispatcher import (
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ForceDispatchKeyGuard,
+    functorch,
     outside_tracing,
 )
 
@@ -164,6 +166,11 @@ class _Reduction(torch.autograd.Function):
 
 
 def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if functorch.maybe_current_level() is not None:
+        raise Unsupported(
+            f"Within torch.func the gradient of {op} cannot be captured: PyTorch picks its formula by the data. Write "
+            "it by other ops: x.amax() for x.max(), x.amin() for x.min(), x.flatten().median(0).values for x.median()."
+        )
     return _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
 
 
