@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 
 _PATCHES = "checkmate.backends.compilation"  # imports all changes of PyTorch's tracing
 
@@ -65,25 +63,6 @@ def _left_as_found() -> Iterator[None]:
     before = torch and _settings(torch, patched)
     yield
     assert torch is None or _settings(torch, patched) == before
-
-
-@pytest.fixture(autouse=True)
-def _refused_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check at each refusal of a compiled step that settings and generators are as before the call."""
-    compiler, torch = sys.modules.get("checkmate.compiler"), sys.modules.get("torch")
-    if compiler is None or torch is None:
-        return
-    plain, patched = compiler.CompiledStep._guarded, _PATCHES in sys.modules
-
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = *_settings(torch, patched), random.getstate(), torch.get_rng_state().tolist()
-        try:
-            return plain(self, *args, **kwargs)
-        except compiler.Unsupported as refusal:
-            assert (*_settings(torch, patched), random.getstate(), torch.get_rng_state().tolist()) == before
-            raise refusal.with_traceback(None) from refusal.__cause__
-
-    monkeypatch.setattr(compiler.CompiledStep, "_guarded", guarded)
 
 
 def _settings(torch: Any, patched: bool) -> tuple[Any, ...]:

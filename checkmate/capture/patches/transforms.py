@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.autograd import forward_ad
 
 from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.torch_internals.dispatcher import (
@@ -34,27 +33,27 @@ def closing_levels() -> Iterator[None]:
 
     Nodes of their own enter and leave a level, and forbid hooks of saved tensors in between.
     """
-    depth, forward = len(retrieve_all_functorch_interpreters()), forward_ad._current_level
+    depth, forward = len(retrieve_all_functorch_interpreters()), _is_in_forward_mode()
     forbidden = saved_tensors_hooks._saved_tensors_hooks_get_disabled_error_message()
     try:
         yield
     except BaseException:
         for level in retrieve_all_functorch_interpreters()[depth:][::-1]:
             getattr(functorch, f"_{level.key().name.lower()}_decrement_nesting")()
-        if forward < 0:
-            _close_forward_level()
+        if not forward and _is_in_forward_mode():
+            _exit_dual_level(level=0)
         if forbidden is None:
             saved_tensors_hooks._saved_tensors_hooks_enable()
         raise
 
 
-def _close_forward_level() -> None:
-    """Leave the level of forward mode if there is one, of which PyTorch allows only one."""
+def _is_in_forward_mode() -> bool:
+    """Tell whether there is a level of forward mode; PyTorch refuses a second one."""
     try:
-        level = _enter_dual_level()
+        _exit_dual_level(level=_enter_dual_level())
     except RuntimeError:
-        level = 0
-    _exit_dual_level(level=level)
+        return True
+    return False
 
 
 def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
