@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+_PATCHES = "checkmate.backends.compilation"  # imports all changes of PyTorch's tracing
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,17 +57,38 @@ def _guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _left_as_found() -> Iterator[None]:
-    """Check that settings of all of PyTorch are as before the test: regions of autocast, gradients, types, threads."""
+    """Check that settings of all of PyTorch are as before the test, also where steps were refused in it."""
     torch = sys.modules.get("torch")
-    before = torch and _settings(torch)
+    patched = _PATCHES in sys.modules
+    before = torch and _settings(torch, patched)
     yield
-    assert torch is None or _settings(torch) == before
+    assert torch is None or _settings(torch, patched) == before
 
 
-def _settings(torch: Any) -> tuple[Any, ...]:
+def _settings(torch: Any, patched: bool) -> tuple[Any, ...]:
+    """List settings of the process; of configurations only once ``patched``, as what is patched first may set some."""
     depth = torch.autocast_increment_nesting()  # a region that nobody leaves keeps weights as they were once converted
     torch.autocast_decrement_nesting()
+    functorch, modules, dynamo = (
+        torch._C._functorch,
+        torch.nn.modules.module,
+        sys.modules["torch._dynamo"] if patched else None,
+    )
     return (
+        functorch.maybe_current_level(),
+        functorch.get_inplace_requires_grad_allowed(),
+        _has_forward_level(torch),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        [len(hooks) for name, hooks in vars(modules).items() if name.startswith("_global_") and hasattr(hooks, "keys")],
+        dynamo and dynamo.config.get_config_copy(),
+        dynamo and sys.modules["torch._functorch.config"].get_config_copy(),
         depth,
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_cache_enabled(),
@@ -74,6 +97,15 @@ def _settings(torch: Any) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
     )
+
+
+def _has_forward_level(torch: Any) -> bool:
+    """Tell whether a level of forward mode is open, of which PyTorch allows one: Python's count misses some."""
+    try:
+        torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+    except RuntimeError:
+        return True
+    return False
 
 
 @pytest.fixture

@@ -25,14 +25,21 @@ from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_w
 from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.guards import checking_guards, take_guards
 from checkmate.capture.higher_order.bodies import put_regions_in_place
-from checkmate.capture.higher_order.checkpoints import warn_of_gradients, warn_of_second_writes
+from checkmate.capture.higher_order.checkpoints import refuse_shared, warn_of_gradients, warn_of_second_writes
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import numbers_and_draws, refuse_nested, refuse_sizes_of_data
 from checkmate.capture.op_order import TracedStep
-from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
+from checkmate.capture.patches import (
+    context_variables,
+    ctc_lengths,
+    logging_calls,
+    numpy_draws,
+    small_changes,
+    transforms,
+)
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.only_our_captures import Answer
@@ -64,7 +71,9 @@ from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
 MEASURE = Measure()
-IN_PLACE = averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
+IN_PLACE = (  # once imported
+    *(averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes, transforms),
+)
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -158,6 +167,7 @@ class _Compilation:
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         refuse_products_within(module)
+        refuse_shared(module, self.names)
         warn_of_gradients(module.graph)
         for name, tensor in zip(self.names, inputs, strict=True):
             if backend.measures and is_fake(tensor):
@@ -196,7 +206,8 @@ class _Compilation:
             keep_inference_input_mutations=True,
         )
         with (
-            eager_kernels(),
+            transforms.closing_levels(),
+            eager_kernels(self.module),
             eager_strides(),
             keeping_copies(),
             inductor_config.patch(fallback_random=True),  # keeps random ops that nobody reads

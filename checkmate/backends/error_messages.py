@@ -35,9 +35,14 @@ _NO_DATA = (
     'or plan without data, with all on meta: checkmate.trace(..., profile="roofline:h100").'
 )
 _GRADIENT_WITHIN = (
-    "A gradient inside the step would be differentiated again, which a plan cannot. Return the loss, and call "
-    "torch.autograd.grad() on it outside; a penalty on gradients is computed with the plain model, whose parameters "
-    "are those of the compiled one."
+    "A gradient inside the step would be differentiated again, which a plan can by torch.func only. In place of "
+    "y = f(x); (g,) = torch.autograd.grad(y, x, create_graph=True) write g, y = torch.func.grad_and_value(f)(x); "
+    "where y is no scalar, y, back = torch.func.vjp(f, x); (g,) = back(torch.ones_like(y))."
+)
+_ASSERTS = "INTERNAL ASSERT FAILED"
+_BY_OPS = (
+    "Write it by other ops: a norm as x - x.mean(-1, keepdim=True) and so on, attention as two products and a softmax. "
+    "If the step fails without checkmate as well, that is not the reason."
 )
 _CHECKPOINTING = (
     "The plan decides what runs again: switch the model's own checkpointing off (use_checkpoint=False, "
@@ -46,6 +51,13 @@ _CHECKPOINTING = (
 _IN_CHECKPOINT, _IN_BACKWARD = "within torch.utils.checkpoint", "within a backward of the step's own"
 _OF_DATA = "a tensor has a size that depends on data"
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
+    (
+        r"is an autograd\.Function within torch\.func",
+        "Give it all that it reads by apply(), or write it by ops: x + (x.round() - x).detach() has the value of "
+        "x.round(), and the gradient of x.",
+    ),
+    (r"is differentiated by torch\.func\.jvp|derivative for \S+ is not implemented", _BY_OPS),
+    (_ASSERTS, f"That happens within torch.func. {_BY_OPS}"),
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
     (
         r"elements share memory|more than one element of the written-to tensor",
@@ -268,6 +280,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(f'{said}{around}', _ONE_GRAPH)}{hint}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     said = f"{type(inner).__name__}: {re.split('from user code|While executing %', str(inner))[0].strip()}{place}"
+    if _ASSERTS in str(inner):
+        said = f"PyTorch fails a check of its own while it traces an op.{place}"
     return Unsupported(f"Cannot compile {name}: {said}\n{_advice(str(inner), _INTERNAL)}{hint}")
 
 

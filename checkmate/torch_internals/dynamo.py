@@ -28,6 +28,8 @@ _TOLD_YES = "libraries that ask whether they are compiled compute other bits"
 _DENSE = "flex_attention that is compiled computes other bits"
 _RANKS, _FLAGS = "steps on several ranks are refused", "torch.backends.cudnn.flags is refused"
 _WHERE_USED = "it is asked where it is used"
+_FUNC = "an autograd.Function within torch.func has other gradients"
+_REENTRANT = "more reentrant checkpoints are refused"
 _NONE_REFUSED = "there is nothing to allow"
 
 NAMES = Table(
@@ -113,6 +115,8 @@ METHODS = Table(
     _method("UserFunctionVariable.call_function", _FUNCTIONS, "a call of a function of the user's", _DRAWING),
     _method("WrapperUserFunctionVariable.call_function", _FUNCTIONS, "a call of a function that is wrapped", _DENSE),
     _method("AutogradFunctionApplyVariable.call_function", _HIGHER, "a call of an autograd.Function", _LEAVES),
+    _method("CheckpointHigherOrderVariable._call_function", _HIGHER, "a call of a checkpoint", _REENTRANT),
+    _method("AutogradFunctionVariable.call_apply", _MISC, "a call of an autograd.Function's apply", _FUNC),
     _method("LoggingLoggerVariable.call_method", _MISC, "a call of a logger", _SAYING),
     _method("NumpyVariable.call_function", _MISC, "a call of a function of NumPy's", _DRAWING),
     _method("TensorVariable.nb_bool_impl", _TENSOR, "bool(x)", _WHERE_USED, "2.12", "TensorVariable.bool_impl"),

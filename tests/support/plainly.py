@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +33,21 @@ def at_smallest_budget(step: Callable[..., Any], *batch: Any) -> Any:
 
 def assert_refused(step: Callable[..., Any], *batch: Any, words: str, **options: Any) -> str:
     """Check that a step is refused in these words, which are a regular expression; return the whole message."""
-    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+    with nothing_drawn(), pytest.raises(checkmate.Unsupported, match=words) as caught:
         compiled(step, **options)(*batch)
     return str(caught.value)
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Check that the block, which is a refusal, leaves all generators as they were."""
+    before = _random_states()
+    yield
+    assert_same_bits(_random_states(), before)
+
+
+def _random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3]  # noqa: NPY002
 
 
 def verify_to_the_byte(step: Callable[..., Any], *batch: Any, budget: int | str, time_limit: float = 1) -> Any:
@@ -65,8 +78,7 @@ def outcome(
     loss = results[0] if isinstance(results, tuple) else results
     wanted = [*leaves, *(t for t in given if isinstance(t, Tensor) and t.requires_grad)]
     gradients = torch.autograd.grad(loss, wanted)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3]  # noqa: NPY002
-    return results, gradients, given, *states
+    return results, gradients, given, *_random_states()
 
 
 def assert_as_plain(

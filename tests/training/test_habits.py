@@ -33,6 +33,7 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import nothing_drawn
 from tests.support.stepping import grads_of
 
 Step = Callable[..., Tensor]
@@ -696,7 +697,7 @@ SGD, MINE, SPARSE = torch.optim.SGD(net().parameters(), 0.1), torch.Generator(),
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "backward within the step": (_backward_within, r"loss\.backward\(\)\nReturn the loss, and call backward"),
     "optimizer within the step": (_optimizer_within, "optimizer outside"),
-    "gradient penalty within the step": (_penalty_within, r"autograd\.grad\(\) on it outside|in with requires_grad_"),
+    "gradient penalty within the step": (_penalty_within, r"torch\.func\.grad_and_value|in with requires_grad_"),
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
     "a generator of one's own": (_of_input(lambda x: x + torch.randn(x.shape, generator=MINE)), "global generator"),
     "random numbers of Python": (_of_input(lambda x: x * 2 if random.gauss(0, 1) < 0.5 else x), "Draw with torch"),
@@ -711,8 +712,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
 def test_refused_with_what_to_do_instead(name: str) -> None:
     loss, words = REFUSED[name]
     model = torch.jit.script(net()) if "torch.jit" in name else net()
-    with pytest.raises(checkmate.Unsupported, match=words) as caught:
-        _compiled(lambda x, y: loss(model, x, y))(*batch())
+    given = batch()
+    with nothing_drawn(), pytest.raises(checkmate.Unsupported, match=words) as caught:
+        _compiled(lambda x, y: loss(model, x, y))(*given)
     assert "test_habits.py" in str(caught.value)
 
 

@@ -1,15 +1,17 @@
-"""Warnings about `torch.utils.checkpoint`, which capture removes, where plain PyTorch differs.
+"""Warnings and refusals about `torch.utils.checkpoint`, which capture removes, where plain PyTorch differs.
 
 Plain PyTorch runs a checkpoint again in the backward, and so it makes the writes of its beginning twice: batch norm's
 to its running statistics, and those of whatever else counts or averages. With ``use_reentrant=True`` it trains nothing
-in a checkpoint that is given no tensor with a gradient.
+in a checkpoint that is given no tensor with a gradient, and each such checkpoint has a backward of its own: it adds to
+``.grad``, and calls hooks, apart from other uses of a parameter.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +20,16 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.capture.nodes import leaf_nodes
+from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import where
+from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal
 
 log = logging.getLogger("checkmate.capture.higher_order.checkpoints")
 _CHECKPOINT = "ac_graph_id"  # in the meta of a node within a checkpoint: which one
 _RUN_AGAIN = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+_OP = torch.ops.higher_order.tag_activation_checkpoint
+_ARGUMENTS = "checkmate_arguments"  # in the meta of a checkpoint: nodes that are its arguments, and no free variables
 _NAMED = 3  # places, before the others are counted
 _said: set[str] = set()  # places that the user was told of
 
@@ -31,16 +37,79 @@ _said: set[str] = set()  # places that the user was told of
 def warn_of_gradients(graph: fx.Graph) -> None:
     """Warn, once for each, of checkpoints in Dynamo's graph that plain PyTorch does not train."""
     untrained = []
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+    for node in graph.find_nodes(op="call_function", target=_OP):
         given = [one.meta.get("example_value") for one in node.all_input_nodes]
         tensors = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
-        if node.kwargs.get("use_reentrant") and tensors and all(isinstance(one, nn.Parameter) for one in tensors):
+        if _is_reentrant(node) and tensors and all(isinstance(one, nn.Parameter) for one in tensors):
             untrained.append(node)
     _warn(
         untrained,
         "torch.utils.checkpoint with use_reentrant=True is given no tensor that needs a gradient. Plain PyTorch gives "
         "the parameters within no gradients then; the compiled step does, as without the checkpoint.",
     )
+
+
+def refuse_shared(module: fx.GraphModule, names: Sequence[str]) -> None:
+    """Refuse parameters that a reentrant checkpoint shares with another one, or with the step around it.
+
+    Args:
+        module: Dynamo's graph.
+        names: of its inputs.
+    """
+    reached = _backwards(module, None)
+    for name, leaf in zip(names, module.graph.find_nodes(op="placeholder"), strict=True):
+        regions = [region for region in reached[leaf] if region is not None]
+        if regions and len(reached[leaf]) > 1 and _needs_gradient(leaf):
+            raise Unsupported(
+                f"{where(regions[0])}: torch.utils.checkpoint with use_reentrant=True shares {name} with another "
+                "checkpoint or with what is around it. Plain PyTorch adds the gradient of each to .grad by itself, "
+                "after its hooks, and a plan adds their sum. Pass use_reentrant=False, in plain PyTorch too; or leave "
+                "the checkpoint out: the plan decides what runs again."
+            )
+
+
+def _backwards(module: fx.GraphModule, region: fx.Node | None) -> dict[fx.Node, set[fx.Node | None]]:
+    """By node, the reentrant checkpoints whose backward passes its gradient on to a leaf; None is that of the step.
+
+    ``region`` is the checkpoint that the module is the body of.
+    """
+    reached: dict[fx.Node, set[fx.Node | None]] = defaultdict(set)
+    for node in reversed(module.graph.nodes):
+        if node.op == "output" or not node.users:
+            reached[node] = {region}
+        if node.target is not _OP:
+            for given in node.all_input_nodes if _needs_gradient(node) else ():
+                reached[given] |= reached[node]
+            continue
+        body_name, *inputs = node.args
+        body: fx.GraphModule = getattr(module, str(body_name))
+        within = _backwards(body, node if _is_reentrant(node) else region)
+        for given, inner in zip(inputs, body.graph.find_nodes(op="placeholder"), strict=True):
+            # Arguments are detached, and their gradients returned to the backward around.
+            is_returned = _is_reentrant(node) and given in node.meta.get(_ARGUMENTS, ())
+            reached[given] |= {region} if is_returned else within[inner]
+    return reached
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or value.requires_grad
+
+
+def _is_reentrant(checkpoint: fx.Node) -> bool:
+    return checkpoint.kwargs.get("use_reentrant") is not False  # None means yes
+
+
+def _note_arguments(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Call a checkpoint; note which inputs of its graph are its arguments."""
+    graph: fx.Graph = tx.output.current_tracer.graph
+    before = set(graph.nodes)
+    result = plain(self, tx, args, kwargs)
+    arguments = [argument.as_proxy().node for argument in args[1:] if argument.is_tensor()]
+    for node in graph.find_nodes(op="call_function", target=_OP):
+        if node not in before:
+            node.meta[_ARGUMENTS] = arguments
+    return result
 
 
 def warn_of_second_writes(graph: fx.Graph) -> None:
@@ -77,3 +146,6 @@ def _warn(nodes: Iterable[fx.Node], what: str) -> None:
         _said.update(new)
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
         log.warning("%s%s: %s", ", ".join(new[:_NAMED]), more, what)
+
+
+follow("CheckpointHigherOrderVariable._call_function", _note_arguments)

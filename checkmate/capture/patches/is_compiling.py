@@ -20,7 +20,14 @@ from unittest.mock import patch
 
 import torch
 
-from checkmate.capture.patches.only_our_captures import Answer, Handler, answer_now, follow, follow_function
+from checkmate.capture.patches.only_our_captures import (
+    Answer,
+    Handler,
+    answer_now,
+    follow,
+    follow_function,
+    follow_skipped,
+)
 from checkmate.capture.provenance import FRAME, is_users
 from checkmate.torch_internals.dynamo import (
     BackendCompilerFailed,
@@ -28,8 +35,6 @@ from checkmate.torch_internals.dynamo import (
     TorchInGraphFunctionVariable,
     VariableTracker,
     external_is_compiling,
-    get_torch_obj_rule_map,
-    manual_torch_name_rule_map,
     mark_static_address,
     utils_is_compiling,
 )
@@ -125,9 +130,7 @@ def _install() -> None:
     TorchInGraphFunctionVariable._get_handlers()  # where there are none, the map below is left as it is
     # Libraries ask in one breath whether a stream is being recorded, which Dynamo cannot capture: none is.
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        follow_function(question, lambda plain, self, tx, *args, **kwargs: VariableTracker.build(tx, False))
-        manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
-    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
+        follow_skipped(question, lambda plain, self, tx, *args, **kwargs: VariableTracker.build(tx, False))
     for question in _QUESTIONS:
         follow_function(question, _is_compiling)
     follow("InstructionTranslatorBase.call_function", _call)

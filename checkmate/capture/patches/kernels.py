@@ -32,9 +32,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx import traceback
 
+from checkmate.errors import Unsupported
 from checkmate.torch_internals import aot
 from checkmate.torch_internals.descriptions import decompositions
 from checkmate.torch_internals.dispatcher import (
@@ -46,6 +47,7 @@ from checkmate.torch_internals.dispatcher import (
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ForceDispatchKeyGuard,
+    functorch,
     outside_tracing,
 )
 
@@ -66,15 +68,19 @@ _WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"
 
 
 @contextmanager
-def eager_kernels() -> Iterator[None]:
-    """Within the block, steps are traced to the ops, and later called with the bits, of eager PyTorch."""
+def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
+    """Within the block, a step of Dynamo's is traced to the ops, and later called with the bits, of eager PyTorch."""
     packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
     inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
     kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
     kernels[_ISTFT] = {key: partial(_istft, one) for key, one in _ISTFT.py_kernels.items()}
     kernels[_MATMUL] = {key: partial(_matmul, one) for key, one in _MATMUL.py_kernels.items()}
+    described = [n.meta.get("example_value") for n in step.graph.nodes]
+    is_complex = any(isinstance(value, Tensor) and value.is_complex() for value in described)
     for name, op in _REDUCTIONS.items():
+        if op is aten.cumprod.default and not is_complex:  # the formula for all data has eager's bits
+            continue
         kernels[op] = {**op.py_kernels, DispatchKey.Autograd: partial(_reduce, name)}
     before = {op: dict(op.py_kernels) for op in kernels}
     try:
@@ -197,6 +203,11 @@ class _Reduction(torch.autograd.Function):
 
 
 def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if functorch.maybe_current_level() is not None:
+        raise Unsupported(
+            f"Within torch.func the gradient of {op} cannot be captured: PyTorch picks its formula by the data. Write "
+            "it by other ops: x.amax() for x.max(), x.amin() for x.min(), x.flatten().median(0).values for x.median()."
+        )
     return _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from checkmate.torch_internals.dynamo import (
     InstructionTranslator,
     TorchInGraphFunctionVariable,
+    get_torch_obj_rule_map,
+    manual_torch_name_rule_map,
     wrap,
     wrap_tensor_method,
 )
@@ -74,3 +76,10 @@ def follow_function(function: Handler, ours: Handler) -> None:
         handlers[function] = only_ours(ours, handlers.get(function))
 
     put_in_place(f"torch's {function.__name__}", install)
+
+
+def follow_skipped(function: Handler, ours: Handler) -> None:
+    """Follow a function of PyTorch that Dynamo refuses to."""
+    follow_function(function, ours)
+    manual_torch_name_rule_map[f"{function.__module__}.{function.__name__}"] = TorchInGraphFunctionVariable
+    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed

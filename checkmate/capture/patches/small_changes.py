@@ -8,8 +8,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method, follow_skipped
+from checkmate.torch_internals.dispatcher import TransformType, retrieve_all_functorch_interpreters
 from checkmate.torch_internals.dynamo import (
     AttrSource,
     FakeTensorObservedException,
@@ -30,6 +32,7 @@ OPTIONS = {  # by name of the op: position of its options
     op.name(): [*inspect.signature(op.__call__).parameters].index("kernel_options")
     for op in (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
 }
+BY_JVP = "is differentiated by torch.func.jvp, which PyTorch does for tensors with data only."
 _CHANGE_SHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # methods
 
 
@@ -69,6 +72,11 @@ def _pass_over_flags(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: A
     return None if on_gpu else NullContextVariable()
 
 
+def _pass_over_early_stop(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ignore ``set_checkpoint_early_stop``: how much of a checkpoint runs again changes no number."""
+    return NullContextVariable()
+
+
 def _drop_of_nothing(plain: Handler, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Give the tensor itself for dropout of no elements, also of types without draws; None if there are elements."""
     x = kwargs.get("input", x)
@@ -90,14 +98,17 @@ def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> 
     except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
         if (reason := _reason(given, tx, error)) is None:
             raise
+        name = getattr(node.target, "__name__", node.target)
         found = re.search(r"got \w+\((.*)", str(error))  # PyTorch's own sentence
         said = (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
-        why = f"PyTorch says: {said}. {reason}"
+        why = f"{name} {reason}" if reason == BY_JVP else f"PyTorch says: {said}. {reason}"
         unimplemented(gb_type="What an op makes cannot be told", context=str(error), explanation=why, hints=[])
 
 
 def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
     """The reason why a kernel may not have this error; None if it has it too."""
+    if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
+        return BY_JVP
     tracer, root = tx.output.current_tracer, tx.output.root_tracer
     within = tracer.parent is not None  # a function of autograd, or a graph within the step's
     changes = [n.target for graph in (tracer.graph, root.graph) for n in graph.nodes if n.target in _CHANGE_SHAPES]
@@ -152,6 +163,7 @@ follow("get_fake_value", _describe)
 follow("WrapperUserFunctionVariable.call_function", _note_compiled)
 follow("UserFunctionVariable.call_function", _note_compiled)
 follow_function(torch.backends.cudnn.flags, _pass_over_flags)
+follow_skipped(set_checkpoint_early_stop, _pass_over_early_stop)
 for dropout in (torch.dropout, torch.nn.functional.dropout):
     follow_function(dropout, _drop_of_nothing)
 for whole in (torch.addcdiv, _foreach_lerp_):

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import checkmate
 from checkmate.backends.tensor_state import differing
@@ -100,3 +100,80 @@ def test_it_is_said_where_plain_pytorch_trains_nothing_in_a_checkpoint(
         checkmate.compile(step, budget="1 GB", profile="roofline:h100")(x)
     for words in ("gives the parameters within no gradients", "test_checkpoints.py:"):
         assert (words in caplog.text) == (not trains)
+
+
+_reentrant: Run = partial(checkpoint, use_reentrant=True)
+_ONE, _OTHER, _WEIGHT = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Parameter(torch.ones(8))
+
+
+def _one_twice(x: Tensor) -> Tensor:
+    return _ONE(_ONE(x).tanh())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: _reentrant(_ONE, _reentrant(_ONE, x)),
+        lambda x: checkpoint(_ONE, checkpoint(_ONE, x)),
+        lambda x: _ONE(_reentrant(_ONE, x)),
+        lambda x: _reentrant(_ONE, _checkpointed(_ONE, x)),
+        lambda x: _reentrant(lambda h: _reentrant(_ONE, _ONE(h)), x),
+        lambda x: _checkpointed(lambda h: _reentrant(_ONE, _ONE(h)), x),
+    ],
+    ids=["two", "by default", "around", "one that is none", "within one", "within one that is none"],
+)
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+def test_what_reentrant_checkpoints_share_is_refused(step: Callable[[Tensor], Tensor]) -> None:
+    """Plain PyTorch adds each use to ``.grad`` by itself, which shows in hooks, types and sums of steps."""
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(checkmate.Unsupported, match=r"test_checkpoints.py:\d+.* shares _ONE.*use_reentrant=False"):
+        checkmate.compile(lambda x: step(x).square().sum(), budget="1 GB", profile="roofline:h100")(x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: _reentrant(_ONE, _reentrant(_OTHER, x)),
+        lambda x: _reentrant(_one_twice, x),
+        lambda x: _checkpointed(_ONE, _checkpointed(_ONE, x)),
+        lambda x: _reentrant(lambda h, w: h * w, _reentrant(lambda h, w: h.sin() * w, x, _WEIGHT), _WEIGHT),
+        lambda x: _reentrant(lambda h: _reentrant(_ONE, _OTHER(h)), x),
+        lambda x: _reentrant(lambda h: _checkpointed(_one_twice, h), x),
+        lambda x: _reentrant(_ONE, x) + _ONE(x).detach() * x,
+    ],
+    ids=["two layers", "twice in one", "none is", "as an argument", "within one", "none within one", "no gradient"],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_what_one_reentrant_checkpoint_reaches_adds_up_as_plainly(step: Callable[[Tensor], Tensor], half: bool) -> None:
+    """Over two batches, with hooks, in float32 and under autocast."""
+    batches = torch.randn(2, 4, 8, requires_grad=True).unbind()
+    parameters = [*_ONE.parameters(), *_OTHER.parameters(), _WEIGHT]
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return step(x).float().square().sum()
+
+    def left_by(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        for parameter in parameters:
+            parameter.grad = None
+        hooks = [p.register_hook(lambda grad: grad.clamp(-0.5, 0.5) + 0.1) for p in parameters]
+        for x in batches:
+            run(x).backward(retain_graph=True)
+        for hook in hooks:
+            hook.remove()
+        return [p.grad for p in parameters]
+
+    run = checkmate.compile(loss, budget="1 GB", profile="roofline:h100")
+    assert_same_bits(left_by(run), left_by(loss))
+
+
+def test_how_much_of_a_checkpoint_runs_again_changes_nothing() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return _checkpointed(_OTHER, x).sum()
+
+    (expected,) = torch.autograd.grad(step(x), x)
+    (gradient,) = torch.autograd.grad(checkmate.compile(step, budget="1 GB", profile="roofline:h100")(x), x)
+    assert_same_bits(gradient, expected)

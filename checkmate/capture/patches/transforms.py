@@ -1,0 +1,107 @@
+"""Calls of an `autograd.Function` within ``torch.func.grad`` and its like, with its own backward at each level.
+
+Dynamo makes graphs of a function's forward and backward. ``torch.func`` would differentiate these, and nothing leads
+from the second to the function's inputs, so that a gradient of the gradient is lost. Of a function's own ``jvp`` and
+``vmap`` Dynamo knows nothing. So within gradients the function itself becomes a node, which AOTAutograd calls while it
+traces; Dynamo has followed it before, for its guards and its results. Within other transforms it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.patches.only_our_captures import Handler, follow
+from checkmate.torch_internals.dispatcher import (
+    TransformType,
+    _enter_dual_level,
+    _exit_dual_level,
+    functorch,
+    retrieve_all_functorch_interpreters,
+    saved_tensors_hooks,
+)
+from checkmate.torch_internals.dynamo import proxy_args_kwargs, unimplemented
+
+
+@contextmanager
+def closing_levels() -> Iterator[None]:
+    """Within the block a graph is traced; if that fails, leave the levels that its nodes have entered.
+
+    Nodes of their own enter and leave a level, and forbid hooks of saved tensors in between.
+    """
+    depth, forward = len(retrieve_all_functorch_interpreters()), _is_in_forward_mode()
+    forbidden = saved_tensors_hooks._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException:
+        for level in retrieve_all_functorch_interpreters()[depth:][::-1]:
+            getattr(functorch, f"_{level.key().name.lower()}_decrement_nesting")()
+        if not forward and _is_in_forward_mode():
+            _exit_dual_level(level=0)
+        if forbidden is None:
+            saved_tensors_hooks._saved_tensors_hooks_enable()
+        raise
+
+
+def _is_in_forward_mode() -> bool:
+    """Tell whether there is a level of forward mode; PyTorch refuses a second one."""
+    try:
+        _exit_dual_level(level=_enter_dual_level())
+    except RuntimeError:
+        return True
+    return False
+
+
+def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an `autograd.Function`; within ``torch.func`` by its own rules, or not at all."""
+    levels = {level.key() for level in retrieve_all_functorch_interpreters()}
+    if not levels or not torch.is_grad_enabled():
+        return plain(self, tx, args, kwargs)
+    if levels != {TransformType.Grad}:
+        _refuse(self, "within torch.func.jvp or vmap its own rules would be left out")
+    # What a level does not differentiate, those around it may: have Dynamo follow the backward in any case.
+    given = [x.clone(requires_grad=True) if _may_need_gradient(x) else x for x in args]
+    graph: fx.Graph = tx.output.current_tracer.graph
+    before = set(graph.nodes)
+    result = plain(self, tx, given, kwargs)
+    target = torch.ops.higher_order.autograd_function_apply
+    for node in graph.find_nodes(op="call_function", target=target):
+        if node in before:
+            continue
+        apply = _applied(self.fn_cls, flat=isinstance(node.meta["example_value"], tuple))
+        with graph.inserting_before(node):
+            called = tx.output.create_proxy("call_function", apply, *proxy_args_kwargs(args, kwargs)).node
+        if not {*node.all_input_nodes[2:]} <= {*called.all_input_nodes}:
+            _refuse(self, "it reads a tensor, or a number that changes, which it is not given: pass that to apply()")
+        called.meta.update(node.meta)
+        node.replace_all_uses_with(called)
+        graph.erase_node(node)
+    return result
+
+
+def _may_need_gradient(variable: Any) -> bool:
+    return variable.is_tensor() and (variable.dtype.is_floating_point or variable.dtype.is_complex)
+
+
+def _applied(function: Any, *, flat: bool) -> Callable[..., Any]:
+    """A call of the function, with the results of Dynamo's node for it: ``flat`` means a tuple of tensors."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        result = function.apply(*args, **kwargs)
+        if not flat:
+            return result
+        return tuple(t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor))
+
+    return apply
+
+
+def _refuse(variable: Any, why: str) -> None:
+    explanation = f"{variable.fn_cls.__name__} is an autograd.Function within torch.func, and {why}."
+    unimplemented(gb_type="A function of autograd within torch.func", context="", explanation=explanation, hints=[])
+
+
+follow("AutogradFunctionVariable.call_apply", _call_apply)

@@ -1,0 +1,194 @@
+"""Functions of autograd within torch.func have their own gradients, and a refusal leaves no level open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, grad_and_value, jacrev, jvp, vjp, vmap
+
+import checkmate
+from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, assert_refused, compiled
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+W, V = nn.Parameter(torch.linspace(-1, 1.5, 16)), torch.linspace(0.2, 1, 64).view(4, 16)
+FACTOR = 2.0
+FACTORS = torch.linspace(1, 2, 16)
+
+
+class _Scaled(torch.autograd.Function):
+    """A sine with three times its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * 3
+
+
+class _Rounded(_Scaled):
+    forward = staticmethod(lambda x: x.round())
+    backward = staticmethod(lambda ctx, grad: grad)
+    jvp = staticmethod(lambda ctx, tangent: tangent)
+
+
+class _OfItsResult(_Scaled):
+    """An exponential that saves its result."""
+
+    forward = staticmethod(lambda x: x.exp())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y / 2
+
+
+class _OfTwo(_Scaled):
+    """Two results with gradients, and one without, of two tensors and a number."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x * y, x > 0, x.sin() * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], inputs[2], output[2])
+        ctx.mark_non_differentiable(output[1])
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any, other: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, y, sine = ctx.saved_tensors
+        return grad * y + other * sine * ctx.factor, None, grad * x * 2
+
+
+class _Reading(_Scaled):
+    """Reads a tensor that it is not given."""
+
+    backward = staticmethod(lambda ctx, grad: grad * FACTORS)
+
+
+class _OfAGlobal(_Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos() * FACTOR
+
+
+class _WithVmap(_Scaled):
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, Any]:
+        return _Scaled.apply(x) * 2, dims[0]
+
+
+def _with_factor(factor: float) -> Callable[[Tensor], Tensor]:
+    class Closure(_Scaled):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0].cos() * factor
+
+    return Closure.apply
+
+
+def _of_two(x: Tensor) -> Tensor:
+    product, positive, sine = _OfTwo.apply(x, 2.5, x * 2)
+    return product + sine * positive
+
+
+def _losses(f: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Steps that differentiate a function for its input, for what a level does not differentiate, and twice."""
+    of_energy: Any = lambda x: grad_and_value(lambda t: f(t * W).square().sum())(x)  # noqa: E731
+    pulled_back: Any = lambda x: vjp(lambda t: f(t * W), x)  # noqa: E731
+    return {
+        "grad": lambda x: grad(lambda t: f(t * W).square().sum())(x).square().mean(),
+        "of a weight": lambda x: grad(lambda t: (f(W * 2) * t).square().sum())(x).square().mean(),
+        "grad_and_value": lambda x: of_energy(x)[0].square().sum() + of_energy(x)[1],
+        "vjp": lambda x: pulled_back(x)[1](V)[0].square().sum(),
+        "twice": lambda x: grad(lambda s: grad(lambda t: f(t * W * s).sum())(x).square().sum())(x).square().mean(),
+        "jacrev": lambda x: jacrev(lambda t: f(t * W))(x[0]).square().mean(),
+    }
+
+
+@pytest.mark.parametrize(
+    "f",
+    [_Scaled.apply, _OfItsResult.apply, _of_two, _with_factor(0.7)],
+    ids=["scaled", "of its result", "of two", "closure"],
+)
+def test_a_function_of_autograd_keeps_its_backward_within_gradients(f: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+    for loss in _losses(f).values():
+        assert_as_plain(loss, x, leaves=[W], budget="1 GB")
+
+
+def test_a_number_that_a_backward_reads_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+
+    def step(x: Tensor) -> Tensor:
+        return grad(lambda t: _OfAGlobal.apply(t * W).sum())(x).square().sum()
+
+    run = assert_as_plain(step, x, leaves=[W], budget="1 GB")
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert_as_plain(step, x, leaves=[W], run=run)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: sum(jvp(lambda t: _Rounded.apply(t * W), (x,), (V,))), "_Rounded is an autograd.Function within"),
+        (lambda x: sum(jvp(lambda t: _Scaled.apply(W * 2) * t, (x,), (V,))), "_Scaled is an autograd.Function within"),
+        (lambda x: vmap(lambda t: _WithVmap.apply(t * W))(x), "_WithVmap is an autograd.Function within"),
+        (lambda x: grad(lambda t: _Reading.apply(t * W).sum())(x), "reads a tensor, or a number that changes"),
+        (lambda x: grad(lambda t: (t * W).max())(x), "Within torch.func the gradient of aten.max.default"),
+        (lambda x: sum(jvp(nn.LayerNorm(16), (x * W,), (V,))), "layer_norm is differentiated by torch.func.jvp"),
+        (lambda x: sum(jvp(nn.GroupNorm(4, 16), (x * W,), (V,))), "group_norm is differentiated by torch.func.jvp"),
+    ],
+)
+def test_what_cannot_be_followed_within_torch_func_is_refused(step: Callable[[Tensor], Tensor], words: str) -> None:
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+    said = assert_refused(lambda x: step(x).square().sum(), x, words=words, budget="1 GB")
+    assert "rite it by" in said
+    assert "please report" not in said
+
+
+def _of_attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], x[None])
+
+
+def _failing(x: Tensor) -> Tensor:
+    """An op that is traced at a level, and then refused."""
+    return x.max() * x
+
+
+@pytest.mark.parametrize("f", [_of_attention, _failing])
+def test_a_refusal_leaves_no_level_open(f: Callable[[Tensor], Tensor]) -> None:
+    """Levels are entered by nodes of the graph; the fixture of all tests compares them before and after each."""
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+    steps = {
+        "jvp": lambda x: sum(jvp(f, (x * W,), (V,))).sum(),
+        "grad": lambda x: grad(lambda t: f(t * W).sum())(x).sum(),
+        "vjp": lambda x: vjp(f, x * W)[1](torch.ones_like(f(x)))[0].sum(),
+        "vmap": lambda x: vmap(grad(lambda t: _failing(t * W).sum()))(x).sum(),
+    }
+
+    for step in steps.values():
+        with contextlib.suppress(checkmate.Unsupported):  # what can be followed differs by version
+            compiled(step, budget="1 GB")(x)
+        assert_same_bits(jvp(torch.sin, (x,), (V,)), (x.sin(), x.cos() * V))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert (x * W).sum().requires_grad
