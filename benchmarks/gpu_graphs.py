@@ -21,13 +21,14 @@ import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.graphs import DEVICE, GRAPHS
+from checkmate.core.problem import Problem
 from checkmate.solvers.search.min_budget import ends_of
 
 KINDS = ("float32", "bfloat16")
 
 
-def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[Row]:
-    """Trace one network in one type, and find its smallest budgets."""
+def traced(name: str, kind: str = "float32", device: str = DEVICE) -> Problem:
+    """Trace one network in one type, with the ops that the device runs and estimates of their costs."""
     torch._dynamo.reset()
     with torch.device("meta"):
         step, batch = GRAPHS[name]()
@@ -37,10 +38,15 @@ def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[
             loss: Tensor = step(*batch)
             return loss
 
+    return checkmate.trace(typed, *batch, profile=f"roofline:{device}")
+
+
+def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[Row]:
+    """Trace one network in one type, and find its smallest budgets."""
     began = time.perf_counter()
     row: Row = {"network": name, "kind": kind, "device": device}
     try:
-        whole = checkmate.trace(typed, *batch, profile=f"roofline:{device}")
+        whole = traced(name, kind, device)
     except checkmate.Unsupported:
         yield {**row, "refused": True}
         return

@@ -2,8 +2,8 @@
 
     python -m benchmarks.solve.picture [--out PATH]
 
-The step is that of `benchmarks/problems/gpt2-12.json.gz`, with costs estimated for an H100, and its plan is that of the
-rows of `benchmarks.solve` at 50%. It is drawn by `checkmate.plot.memory`.
+The step has the ops that an H100 runs, with estimated costs, as in the rows of `benchmarks.gpu_graphs` in float32. It
+is drawn by `checkmate.plot.memory`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.common.rows import documented
 from benchmarks.common.runner import RESULTS
-from benchmarks.solve.comparison import load
+from benchmarks.gpu_graphs import traced
 from checkmate import plot
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
@@ -43,7 +43,7 @@ def main() -> None:
     parser = documented(__doc__)
     parser.add_argument("--out", type=Path, default=PATH, help="the picture")
     out = parser.parse_args().out
-    problem = load(NETWORK)
+    problem = traced(NETWORK)
     plain = solve(problem, problem.keep_all_peak, method="checkpoint-all")
     planned = solve(problem, int(SHARE * problem.keep_all_peak), progress=False)
     figure = draw(planned, plain).figure
