@@ -186,7 +186,7 @@ CHAIN = checkmate.Problem.from_dag(DEPS, [1] * 16, [8] * 16, forward=9)  # from 
 
 
 def planned(budget: int, *more: int) -> Solution:
-    planner = Planner(Options(budget=budget, cache=False))
+    planner = Planner(Options(budget=f"{budget} B", cache=False))
     return plan_in_blocks(planner.plan, CHAIN, Stand(budget, *more))[0]
 
 

@@ -39,7 +39,9 @@ def _make_batch(n: int, device: str = "meta") -> Tensor:
 
 def _search(budget: int | str = BUDGET, **options: Any) -> LargestBatch:
     settings: dict[str, Any] = {"make_step": _make_step, "make_batch": _make_batch, "time_limit": 10, **options}
-    return max_batch_size(**{"profile": ROOFLINE, "budget": budget, **settings})
+    return max_batch_size(
+        **{"profile": ROOFLINE, "budget": f"{budget} B" if isinstance(budget, int) else budget, **settings}
+    )
 
 
 @pytest.fixture
