@@ -39,6 +39,7 @@ from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_
 from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
+from checkmate.core.solution import format_gap
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
 from checkmate.torch_internals.aot import _is_primal
@@ -254,7 +255,7 @@ class CaptureCache:
             if len(backend.running) == planned:
                 return "capturing"
             known = backend.running[-1].known
-            return f"training; planning goes on, gap {known.gap:.2%}" if known.goes_on else "first run"
+            return f"training; planning goes on, gap {format_gap(known.gap)}" if known.goes_on else "first run"
 
         try:
             ours = backend.capturing(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -297,9 +297,12 @@ class _Compilation:
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
+        name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
+
         def pose(joint: Joint) -> Problem:
             problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            return step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
+            problem = step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
+            return replace(problem, name=name)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 
