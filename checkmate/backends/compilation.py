@@ -38,6 +38,7 @@ from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.results import averages_by_count
 from checkmate.capture.patches.results.strides import eager_strides
+from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
@@ -134,10 +135,10 @@ class Backend:
             one.end()
         self.running[:] = [one for one in self.running if one not in running]
 
-    @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """Compile a captured graph, as `torch.compile` asks for it."""
-        return _Compilation(self, module, inputs).function()
+        with showing(traced_since_now("tracing")):
+            return _Compilation(self, module, inputs).function()
 
 
 class _Compilation:

@@ -45,6 +45,7 @@ PATCHES = (
     Patch("small_changes", OURS, "calls of compiled functions", "their flex_attention is one kernel"),
     Patch("small_changes", OURS, "the description of results", "some fail that kernels make"),
     Patch("small_changes", PROCESS, "shortcuts past guards", "they miss a parameter that is frozen later"),
+    Patch("traced_ops", PROCESS, "tracers, as they make nodes", "the status line counts the ops of a long capture"),
     Patch("results.averages_by_count", OURS, "batch norms with momentum=None", "each step counts with another number"),
     Patch("results.strides", WITHIN, "AOTAutograd's form of writes in place", "a write leaves strides as they are"),
     Patch("results.strides", PROCESS, "descriptions of some twenty kernels", "the strides of their results"),
