@@ -130,7 +130,8 @@ def rows(name: str, times: float, share: float, time_limit: float) -> Iterator[R
     torch.set_num_threads(1)
     _, step, batch = KNOWN[name].make(0)
     problem = checkmate.trace(step, *batch)
-    least, most = checkmate.min_budget(problem).peak, problem.keep_all_peak
+    most = problem.keep_all_peak
+    least = most if share == 1 and not times else checkmate.min_budget(problem).peak
     budget = int(times * least) if times else budget_at(share, least, most)
     at: Row = {"times": times, "smallest": least} if times else {"share": share}
     about = {"model": name, **at, "budget": budget, "time_limit": time_limit, "threads": 1, "own_seconds": True}
