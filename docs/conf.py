@@ -6,18 +6,21 @@ Notebooks are rendered with what they show, and run nowhere here. The page of a 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from torch import Tensor, nn
 
 import checkmate
 
 project = "checkmate"
 release = version = checkmate.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
@@ -31,8 +34,10 @@ html_title = "checkmate"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_math_renderer = "mathml"  # drawn by the browser: no script, no network
 HERE = Path(__file__).parent
 MADE = HERE / "made"  # copies of what is pages, too, though it lies elsewhere in the repository
+TAG = re.compile(r"\\tag\{([^}]*)\}")  # of a formula
 COPIED = {"notebooks": ("*.ipynb",), "benchmarks/results": ("*.md", "*.png", "peers/*.png")}
 
 
@@ -81,8 +86,20 @@ def follow_links(app: Any, page: str, text: list[str]) -> None:
             text[0] = text[0].replace(f"](../{folder}/", f"](made/{folder}/")
 
 
+def write_math(writer: Any, node: Any) -> None:
+    """Write a formula as MathML, with its tag at the right."""
+    tex, is_block = node.astext(), isinstance(node, nodes.math_block)
+    formula = tex2mathml(TAG.sub("", tex), as_block=is_block)
+    tags = "".join(f'<span class="eqno">({tag})</span>' for tag in TAG.findall(tex))
+    writer.body.append(
+        f'<div class="math-wrapper"><div class="math">{formula}{tags}</div></div>' if is_block else formula
+    )
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
+    app.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
     app.connect("config-inited", copy_pages)
     app.connect("source-read", follow_links)
     app.connect("build-finished", write_plan)

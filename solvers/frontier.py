@@ -19,7 +19,7 @@ import numpy as np
 from checkmate.core.answer import Column, Listed, Table, record, table
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.solution import Solution, Status, check_problem
+from checkmate.core.solution import Solution, Status, check_problem, format_gap
 from checkmate.errors import CheckmateError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import again, contradicts
@@ -78,7 +78,7 @@ FIGURES = (  # the columns of a table of rows that hold no text but the method
     Column("step", "cost", format_seconds),
     Column("recomputed", lambda row: None if row.peak is None else row.overhead, "{:.2%}".format),
     Column("bound", "bound", format_seconds),
-    Column("gap", "gap", "{:.2%}".format),
+    Column("gap", "gap", format_gap),
     Column("solved in", "seconds", format_seconds),
 )
 

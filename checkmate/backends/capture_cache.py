@@ -39,6 +39,8 @@ from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_
 from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
+from checkmate.capture.patches.traced_ops import traced_since_now
+from checkmate.core.solution import format_gap
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
 from checkmate.torch_internals.aot import _is_primal
@@ -69,7 +71,7 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     run = _compiled(_copy_of(fn), backend)
 
     def capturing(*args: Any, **kwargs: Any) -> Any:
-        with showing("capturing"), backend.capturing(Call((fn, args, kwargs))), collecting_seldom():
+        with showing(traced_since_now("capturing")), backend.capturing(Call((fn, args, kwargs))), collecting_seldom():
             return run(*args, **kwargs)
 
     return capturing
@@ -250,11 +252,13 @@ class CaptureCache:
         own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
 
+        capturing = traced_since_now("capturing")
+
         def doing() -> str:
             if len(backend.running) == planned:
-                return "capturing"
+                return capturing()
             known = backend.running[-1].known
-            return f"training; planning goes on, gap {known.gap:.2%}" if known.goes_on else "first run"
+            return f"training; planning goes on, gap {format_gap(known.gap)}" if known.goes_on else "first run"
 
         try:
             ours = backend.capturing(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -45,6 +45,7 @@ from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.results import averages_by_count
 from checkmate.capture.patches.results.strides import eager_strides
+from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.rewrite import prepare
 from checkmate.capture.sharded.shards import Shards, local
@@ -143,10 +144,10 @@ class Backend:
             one.end()
         self.running[:] = [one for one in self.running if one not in running]
 
-    @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """Compile a captured graph, as `torch.compile` asks for it."""
-        return _Compilation(self, module, inputs).function()
+        with showing(traced_since_now("tracing")):
+            return _Compilation(self, module, inputs).function()
 
 
 class _Compilation:
@@ -308,9 +309,12 @@ class _Compilation:
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
 
+        name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
+
         def pose(joint: Joint) -> Problem:
             problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            return step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
+            problem = step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
+            return replace(problem, name=name)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 

@@ -92,9 +92,9 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
     (
         rf"(autograd\.grad|Tensor\.backward|`backward`|requires_grad_\(\) call)[\s\S]*{_IN_BACKWARD}",
-        f"A backward within a backward of the model's own is checkpointing, as a rule. {_CHECKPOINTING} In place "
-        "of odeint_adjoint call odeint; of a reversible block call the halves in plain PyTorch, without the Function: "
-        "the plan does the rest.",
+        "In place of odeint_adjoint call odeint; of a reversible block call the halves in plain PyTorch, without the "
+        "Function: the plan does the rest. Another backward within a backward of the model's own is checkpointing, as "
+        f"a rule. {_CHECKPOINTING}",
     ),
     (rf"torch/utils/checkpoint\.py|context_fn|side.?effect[\s\S]*{_IN_CHECKPOINT}", _CHECKPOINTING),
     (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),

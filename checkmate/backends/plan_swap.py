@@ -31,7 +31,7 @@ from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.emit import is_unchecked
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
@@ -70,7 +70,9 @@ class Planning:
 
     def __str__(self) -> str:
         ends = "goes on" if self.goes_on else self.failure or "has ended"
-        return f"step {format_seconds(self.cost)}, gap {self.gap:.2%} after {format_seconds(self.seconds)}; {ends}"
+        return (
+            f"step {format_seconds(self.cost)}, gap {format_gap(self.gap)} after {format_seconds(self.seconds)}; {ends}"
+        )
 
 
 class SwappablePlan:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkmate.backends.tensor_state import tensors_within
+from checkmate.backends.tensor_state import modules_within, tensors_within
 from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import Joint
@@ -61,6 +61,21 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     if memory is None:
         return problem
     return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, over, memory.begin))
+
+
+def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> str:
+    """The name of a step: the classes of its modules with parameters, else its function, and its optimizers.
+
+    Args:
+        reach: the function, its arguments and its keywords; empty: the step is unknown.
+    """
+    if not reach:
+        return ""
+    fn, args, _ = reach
+    modules = [fn] if isinstance(fn, torch.nn.Module) else modules_within((fn, args))
+    kinds = [type(module).__name__ for module in modules if next(module.parameters(), None) is not None]
+    step = " and ".join(dict.fromkeys(kinds)) or getattr(fn, "__name__", type(fn).__name__)
+    return " with ".join([step, *dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)])
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0, state: int = 0) -> Problem:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from checkmate.backends.planner import Bytes
 from checkmate.core.answer import Listed, Table
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, format_gap
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.source import Choice, source_of
 from checkmate.solvers.frontier import solve_all
@@ -68,7 +68,7 @@ class MeshSweep(Listed[MeshPoint]):
                 rows.append((*where, "no plan", "", "", "", ""))
                 continue
             rate, step = f"{point.throughput:.4g}", format_seconds(point.seconds)
-            rows.append((*where, rate, step, f"{point.overhead:+.2%}", f"{point.gap:.2%}", format_bytes(point.peak)))
+            rows.append((*where, rate, step, f"{point.overhead:+.2%}", format_gap(point.gap), format_bytes(point.peak)))
         heads = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
         yield Table(heads, rows, {*heads[1:]})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from checkmate.core.answer import Column, Listed, Table, record, table
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, format_gap
 from checkmate.units import format_bytes, format_seconds
 
 
@@ -108,7 +108,7 @@ _COLUMNS = (
     Column("step", "seconds", format_seconds),
     Column("recomputed", "overhead", "{:.2%}".format),
     Column("peak", "peak", format_bytes),
-    Column("gap", "gap", "{:.2%}".format),
+    Column("gap", "gap", format_gap),
     Column("figures", lambda point: "traced" if point.traced else "estimated"),
 )
 _NEXT = {

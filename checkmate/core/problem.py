@@ -89,6 +89,7 @@ class Problem:
     codegen: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
     rules: tuple[Rule, ...] = ()  # obeyed by every plan; put here by `checkmate.core.rules.with_rules`
     host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
+    name: str = ""  # of the step in words, such as "GPT2 with AdamW"; empty: unknown
     splits: tuple[str, ...] = ()  # the parts it runs in, in words; not in files
     next_split: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
@@ -325,6 +326,7 @@ class Problem:
             "resident_bytes": self.resident,
             "source": self.profile.source,
             "estimated": self.profile.estimated,
+            **({"name": self.name} if self.name else {}),
             **({"state_bytes": self.profile.state_bytes} if self.profile.state_bytes else {}),
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
             **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
@@ -363,7 +365,7 @@ class Problem:
             state = document.get("state_bytes", 0)
             profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways, state_bytes=state)
             host = Host(**document["host"]) if "host" in document else None
-            return cls(graph, profile, rules=tuple(rules), host=host)
+            return cls(graph, profile, rules=tuple(rules), host=host, name=document.get("name", ""))
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:

@@ -21,6 +21,15 @@ from checkmate.units import format_bytes, format_seconds
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
 
+def format_gap(gap: float, at_most: bool = False) -> str:
+    """Write a gap as a share; one that is not closed but rounds to zero as ``< 0.01%``, after "at most" as ``0.01%``.
+
+    >>> format_gap(0.0123), format_gap(1e-5), format_gap(1e-5, at_most=True), format_gap(0.0)
+    ('1.23%', '< 0.01%', '0.01%', '0.00%')
+    """
+    return f"{'' if at_most else '< '}0.01%" if OPTIMAL_GAP < gap < 5e-5 else f"{gap:.2%}"
+
+
 class Status(Enum):
     """The outcome of a solve, with its meaning in words.
 
@@ -188,7 +197,7 @@ class Solution:
             facts += [
                 ("peak", f"{format_bytes(self.peak)} ({self.peak / keep_all:.1%} of keeping all)"),
                 ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} {self.spent_on})"),
-                ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
+                ("bound", f"{format_seconds(self.bound)} (gap {format_gap(self.gap)})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
                 *(("in parts", text) for text in self.problem.splits),
             ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from checkmate.core.answer import Column, Printed, Table, table
-from checkmate.core.solution import Solution, check_solution
+from checkmate.core.solution import Solution, check_solution, format_gap
 from checkmate.inspection.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
@@ -63,7 +63,7 @@ class Addresses(Printed):
         over = sum(box.over != "" for box in self.boxes)
         if over:
             yield "in place", f"{over} of them are written over another, in its place"
-        proof = "no placement is lower" if self.height == self.bound else f"gap {self.gap:.2%}"
+        proof = "no placement is lower" if self.height == self.bound else f"gap {format_gap(self.gap)}"
         yield "bound", f"{format_bytes(self.bound)} ({proof})"
 
     def _tables(self) -> Iterator[Table]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from checkmate.core.solution import format_gap
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import ROLES
 from checkmate.plot.style import ROLE_STYLES, axes_of
@@ -44,7 +45,7 @@ def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
     ax.axhline(placed.bound, color="black", ls=(0, (8, 3)), lw=1.2, label="most alive at one moment")
     ax.set(xlim=(0, 1 + max(box.last for box in placed.boxes)), ylim=(0, 1.05 * placed.height or 1))
     ax.yaxis.set_major_formatter(EngFormatter(unit="B"))
-    proof = "as low as can be" if placed.gap == 0 else f"at most {placed.gap:.2%} could be saved"
+    proof = "as low as can be" if placed.gap == 0 else f"at most {format_gap(placed.gap, True)} could be saved"
     title = f"An arena of {format_bytes(placed.height)}, {proof}"
     ax.set(xlabel="executions of ops, in order", ylabel="address in the arena, in bytes", title=title)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -12,7 +13,7 @@ import numpy as np
 
 from checkmate.core.plan import Start
 from checkmate.core.schedule import KIND
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Solution, Status, format_gap
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import Timeline
 from checkmate.units import format_bytes, format_seconds
@@ -34,6 +35,14 @@ ABOUT_ROLES = {
     "gradients": "first copies of what the backward makes",
     "workspace": "of the op that runs",
 }
+
+
+def title(solution: Solution) -> str:
+    """The title of the page: the step, its budget, and the source of its costs."""
+    problem = solution.problem
+    source = re.split("[,;]", problem.profile.source)[0]
+    costs = "" if source == "given" else f", {source}"
+    return f"checkmate: {problem.name or 'a step'} within {format_bytes(solution.budget)}{costs}"
 
 
 def summary(solution: Solution) -> str:
@@ -77,7 +86,8 @@ def summary(solution: Solution) -> str:
         return text + f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
     return text + (
         f"It is proven that every schedule within the budget ({KIND}) takes at least "
-        f"{format_seconds(solution.bound)}, so another one could save at most {solution.gap:.2%} of the step."
+        f"{format_seconds(solution.bound)}, so another one could save at most "
+        f"{format_gap(solution.gap, True)} of the step."
     )
 
 
@@ -97,12 +107,14 @@ def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
     steps = f"{format_seconds(solution.cost)} a step, {format_seconds(problem.keep_all_cost)} with each op once"
     only = solution.spent_on == "recomputation"
     why = again if only else f"{again}; {solution.spent_on}"
+    if guessed := len(problem.profile.estimated):
+        steps = f"estimated{'' if guessed == ops else f' for {guessed:,} of the ops'}, {steps}"
     yield "Recomputation" if only else "Time added", f"{solution.overhead:+.2%}", f"{steps}: {why}"
     if solution.status is Status.OPTIMAL:
         proof = "proven: no schedule within the budget takes less time"
     else:
         proof = "of the step is the most that a better schedule could save: proven"
-    yield "Gap", f"{solution.gap:.2%}", proof
+    yield "Gap", format_gap(solution.gap), proof
 
 
 def facts(solution: Solution) -> Iterator[tuple[str, str]]:
@@ -189,7 +201,7 @@ def addresses_text(placed: Addresses) -> str:
     """Describe the picture of the addresses."""
     alive = format_bytes(placed.bound)
     places = "" if not any(box.over for box in placed.boxes) else " What is written over a value takes over its place."
-    low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
+    low = "no arena is lower" if placed.gap == 0 else f"at most {format_gap(placed.gap, True)} of it could be saved"
     return (
         f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
         f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}."

@@ -26,7 +26,6 @@ from checkmate.inspection.addresses import addresses
 from checkmate.inspection.difference import same_problem
 from checkmate.inspection.peak import explain_peak
 from checkmate.inspection.timeline import timeline
-from checkmate.units import format_bytes
 from checkmate.version import __version__
 from checkmate.webpage import captions
 from checkmate.webpage.page_data import page_data
@@ -113,7 +112,7 @@ def report(
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     page = environment.from_string(_part("page.html")).render(
         _visible(said),
-        title=f"checkmate: a step within {format_bytes(solution.budget)}",
+        title=_visible(captions.title(solution)),
         version=__version__,
         style=Markup(style),
         style_hash=_hash(style),

@@ -22,7 +22,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import Usage
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.common.schedules import as_matrix, cost_of, peak_of
 from checkmate.solvers.common.task import Task
@@ -195,7 +195,7 @@ class Incumbent:
         return peak <= self.task.budget
 
     def _plan(self) -> str:
-        return "no plan yet" if self.best is None else f"step {self._over(self.cost)}, gap {self.gap:.2%}"
+        return "no plan yet" if self.best is None else f"step {self._over(self.cost)}, gap {format_gap(self.gap)}"
 
     def _over(self, seconds: float) -> str:
         return f"{seconds / (self.task.problem.keep_all_cost or 1.0) - 1:+.2%}"

@@ -56,8 +56,8 @@ def test_one_device() -> None:
 
 def test_what_is_held_counts_as_resident() -> None:
     problem = checkmate.Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[10, 20], resident_bytes=1000)
-    assert with_what_is_held(problem, None) is problem
-    assert with_what_is_held(problem, 800) is problem
+    assert with_what_is_held(problem, None).resident == 1000
+    assert with_what_is_held(problem, 800).resident == 1000
     held = with_what_is_held(problem, 4000)
     assert held.resident == 4000
     assert held.keep_all_peak == problem.keep_all_peak + 3000

@@ -18,6 +18,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.inspection.timeline import timeline
+from checkmate.webpage import captions
 from tests.support.all_plans import random_chain_with_links
 from tests.support.by_hand import plan_of, schedule_of, solution_of
 from tests.support.sampling import in_turn
@@ -65,6 +66,15 @@ def test_gap_and_overhead() -> None:
     free = solution_of(Problem.from_dag([[]], [0.0], [0]), budget=1)  # of no seconds and no bytes
     assert (free.gap, free.overhead) == (0.0, 0.0)
     assert "peak       0 B (0.0% of keeping all)" in str(free)
+
+
+def test_a_gap_that_is_not_closed_is_never_written_as_zero() -> None:
+    nearly = replace(FOUND, bound=FOUND.cost * (1 - 1e-5))
+    assert "(gap < 0.01%)" in str(nearly)
+    assert ("Gap", "< 0.01%") in [tile[:2] for tile in captions.answer(nearly)]
+    assert "could save at most 0.01% of the step" in captions.summary(nearly)
+    assert "(gap 0.01%)" in str(replace(FOUND, bound=FOUND.cost * (1 - 1e-4)))
+    assert "(gap 0.00%)" in str(replace(FOUND, bound=FOUND.cost))
 
 
 def test_every_status_says_what_it_means() -> None:

@@ -7,7 +7,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 import checkmate
 from checkmate import statusline
+from checkmate.backends import capture_cache, compilation
+from checkmate.capture.patches import traced_ops
 from checkmate.statusline import hidden, showing
 
 pytestmark = pytest.mark.wall_clock
@@ -112,11 +114,43 @@ def test_the_first_call_shows_each_of_its_parts(caplog: pytest.LogCaptureFixture
         step(torch.ones(7, 30)).backward()
         assert screen.getvalue() == shown
     assert "| capturing" in shown
+    assert "| tracing" in shown
     ops = sum(op.target != "autograd" for op in step.plans[0].problem.graph.ops)
     (todo,) = {int(todo) for todo in re.findall(r"\| measuring \d+ of (\d+) ops", shown)}
     assert len(net) < todo <= ops  # equal ones are measured once
     assert all(len(line) <= 60 for line in screen.lines())
     assert caplog.records == []
+
+
+def test_a_long_capture_says_what_it_is_at_and_how_many_ops_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a loop of 40 products, with a clock that is half a minute on once a part of the work has begun."""
+    now, texts = 0.0, dict[str, str]()
+    weight = torch.ones(3, 3, requires_grad=True)
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):
+            x = x @ weight
+        return x.sum()
+
+    @contextmanager
+    def looking(text: Callable[[], str], **options: Any) -> Iterator[None]:
+        nonlocal now
+        first = text()
+        now += traced_ops.AFTER_SECONDS
+        try:
+            yield
+        finally:
+            texts[first] = text()
+
+    monkeypatch.setattr(traced_ops.time, "perf_counter", lambda: now)
+    for module in (capture_cache, compilation):
+        monkeypatch.setattr(module, "showing", looking)
+    problem = checkmate.trace(loop, torch.ones(3, 3), profile="roofline:h100")
+    counts = {name: int(text.removeprefix(f"{name}: ").removesuffix(" ops so far")) for name, text in texts.items()}
+    forward, ops = problem.graph.forward_length, len(problem.graph.ops)
+    assert [*counts] == ["tracing", "capturing"]
+    assert ops <= counts["tracing"] < 1.5 * ops
+    assert forward - 1 <= counts["capturing"] - counts["tracing"] < 1.5 * forward  # less the loss's gradient
 
 
 def test_a_search_for_the_largest_batch_is_one_line() -> None:

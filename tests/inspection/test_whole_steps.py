@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import checkmate
+from checkmate.backends.step_problem import step_name
 from checkmate.inspection.peak import explain_peak
 from checkmate.training import TrainingStep
+from checkmate.webpage import captions
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn
 
@@ -55,6 +59,44 @@ def test_updates_are_named() -> None:
     (row,) = (row for row in found.pinned if row.why.startswith("updates ") and "0.0.weight" in row.why)
     assert (row.target, row.phase) == ("checkmate.update_parameter", "backward")
     assert "0.0 (Linear" in row.where
+
+
+def test_the_report_says_what_step_it_is_of_and_whose_costs(tmp_path: Path) -> None:
+    """Its title has model, optimizer and device; costs that are estimated are called so, in a file's problem, too."""
+    step, batch, model, _ = _made(blocks=1)
+    cases = [
+        (step, ROOFLINE, "Sequential with AdamW within 1.00 GB, roofline estimate for NVIDIA H100 SXM", True),
+        (model, "measure", "Sequential within 1.00 GB, measured on cpu", False),
+    ]
+    for fn, profile, title, estimated in cases:
+        problem = checkmate.trace(fn, *batch[: 1 if fn is model else 2], profile=profile)
+        problem.to_json(tmp_path / "problem.json")
+        for each in (problem, checkmate.Problem.from_json(tmp_path / "problem.json")):
+            solution = checkmate.solve(each, "1 GB", method="next-use", time_limit=1)
+            page = checkmate.report(solution, tmp_path / "plan.html").read_text(encoding="utf-8")
+            assert f"<h1>checkmate: {title}</h1>" in page
+            assert ("<dd>estimated, " in page) == estimated
+    # Of some ops only.
+    some = replace(problem, profile=replace(problem.profile, estimated=(0, 2)))
+    tiles = list(captions.answer(checkmate.solve(some, "1 GB", method="next-use", time_limit=1)))
+    assert tiles[2][2].startswith("estimated for 2 of the ops, ")
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "name"),
+    [
+        (nn.Linear(2, 2), (), "Linear"),
+        (nn.Linear(2, 2).forward, (), "Linear"),
+        (F.relu, (nn.Linear(2, 2), nn.PReLU(), nn.ReLU(), nn.PReLU()), "Linear and PReLU"),
+        (F.relu, (), "relu"),
+    ],
+)
+def test_the_name_of_a_step_is_that_of_its_modules_or_of_its_function(
+    fn: Any, args: tuple[Any, ...], name: str
+) -> None:
+    assert step_name((fn, args, {})) == name
+    assert step_name((fn, args, {}), [optim.SGD([torch.zeros(2)])]) == f"{name} with SGD"
+    assert step_name(()) == ""
 
 
 @in_turn(accumulate=[1, 2], trained=[True, False])

@@ -10,9 +10,12 @@ from functools import cache
 from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from docutils import nodes
 
 import checkmate
 from benchmarks.common.rows import latest, read
@@ -284,9 +287,35 @@ def test_every_error_is_on_the_page_of_refusals_and_every_public_name_on_that_of
     assert {*_lines(r"^\.\. auto\w+:: checkmate\.(\w+)", PAGES["api"])} >= {*checkmate.__all__} - errors
 
 
+def test_pages_shrink_with_the_window_and_load_nothing_from_a_network() -> None:
+    settings, css = run_path(str(DOCS / "conf.py")), (DOCS / "_static" / "pages.css").read_text()
+    loaded = [*settings["html_css_files"], *settings.get("html_js_files", ())]
+    assert not [
+        name for name in (*loaded, *_lines(r"@import|url\(", css)) if "//" in name or name in ("@import", "url(")
+    ]
+    assert settings["html_math_renderer"] == "mathml"
+    assert "sphinx.ext.mathjax" not in settings["extensions"]
+    # A column shrinks unless it has a width of its own, or the least width of what it holds.
+    rules = dict(_lines(r"^(\S.*?) { (.*) }$", css))
+    assert "min-width: 0" in rules[".main, .content"]
+    assert not re.search(r"(?<!-)width", rules[".content"])
+    # Each formula is drawn, with its tag.
+    formulas = re.findall(r"\$\$(.+?)\$\$", PAGES["idea"], flags=re.DOTALL)
+    assert len(formulas) > 10
+    for tex in formulas:
+        writer = SimpleNamespace(body=[])
+        with pytest.raises(nodes.SkipNode):
+            settings["write_math"](writer, nodes.math_block(tex, tex))
+        (html,) = writer.body
+        assert "<math" in html
+        assert ("eqno" in html) == (r"\tag" in tex)
+
+
 @pytest.mark.slow
 def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
     run_fresh_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path))
+    for path in tmp_path.rglob("*.html"):
+        assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.(?:https?:)?//.*", path.read_text()), path
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
     assert "checkmate.explain_peak" in page
