@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
     from checkmate.batch.max_batch_size import max_batch_size as max_batch_size
-    from checkmate.batch.mesh_sweep import MeshSweep as MeshSweep
-    from checkmate.batch.mesh_sweep import sweep_meshes as sweep_meshes
     from checkmate.batch.result import LargestBatch as LargestBatch
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
@@ -69,7 +67,6 @@ _LAZY = {  # names that need PyTorch or a solver, by module
     for module, names in {
         "batch.result": "LargestBatch",
         "batch.max_batch_size": "max_batch_size",
-        "batch.mesh_sweep": "MeshSweep sweep_meshes",
         "compiler": "compile verify",
         "costs": "profile",
         "fitting.answer": "Fits",

@@ -52,46 +52,30 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
     Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
-    shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
-    one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
-    Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
+    shape, or a change between training and evaluation, gets a plan of its own. Plans are kept on disk. Without
+    gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
     Defaults: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None, profile="measure", cache=True,
-    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False``.
+    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False``. The page
+    docs/options.md says what each option means, and where to read on.
 
     Args:
         fn: a module, or any function of tensors; a loss that is computed inside it is within the plan too.
         budget: bytes at any moment of the step, such as ``"8 GB"``; ``"fit"`` and ``"70%"`` of what there then is.
-        method: the way of planning: a name in `checkmate.methods`.
-        time_limit: seconds to plan one captured graph, at most; Ctrl-C ends planning with the best plan so far.
-        reserve: bytes of the budget to leave for what the graph does not know, such as the optimizer's state.
-        verify: compare the first training call with plain PyTorch, bit for bit; None: on versions not tried yet.
-        profile: the source of the costs of ops; see `checkmate.trace`.
-        cache: take costs and plans from disk, and keep new ones there.
-        max_plans: captured graphs that are kept with their plans, one for each kind of input.
-        memory: ``"arena"`` or ``"allocator"``, which serves the step; None: an arena where one can be had.
-        wait: ``"first"``, ``"best"``, or seconds to wait for a better plan before the first call trains.
-        rules: from names of modules, ops or tags to ``"keep"``, ``"once"``, ``"recompute"`` or a number of runs.
-        host_budget: bytes of a second memory, in which values may wait; None: nothing waits elsewhere.
-        host: that memory: ``"file:/fast/disk"`` on the CPU, ``"pinned"`` on CUDA.
-        overlap: gather and reduce sharded parameters beside other ops.
-
-    The page docs/options.md says more of each option, and where to read on.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
         each captured graph that is kept, as it runs now; ``.planning``, what is known of each; ``.wait(timeout=None)``,
-        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step, and the bytes
-        that waited in the second memory, with the seconds that the step waited for them: a module where it has no
-        attributes of these names itself. A copy, or one saved and loaded whole, is compiled with the same options.
+        which blocks until planning has ended; and ``.memory()``, what the arenas and the second memory did in the last
+        step: a module where it has no attributes of these names itself. A copy, or one saved and loaded whole, is
+        compiled with the same options.
 
     Raises:
         BudgetError: at once, if the budget is neither a positive number of bytes nor a share of what there is; at the
             first call, if the device does not say what there is.
         RuleError: at once, if a rule is none; at the first call, if it names nothing in the step, or cannot be obeyed.
-        InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget, and,
-            where the budget names no bytes, what the device has and what others hold of it.
+        InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at a
             later call, if a number that changes from call to call has used up ``max_plans``.
         TypeError: at once, for another option; it names the nearest.

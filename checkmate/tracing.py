@@ -39,14 +39,10 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
         fn: a module or function, or a `checkmate.training_step`, whose updates are part of the problem then; args,
             kwargs: an example batch for it, and the options that follow.
         profile: ``"measure"``, the default, runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs
-            nothing and estimates for a device of `checkmate.profiling.roofline.DEVICES`, such as ``"roofline:h100"``.
-            The model and the batch may then be on the meta device, or fake tensors, so that a model which fits no
-            memory here can be planned. Tensors on the meta device are taken to be on the device that is estimated for,
-            and ops are those that run there: on a GPU its attention, dropout and batch norm. Without a GPU here that
-            takes a C++ compiler, on Linux; where there is none, as the log says, ops are those of the CPU, as they are
-            for tensors on the CPU. A path that ends in ``.json`` is a file of ops measured on another machine, written
-            there by `checkmate.profiling.measure.export`: nothing runs, and an op that it lacks is refused by
-            name. A `Profile` is taken as it is; it must be of this very step.
+            nothing and estimates for a device, such as ``"roofline:h100"``; model and batch may then be on the meta
+            device. A path that ends in ``.json`` is a file of ops measured on another machine, written there by
+            `checkmate.profiling.measure.export`. A `Profile` of this very step is taken as it is. The page
+            docs/another_machine.md says more of each.
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.

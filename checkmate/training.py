@@ -56,76 +56,36 @@ def training_step(
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
-    The step does what this does, with the same bits in parameters, buffers and the optimizer's state::
+    A call does what ``optimizer.zero_grad()``, ``loss.backward()``, clipping and ``optimizer.step()`` do. The budget is
+    for all of it, the optimizer's state included: nothing has to be reserved. Each parameter is updated as soon as its
+    gradient is there and nothing of the step reads it any more; its gradient is free then. Settings of the optimizer
+    hold from the next call on, whoever sets them; `state_dict` and `load_state_dict` are those of plain training.
 
-        optimizer.zero_grad()
-        loss = loss_fn(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)  # those of the optimizer, in its order
-        optimizer.step()
-
-    The budget is for all of it: parameters, buffers, the batch, the optimizer's state, activations and gradients. Each
-    parameter is updated as soon as its gradient is there and nothing of the step reads it any more; its gradient is
-    free then. With ``clip_norm`` no update can begin before all gradients were there: the plan keeps them until then,
-    or lets go of some and runs their part of the backward a second time, whichever costs less within the budget.
-
-    With ``accumulate=n`` a call is one micro-batch of n, and the n-th updates: the gradients of all n are summed in
-    ``.grad``, as plain PyTorch does it, and count in the plan of each. A loss that is to be the mean of all is divided
-    by n in ``loss_fn``. `TrainingStep.update` updates by fewer, where an epoch ends.
-
-    With a ``scaler`` the step is ``scaler.scale(loss).backward(); scaler.unscale_(optimizer)``, clipping,
-    ``scaler.step(optimizer); scaler.update()``: no update can begin before all gradients were looked at. Casts to half
-    precision, `torch.autocast`, are in ``loss_fn``. With ``ema=(averaged, model)`` it ends in
-    ``averaged.update_parameters(model)``: each parameter is averaged behind its update.
-
-    On ranks that train together, gradients are averaged over all ranks before anything else is done with them: where
-    ``loss_fn`` calls a model that is wrapped in `DistributedDataParallel`, or with ``process_group``. Summed over
-    several micro-batches, they are averaged once. Of parameters that are a `DTensor` each rank updates its shard.
-
-    Learning rates and other settings hold from the next call on, whoever sets them; `state_dict` and `load_state_dict`
-    of model and optimizer are those of plain training. If a step fails in its backward, on Ctrl-C for instance, some
-    parameters may be updated and others not: load a checkpoint.
+    The page docs/train.md says how gradients are clipped, accumulated, scaled and averaged, docs/options.md more of
+    each option, and docs/ecosystem.md how ranks train together.
 
     Args:
         loss_fn: gives a loss, or a tuple of a loss and whatever else; that has no gradient.
-        optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
-            `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
-            known to update each parameter alone, and the Adafactor of transformers. Any other takes ``alone``.
-        budget: bytes at any moment of the step, the optimizer's state included.
-        clip_norm: scale all gradients so that the norm of all together is this at most.
-        norm_type: the order of that norm; ``math.inf``: the largest element.
-        error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
-        clip_value: have no element of a gradient be larger than this, or smaller than its negative.
+        optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own.
+        budget: bytes at any moment of the step, such as ``"8 GB"``; as for `checkmate.compile`.
+        clip_norm, norm_type, error_if_nonfinite, clip_value: as for `clip_grad_norm_` and `clip_grad_value_`.
         accumulate: how many calls make one update.
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
-        process_group: the ranks that train together, such as `torch.distributed.group.WORLD`, where ``loss_fn`` calls
-            its model as it is; False: none. They begin with the parameters of the first rank, and take its buffers at
-            each update.
-        alone: you know that each optimizer of another library, or your own, computes of a parameter nothing but from
-            its gradient, its state and the settings of its group, and draws no random numbers.
+        process_group: the ranks that train together, where ``loss_fn`` calls its model as it is; False: none.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
+        alone: you know that each optimizer of another library, or your own, updates each parameter alone.
         options: others of `checkmate.compile`; ``verify`` compares parameters, buffers, the optimizer's state and the
             norm, too.
 
     Returns:
-        A function of a batch. It gives what ``loss_fn`` gives, detached, after the parameters were updated. Its
-        ``.norm`` is the norm of all gradients before clipping; ``.plans``, ``.planning``, ``.wait()`` and ``.memory()``
-        are those of a compiled step.
+        A `TrainingStep`, a function of a batch: it gives what ``loss_fn`` gives, detached, after the update.
 
     Raises:
-        BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
-        Unsupported: at once, for optimizers not known to update each parameter alone, or hooks on their `step`; at a
-            call, for hooks on parameters, or if the step cannot be captured as one graph, or ranks have gradients of
-            different parameters, or the step reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds
-            a module of ``fully_shard``, or a `DistributedDataParallel` that does more than to average; or if parameters
-            are a `DTensor`, and something but ``clip_value`` is to be done with gradients before the updates, or with
-            parameters behind them; or if ``gradients`` are asked of an optimizer that may write over them.
-        TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
-        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
-            asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
-            model that is wrapped, or for ranks with models of different shapes.
-        VerificationError: at the first call, with ``verify``, if anything differs.
+        BudgetError, RuleError, InfeasibleBudget, VerificationError: as for `checkmate.compile`.
+        Unsupported: at once or at a call, for what whole steps cannot have, such as hooks, an optimizer that is not
+            known to update each parameter alone, and modules of ``fully_shard``; docs/refusals.md lists the messages.
+        TypeError, ValueError: at once, for an argument that makes no sense, or does not go with another.
 
     >>> import torch
     >>> class Loss(torch.nn.Linear):
@@ -193,10 +153,7 @@ class TrainingStep(Planned):
         self.loss_fn, self._updates = _with_one_gradient(loss_fn), updates
         self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
-        self._is_counted, self._versions = (
-            False,
-            0,
-        )  # whether they are of what is in ``.grad``; of that, as a call left it
+        self._left: int | None = None  # versions of the gradients in ``.grad`` behind them; None: not known
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
@@ -206,7 +163,7 @@ class TrainingStep(Planned):
 
         def forget(optimizer: optim.Optimizer) -> None:
             if (step := this()) is not None:
-                step._is_counted = False
+                step._left = None
 
         for optimizer in updates.optimizers if accumulate > 1 else ():
             optimizer.register_load_state_dict_post_hook(forget)
@@ -247,7 +204,7 @@ class TrainingStep(Planned):
     def calls(self, count: int) -> None:
         if count not in range(self._accumulate):
             raise ValueError(f"An update takes {self._accumulate} calls: there were 0 to {self._accumulate - 1} of it.")
-        self._added, self._is_counted, self._versions = count, True, self._versions_now()
+        self._added, self._left = count, self._versions_now()
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in parameters_of(self._updates.optimizers) if p.grad is not None]
@@ -257,13 +214,13 @@ class TrainingStep(Planned):
 
     def _count(self) -> int:
         """The calls that ``.grad`` holds the sum of; none where that is gone, or was replaced by zeros."""
-        if self._accumulate == 1 or (self._is_counted and not self._added):
+        if self._accumulate == 1 or (self._left is not None and not self._added):
             return 0
         gradients = self._gradients()
-        is_as_left = self._is_counted and self._versions == self._versions_now()
-        if not gradients or not (is_as_left or any(bool(gradient.any()) for gradient in gradients)):
-            self._added, self._is_counted = 0, True
-        if not self._is_counted:
+        is_as_left = bool(gradients) and self._left == self._versions_now()
+        if not is_as_left and not any(bool(gradient.any()) for gradient in gradients):
+            self._added, self._left = 0, 0
+        if self._left is None:
             raise Unsupported(
                 "Parameters have gradients in .grad, and the training step is new, or its optimizer's state was loaded "
                 "since: it does not know of how many calls they are the sum. To go on with them, step.calls = the "
@@ -343,7 +300,7 @@ class TrainingStep(Planned):
         self._added = 0 if last else self._added + 1
         if last:
             updates.finish()
-        self._versions = self._versions_now() if self._added else 0
+        self._left = self._versions_now() if self._added else 0
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:

@@ -93,7 +93,7 @@ _TABLE = (
     Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, greedy("linearized"), TIMED),
     Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank, TIMED),
     Method("next-use", "evict what is cheap to bring back and far from its next use", BELADY, next_use, SEEDED),
-    Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, SEEDED),
+    Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, TIMED),
     Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True),

@@ -161,7 +161,7 @@ def frontier(
     pairs = [(method, budget) for method in taken for budget in at]
     limits = {"time_limit": time_limit, "gap": gap}
     calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
-    solutions = solve_all(calls, jobs=jobs, client=client, progress=progress)
+    solutions = _solve_all(calls, jobs, client, progress)
     rows = [Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]
     # Share plans from smaller budgets, and bounds from larger ones, between the rows.
     best: dict[str, Row] = {}  # by method, of the budgets so far
@@ -188,18 +188,8 @@ def frontier(
 Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
-def solve_all(
-    calls: list[Call], *, jobs: int | None = None, client: Any = None, progress: bool | None = None
-) -> list[Solution]:
-    """Solve several calls, some in parallel; ``jobs``, ``client`` and ``progress`` as in `frontier`.
-
-    Raises:
-        ValueError: if ``jobs`` is no number of processes.
-
-    >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
-    >>> [solution.cost for solution in solve_all([(problem, "auto", 8, {}), (problem, "auto", 7, {})], jobs=1)]
-    [2.0, inf]
-    """
+def _solve_all(calls: list[Call], jobs: int | None, client: Any, progress: bool | None) -> list[Solution]:
+    """Solve several calls, some in parallel; ``jobs``, ``client`` and ``progress`` as in `frontier`."""
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)

@@ -24,7 +24,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
@@ -32,7 +32,6 @@ import numpy as np
 
 from checkmate.core import files, simulator
 from checkmate.core.fingerprint import fingerprints
-from checkmate.core.graph import MAX_BYTES
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -394,25 +393,18 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
     """
     try:
         record = Record(**{**document, "question": Question(**document["question"])})
-        # Each field is of its kind, and in range.
-        asked = record.question
-        texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
-        wrong = [text for text in texts if not isinstance(text, str)]
-        counts = (asked.resident, asked.budget, record.keep_all_peak, record.ops)
-        wrong += [count for count in counts if type(count) is not int or not 0 <= count <= MAX_BYTES]
-        figures = (record.time_limit, record.cost, record.bound)
-        wrong += [figure for figure in figures if not isinstance(figure, float) or not 0 <= figure < inf]
-        if wrong or not record.keep_all_peak or not record.ops or contradicts(record.bound, record.cost):
-            raise ValueError(f"{wrong[0] if wrong else 'a figure'!r:.100} is out of range")
+        record = replace(record, again=tuple((t, k) for t, k in record.again), steps=tuple(map(tuple, record.steps)))
+        # What is computed with before the plan is certified.
+        figures = (record.time_limit, record.cost, record.bound, record.question.resident, record.question.budget)
+        in_range = all(0 <= figure < inf for figure in figures) and record.keep_all_peak > 0
+        if not in_range or contradicts(record.bound, record.cost):
+            raise ValueError("a figure is out of range")
+        if not all(0 <= k < t < record.ops for t, k in record.again):
+            raise ValueError("what runs again is out of range")
         Plan.from_lists(record.steps, record.boundary)  # raises for what is none
-        if not isinstance(record.again, list):
-            raise TypeError(f"again is {type(record.again)}")
-        for t, k in record.again:
-            if type(t) is not int or type(k) is not int or not 0 <= k < t < record.ops:
-                raise ValueError(f"again has {(t, k)!r:.100}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
-    return replace(record, again=tuple((t, k) for t, k in record.again), steps=tuple(map(tuple, record.steps)))
+    return record
 
 
 def as_document(record: Record) -> dict[str, Any]:

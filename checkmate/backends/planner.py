@@ -270,23 +270,29 @@ class Planner:
         searches: dict[tuple[str, ...], UnfinishedSearch | None] = {}  # to go on with, by how the step is split
 
         def find(one: Problem, seconds: float, patience: float) -> Solution:
-            asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}
             earlier = [solution for known in self._made if (solution := known()) is not None]
 
             def begin() -> Solution:
-                about: dict[str, Any] = {"earlier": earlier, "cache": options.cache, "wait": wait, "patience": patience}
-                solution, searches[one.splits] = plan_cache.begin(one, budget, **asked, **about)
+                solution, searches[one.splits] = plan_cache.begin(
+                    one,
+                    budget,
+                    method=options.method,
+                    time_limit=seconds,
+                    earlier=earlier,
+                    cache=options.cache,
+                    wait=wait,
+                    patience=patience,
+                )
                 return solution
 
-            return ranks.one_plan(begin, one, budget, **asked)
+            return ranks.one_plan(begin, one, budget, options.method)
 
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
         if solution.plan is None:
             # Refuse, with the smallest budget that works.
             why = partial(refused, solution, time_limit=options.time_limit)  # equal on all ranks, whose costs differ
-            about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
-            solution = ranks.one_plan(why, solution.problem, budget, **about)
+            solution = ranks.one_plan(why, solution.problem, budget, f"{options.method}, refused")
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             note = (

@@ -73,25 +73,20 @@ def max_batch_size(
 ) -> LargestBatch:
     """The largest size whose step fits a budget, its plan, and the predicted throughput of smaller sizes.
 
-    Plans and bytes of the answer, of the size after it and of the fastest size are of the step as it is traced there.
-    Ctrl-C, or the end of the time, gives the largest size found so far.
+    Ctrl-C, or the end of the time, gives the largest size found so far. The page docs/fit.md shows the answer, and
+    docs/options.md says more of each option.
 
     Args:
         make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, or with
             each size, if it has one argument that must be given. A module is a step itself.
         make_batch: gives the example batch of a size, an integer of any meaning: a tuple of positional arguments, a
             dict of named ones, or one tensor. Batch and model may be on the meta device if the profile is an estimate.
-        budget: bytes, or text such as "8 GB", as for `checkmate.compile`.
         max_overhead: how much a plan may run again: "one-forward", so that the step takes two forwards and a backward
             at most; a share of the step, as `Solution.overhead` is, such as 0.3; or None, for whatever fits.
         baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
             paper. That the size after one of them does not fit is by estimate.
-        measure: run the step at the answer, on real tensors, and take a smaller size if it needs more than the budget.
-        profile, cache: where costs come from, as for `checkmate.trace`.
-        smallest, largest: sizes between which to look.
-        time_limit: seconds for everything. What has begun is ended: a trace may take longer.
-        host_budget, host: a second memory, in which values may wait: as for `checkmate.trace`, which measures it here;
-            or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
+        budget, profile, cache, host_budget: as for `checkmate.compile`.
+        host: as for it, too; or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
 
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.

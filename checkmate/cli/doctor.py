@@ -18,7 +18,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 
-NEEDED = ("torch", "numpy", "scipy", "networkx", "highspy", "pulp")
+NEEDED = ("torch", "numpy", "scipy", "networkx", "highspy")
 EXTRAS = ("matplotlib", "pandas")
 
 

@@ -10,12 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from checkmate.errors import InvalidProblem
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Phase = Literal["forward", "backward"]
 Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
@@ -249,15 +246,6 @@ class Graph:
         made = (None if value.producer is None else place[value.producer] for value in self.values)
         values = tuple(replace(value, producer=k) for value, k in zip(self.values, made, strict=True))
         return Graph(tuple(self.ops[k] for k in order), values, self.outputs)
-
-    def to_networkx(self) -> nx.DiGraph:
-        """The ops as nodes (by index, with the `Op` as attribute ``op``), an edge from each producer to each user."""
-        import networkx as nx
-
-        graph = nx.DiGraph()
-        graph.add_nodes_from((k, {"op": op}) for k, op in enumerate(self.ops))
-        graph.add_edges_from((dep, k) for k, deps in enumerate(self.deps) for dep in deps)
-        return graph
 
 
 def _check_texts(whose: str, *texts: object) -> None:

@@ -57,12 +57,8 @@ def fits(
     """Say whether a training step fits a device, before it runs: where its bytes are, and what would make it fit.
 
     The step is forward, backward and the optimizer's update. With a ``device`` nothing runs: model and batch may be on
-    the meta device, and where they have data, tensors without stand in for theirs. Nothing of the model changes.
-
-    Bytes of plans are those that the captured step allocates, in the allocator's blocks; those of plain PyTorch are
-    an estimate from the same ops, with all gradients kept until ``optimizer.step()``. Seconds are a roofline's. A room
-    leaves 8 % of a device's memory, 2 GB at least, for what is known only once it runs: CUDA's context, workspaces of
-    cuDNN and cuBLAS, gaps between blocks.
+    the meta device, and where they have data, tensors without stand in for theirs. Nothing of the model changes. The
+    page docs/fit.md says what the figures mean, and what a device's room leaves aside.
 
     Args:
         fn: gives the loss of a batch: a module or a function. Of an output with a ``loss``, as Hugging Face's models
@@ -72,13 +68,11 @@ def fits(
             tensors are on, with its free memory; its ops are measured then, each on its own.
         optimizer: one or several, as for `checkmate.training_step`; None: AdamW of all parameters with gradients.
         budget: bytes that the step may take, in place of the device's room.
-        make_batch: gives the batch of a size, for the largest batch: a tuple, a dict or one tensor. By default the
-            first dimension that all tensors of the batch share is scaled.
+        make_batch: gives the batch of a size, as for `checkmate.max_batch_size`; None: the first dimension that all
+            tensors of the batch share is scaled.
         host: a second memory; by default 64 GB of the memory of a GPU's host, at 80 % of what its link carries.
-        everything: look at each way to take less, and for the largest batch, also where plain PyTorch or an earlier
-            way fits. Without, the answer takes little longer than one trace where plain PyTorch fits.
-        time_limit: seconds for all of it, after which no search begins that could be left out. A trace that has
-            begun is ended, and each way is looked at for a second or two.
+        everything: look at each way to take less, and for the largest batch, also where an earlier way fits.
+        time_limit: seconds for all of it, after which no search begins that could be left out.
 
     Raises:
         ValueError: if there is no such device.

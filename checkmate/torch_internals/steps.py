@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from checkmate.torch_internals.names import Name, Table
 
-_IMAGINED = "meshes of ranks cannot be compared"
 _OPTIMIZER, _RANKS = "whole steps are refused", "steps on several ranks are refused"
 _MODULES, _UNSEEN = "torch.nn.modules.module", "hooks of all modules are seen only if they are there at the first call"
 _DDP = "torch.nn.parallel:DistributedDataParallel"
@@ -17,7 +16,6 @@ NAMES = Table(
     Name("_global_backward_hooks", _MODULES, "hooks of the backward of each module", _UNSEEN),
     Name("_get_default_store", "torch.distributed.distributed_c10d", "where ranks agree on a plan", _RANKS),
     Name("_resolve_process_group", "torch.distributed.distributed_c10d", "the ranks of a collective, by name", _RANKS),
-    Name("FakeStore", "torch.testing._internal.distributed.fake_pg", "ranks that are only imagined", _IMAGINED),
     Name("_get_active_ddp_module", f"{_DDP}._get_active_ddp_module", "whether DistributedDataParallel calls"),
 )
 __getattr__ = NAMES.get

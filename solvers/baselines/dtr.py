@@ -48,19 +48,14 @@ from checkmate.units import format_bytes
 METHOD = "dtr"
 TRIES = 5  # budgets that the runtime is told, for each heuristic
 MOST_RUNS = 50  # for each op of the graph, on average; beyond it a run goes round in circles
-SMALL = 0.01  # of the mean size: what `ignore_small` leaves alone
 
 
-def dtr(
-    task: Task, incumbent: Incumbent, *, heuristic: str | None = None, ignore_small: bool = False, sample: bool = False
-) -> Remarks:
+def dtr(task: Task, incumbent: Incumbent, *, heuristic: str | None = None) -> Remarks:
     """A plan of the runs of dynamic tensor rematerialization. No plan where no run fits.
 
     Args:
         heuristic: one of `HEURISTICS`; None tries them all, for as much time each, and the cheapest plan counts.
             ``details`` says which it was, and what each of them cost.
-        ignore_small: evict no value smaller than a hundredth of the mean, unless there is nothing else.
-        sample: look at √n of the n values that could go, drawn at random.
 
     Raises:
         ValueError: if there is no such heuristic.
@@ -78,7 +73,6 @@ def dtr(
     told_for: dict[str, int] = {}  # bytes, for that plan
     stuck, out_of_time = None, False
     for i, name in enumerate(names):
-        rng = np.random.default_rng(task.seed) if sample else None
         clock = replace(task.clock, limit=task.clock.limit * (i + 1) / len(names))
         # Tell the runtime the budget, and then by bisection more or less, as its plan fits or not. Where everything can
         # be kept, tell it that there is no pressure: it would evict for what it holds of pinned ops beyond their use.
@@ -86,7 +80,7 @@ def dtr(
         told = task.budget if task.budget < high else problem.resident + int(problem.sizes.sum()) + high
         for _ in range(TRIES):
             try:
-                stages = Runtime(tables, told, HEURISTICS[name], clock, ignore_small=ignore_small, rng=rng).run()
+                stages = Runtime(tables, told, HEURISTICS[name], clock).run()
             except OutOfTime:
                 out_of_time = True
                 break
@@ -221,26 +215,15 @@ HEURISTICS = {
 class Runtime:
     """The runtime's state between two ops: values in memory, ops that may run again, remaining users of values."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        budget: int,
-        heuristic: Heuristic,
-        clock: Clock,
-        *,
-        ignore_small: bool = False,
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def __init__(self, tables: Tables, budget: int, heuristic: Heuristic, clock: Clock) -> None:
         V, T = len(tables.producer), len(tables.inputs)
-        self.tables, self.score, self.clock, self.rng = tables, heuristic.score, clock, rng
+        self.tables, self.score, self.clock = tables, heuristic.score, clock
         self.around = heuristic.around(tables)
         self.room = budget - tables.resident
         self.turn = 0  # the op of the program that is to run
         self.now = 0.0  # seconds that the step has taken
         self.runs_left = MOST_RUNS * T
         self.size = np.array(tables.size, dtype=np.float64)
-        made = self.size[[p >= 0 for p in tables.producer]]
-        self.small = self.size < (SMALL * made.mean() if ignore_small and len(made) else 0.0)
         self.seconds = np.array([0.0 if p < 0 else tables.seconds[p] for p in tables.producer])
         self.last = np.zeros(V)  # when each value was last touched
         self.at_hand = [p < 0 for p in tables.producer]
@@ -333,12 +316,8 @@ class Runtime:
     def _choose(self) -> int | None:
         """The value with the lowest score, the first of equals; None if nothing may be evicted."""
         able = np.flatnonzero(self.evictable & (self.locks == 0))
-        large = able[~self.small[able]]
-        able = large if len(large) else able
         if not len(able):
             return None
-        if self.rng is not None:
-            able = np.sort(self.rng.choice(able, int(np.ceil(np.sqrt(len(able)))), replace=False))
         seconds = self.seconds[able] + self.around.seconds(able)
         return int(able[self.score(seconds, self.size[able], self.now - self.last[able]).argmin()])
 

@@ -56,7 +56,6 @@ def milp(
     formulation: str = "strengthened",
     start: Schedule | None = None,
     target: float | None = None,
-    engine: str = "highs",
 ) -> Remarks:
     """The cheapest plan within a budget, proven or with a bound; with a second memory if the problem has one.
 
@@ -64,7 +63,6 @@ def milp(
         formulation: "strengthened", or "paper" for comparison, without a second memory.
         start: a known schedule to start from; the answer is never worse. Ignored where it does not fit the budget.
         target: stop at a plan that takes at most this many seconds.
-        engine: "highs", or "pulp:" and the name of a solver that PuLP knows, without a second memory.
 
     Raises:
         ValueError: if the formulation is unknown, or is none for a second memory.
@@ -77,10 +75,9 @@ def milp(
     [12.0, 8.5]
     """
     if task.problem.host is None:
-        return linear.milp(task, incumbent, formulation=formulation, start=start, target=target, engine=engine)
-    if formulation != "strengthened" or engine != "highs":
-        asked = f"formulation={formulation!r}, engine={engine!r}"
-        raise ValueError(f"With a second memory there is formulation='strengthened', engine='highs', not {asked}.")
+        return linear.milp(task, incumbent, formulation=formulation, start=start, target=target)
+    if formulation != "strengthened":
+        raise ValueError(f"With a second memory there is formulation='strengthened', not {formulation!r}.")
     # The cheapest plan that sends nothing.
     seconds = SHARE_OF_RECOMPUTATION * task.clock.left
     alone = Incumbent(task.within(seconds, problem=task.problem.with_host(None)))

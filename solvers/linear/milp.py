@@ -1,4 +1,4 @@
-"""Solve the exact model of `checkmate.solvers.linear.equations`: with HiGHS, or any solver that PuLP knows.
+"""Solve the exact model of `checkmate.solvers.linear.equations`: with HiGHS.
 
 On the main path, 11 of 16: see docs/idea.md.
 """
@@ -9,7 +9,6 @@ import contextlib
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from checkmate.solvers.common.schedules import obeys_limits, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
-from checkmate.solvers.linear.highs import Result, SolveStatus
+from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
 
@@ -45,7 +44,6 @@ def milp(
     formulation: str = "strengthened",
     start: Schedule | None = None,
     target: float | None = None,
-    engine: str = "highs",
 ) -> Remarks:
     """The cheapest schedule within a budget, proven or with a bound; no second memory.
 
@@ -81,19 +79,15 @@ def milp(
     for _ in range(ATTEMPTS):
         model, x = build(*without_spare(problem, budget - margin), formulation=formulation)
         there = x.R != NONE  # runs without a variable are of no use
-        reports: dict[str, Any] = {}
-        if engine == "highs":
-            reports["on_incumbent"] = partial(report, model, x)
-            reports["on_bound"] = None if margin else lambda bound: incumbent.prove(bound * unit)
-        result = _run(
+        result = highs.run(
             model,
-            engine,
             time_limit=task.clock.left,
             gap=task.gap,
             threads=task.threads,
             start=None if known is None else (x.R[there], known[there]),
             target=None if target is None else target / unit,
-            **reports,
+            on_incumbent=partial(report, model, x),
+            on_bound=None if margin else lambda bound: incumbent.prove(bound * unit),
         )
         if not margin:  # only the model of the whole budget proves anything
             incumbent.prove(result.bound * unit)
@@ -104,7 +98,7 @@ def milp(
         if (excess := peak_of(problem, found) - budget) <= 0:
             break
         margin += 2 * excess  # within the solver's tolerance, but not within the budget
-    figures = {"columns": model.columns, "rows": model.rows, "formulation": formulation, "engine": engine}
+    figures = {"columns": model.columns, "rows": model.rows, "formulation": formulation}
     return Remarks(details=figures, method=method)
 
 
@@ -140,13 +134,3 @@ def export(problem: Problem, budget: int, path: str | os.PathLike[str], *, formu
         OSError: if the file cannot be written.
     """
     highs.export(build(problem, budget, formulation=formulation)[0], path)
-
-
-def _run(model: Model, engine: str, **options: Any) -> Result:
-    if engine == "highs":
-        return highs.run(model, **options)
-    if engine.startswith("pulp:"):
-        from checkmate.solvers.linear import pulp_engine  # PuLP keeps the frames that import it first, with all in them
-
-        return pulp_engine.run(model, engine.removeprefix("pulp:"), **options)
-    raise ValueError(f"Unknown engine {engine!r}: it is 'highs', or 'pulp:' and a solver's name, e.g. 'pulp:CBC'.")

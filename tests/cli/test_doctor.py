@@ -38,10 +38,10 @@ def test_it_says_what_there_is(cache: Path, shell: Any) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: Patch, shell: Any) -> None:
     version = importlib.metadata.version
-    without = lambda name: version("none such" if name in ("pulp", "pandas") else name)  # noqa: E731
+    without = lambda name: version("none such" if name in ("highspy", "pandas") else name)  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", without)
     out, err = shell("doctor", 1)
-    assert err == "checkmate: pulp is not installed: pip install pulp\n"  # pandas is an extra
+    assert err == "checkmate: highspy is not installed: pip install highspy\n"  # pandas is an extra
     assert "pandas" in out
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 import checkmate
 from checkmate import Problem, Solution, Status
-from checkmate.batch.mesh_sweep import MeshPoint, MeshSweep
 from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.core.graph import Graph, Op, Value
@@ -132,11 +131,6 @@ def _answers() -> Iterator[tuple[str, Any]]:
     )
     about = "not found", {"ap-greedy": points[0], "chen-sqrt": None}, ("chen-sqrt",), 145, 9.5, "time limit"
     yield "LargestBatch", LargestBatch(3, RUNS_AGAIN, 200, "one-forward", points, 2, points[0], *about)
-    mesh = (
-        MeshPoint((4, 2), 8, 2.0, 16.0, 0.25, 145, 0.125, "", RUNS_AGAIN),
-        MeshPoint((8,), 8, 0.0, INF, INF, None, INF, "nothing fits", NONE),
-    )
-    yield "MeshSweep", MeshSweep(200, mesh)
     yield "Fits", _fits()
     yield "Fits, not all asked", replace(_fits(), largest=None, why_no_largest=NOT_ASKED, memory_bytes=0)
     use = ArenaUse(7, 1, 4096, 12, 3000, 1, 64, 0, 1, 0, 128, planned=4000, counted=3900, resident=4096, outside=5)

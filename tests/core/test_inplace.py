@@ -17,6 +17,7 @@ from checkmate.core.problem import Problem
 from checkmate.errors import InvalidProblem
 from tests.support.by_hand import plan_of, random_schedule, solution_of
 from tests.support.oracle import random_problem_with_ways
+from tests.support.paper_equations import peak
 
 CHAIN = Problem.from_dag(
     [[], [0], [1], [0, 2]], [1] * 4, [8, 8, 8, 8], workspace=[0, 0, 1, 0], over={2: [1], 3: [0, 2]}
@@ -94,7 +95,7 @@ def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> N
     problem = _slowly(random_problem_with_ways(seed, most_ops=9))
     schedule = random_schedule(problem, seed)
     whole = simulator.lower(problem, schedule)
-    least, most = simulator.simulate(whole, problem).peak, schedule.peak(_plainly(problem))
+    least, most = simulator.simulate(whole, problem).peak, peak(schedule, _plainly(problem))
     for budget in {least, (least + most) // 2, most}:
         plan = simulator.without_slower_ways(whole, problem, budget)
         assert simulator.check_plan(plan, problem, budget) == []

@@ -17,6 +17,7 @@ from checkmate.core.rules import with_rules
 from checkmate.errors import InvalidProblem, RuleError
 from tests.support.by_hand import schedule_of
 from tests.support.oracle import all_schedules, random_problem_with_overwrites
+from tests.support.paper_equations import violations
 from tests.support.sampling import in_turn, long
 
 # ops 0 and 1 read a parameter that op 2 overwrites; op 3 reads what op 0 makes, and the new content
@@ -54,7 +55,7 @@ def test_no_op_runs_after_what_it_reads_is_overwritten() -> None:
     before = Plan((Run(0), Run(1), Free(0), Run(0), Run(2), Free(1), Free(2), Run(3), Run(3), Free(0)), 3)
     assert simulator.check_plan(before, CHAIN) == []  # and what reads the new content may run again
     broken = "overwritten: R[3, 0] = 1 though op2 has overwritten what it reads"
-    assert schedule_of(CHAIN, (3, 0)).violations(CHAIN) == [broken]
+    assert violations(schedule_of(CHAIN, (3, 0)), CHAIN) == [broken]
 
 
 def test_what_cannot_be_made_again_is_unavoidable() -> None:
@@ -70,7 +71,7 @@ def test_two_views_of_what_is_allowed(seed: int) -> None:
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
         faults = simulator.check_plan(plan, problem)
-        assert bool(faults) == bool(schedule.violations(problem))
+        assert bool(faults) == bool(violations(schedule, problem))
         seen.add(any("has overwritten" in fault for fault in faults))
         if not faults:
             usage = simulator.simulate(plan, problem)

@@ -16,6 +16,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from tests.support.by_hand import random_runs, random_schedule, runs_of, schedule_of
 from tests.support.oracle import pinned, random_problem, random_problem_with_ways
+from tests.support.paper_equations import bytes_in_memory, peak, violations
 from tests.support.sampling import in_turn
 
 # op0 -> op1 -> op2 -> op3, op0 -> op3, and op4 reads op1 and op3; all sizes differ
@@ -51,45 +52,45 @@ def test_running_once_keeps_what_is_read_later() -> None:
         [1, 1, 1, 0, 0],
         [0, 1, 0, 1, 0],
     ]
-    assert ONCE.violations(PROBLEM) == []
+    assert violations(ONCE, PROBLEM) == []
     assert ONCE.cost(PROBLEM) == 31
     assert ONCE.recomputed.tolist() == [0] * 5
-    assert ONCE.memory(PROBLEM).tolist() == [
+    assert bytes_in_memory(ONCE, PROBLEM).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 11, 0, 0, 0],
         [11, 11, 111, 0, 0],
         [111, 111, 111, 1111, 0],
         [1010, 1010, 1010, 1010, 11010],
     ]
-    assert ONCE.peak(PROBLEM) == 11010
-    assert ONCE.violations(PROBLEM, budget=11_010) == []
-    assert ONCE.violations(PROBLEM, budget=11_000) == ["(9) U[4, 4] = 11010 exceeds the budget of 11000 by 10"]
+    assert peak(ONCE, PROBLEM) == 11010
+    assert violations(ONCE, PROBLEM, budget=11_010) == []
+    assert violations(ONCE, PROBLEM, budget=11_000) == ["(9) U[4, 4] = 11010 exceeds the budget of 11000 by 10"]
     # workspace counts while its op runs, what is resident always
     problem = Problem(PROBLEM.graph, Profile(PROBLEM.seconds, np.array([0, 0, 7, 0, 0]), resident_bytes=100_000))
-    assert ONCE.memory(problem)[2:4, 2].tolist() == [100_111 + 7, 100_111]
+    assert bytes_in_memory(ONCE, problem)[2:4, 2].tolist() == [100_111 + 7, 100_111]
     chain = unit_chain(8)  # of the golden optima
-    assert (schedule_of(chain).cost(chain), schedule_of(chain).peak(chain)) == (17, 10)
+    assert (schedule_of(chain).cost(chain), peak(schedule_of(chain), chain)) == (17, 10)
 
 
 def test_what_runs_again_is_not_kept() -> None:
     again = schedule_of(PROBLEM, (4, 0), (4, 1))
     assert again.S[:, 1].tolist() == [False, False, True, False, False]
-    assert again.violations(PROBLEM) == []
+    assert violations(again, PROBLEM) == []
     assert again.cost(PROBLEM) == 34
     assert again.recomputed.tolist() == [1, 1, 0, 0, 0]
-    assert again.memory(PROBLEM)[3, 3] == 1101  # without op1's value
-    assert again.memory(PROBLEM)[4].tolist() == [1001, 1011, 1010, 1010, 11010]
-    assert again.violations(pinned(PROBLEM, 0)) == ["pinned: op0 runs 2 times though it draws random numbers"]
+    assert bytes_in_memory(again, PROBLEM)[3, 3] == 1101  # without op1's value
+    assert bytes_in_memory(again, PROBLEM)[4].tolist() == [1001, 1011, 1010, 1010, 11010]
+    assert violations(again, pinned(PROBLEM, 0)) == ["pinned: op0 runs 2 times though it draws random numbers"]
 
 
 def test_a_result_is_kept_to_the_end() -> None:
     problem = Problem.from_dag([[], [0], [1]], [1] * 3, [1] * 3, outputs=[0, 2])
     again, once = schedule_of(problem, (2, 0), (2, 1)), schedule_of(problem)
     assert again.S[:, 0].tolist() == [False, True, True]
-    assert again.violations(problem) == []
-    assert again.memory(problem)[2].tolist() == [2, 2, 3]  # op 0 made a second copy for a moment
+    assert violations(again, problem) == []
+    assert bytes_in_memory(again, problem)[2].tolist() == [2, 2, 3]  # op 0 made a second copy for a moment
     dropped = Schedule(once.R, _changed(once.S, 2, 0))
-    assert dropped.violations(problem) == ["output: v0 is a result of the step but is not kept to its end"]
+    assert violations(dropped, problem) == ["output: v0 is a result of the step but is not kept to its end"]
 
 
 def test_each_equation_is_named() -> None:
@@ -103,7 +104,7 @@ def test_each_equation_is_named() -> None:
         (ONCE.R[:4], ONCE.S, "R and S have shapes (4, 5) and (5, 5), not (5, 5) and (5, 5)"),
         (ONCE.R, ONCE.S[:, :2], "R and S have shapes (5, 5) and (5, 2), not (5, 5) and (5, 5)"),
     ):
-        assert says in Schedule(R, S).violations(PROBLEM, budget=10**9)
+        assert says in violations(Schedule(R, S), PROBLEM, budget=10**9)
 
 
 def test_values_without_a_producer_are_never_kept() -> None:
@@ -112,8 +113,8 @@ def test_values_without_a_producer_are_never_kept() -> None:
     problem = Problem(graph, Profile(np.ones(2), np.zeros(2)))
     once = schedule_of(problem)
     assert once.S.any(axis=0).tolist() == [False, True, False]
-    assert once.violations(problem) == []
-    assert once.memory(problem).tolist() == [[4, 0], [4, 12]]
+    assert violations(once, problem) == []
+    assert bytes_in_memory(once, problem).tolist() == [[4, 0], [4, 12]]
 
 
 @pytest.mark.parametrize("draw", [random_problem, random_problem_with_ways])
@@ -124,10 +125,10 @@ def test_any_runs_can_be_completed_and_all_count_the_same_bytes(draw: Callable[.
     for R in (runs_of(problem), random_runs(problem, seed)):
         schedule = Schedule.from_runs(problem.graph, R)
         plan = simulator.lower(problem, schedule)
-        assert schedule.violations(problem) == simulator.check_plan(plan, problem) == []
+        assert violations(schedule, problem) == simulator.check_plan(plan, problem) == []
         assert len(plan.runs) == R.sum()
         usage, seconds = simulator.simulate(plan, problem), simulator.cost(plan, problem)
-        assert usage.bytes_at == tuple(schedule.memory(problem)[R])
+        assert usage.bytes_at == tuple(bytes_in_memory(schedule, problem)[R])
         assert seconds == pytest.approx(schedule.cost(problem))
         first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(R))])
         assert (first >= problem.unavoidable_bytes).all()
@@ -141,7 +142,7 @@ def test_no_kept_value_can_be_spared(seed: int) -> None:
     problem = random_problem(seed, most_ops=6)
     schedule = random_schedule(problem, seed)
     for t, v in np.argwhere(schedule.S):
-        assert Schedule(schedule.R, _changed(schedule.S, t, v)).violations(problem) != []
+        assert violations(Schedule(schedule.R, _changed(schedule.S, t, v)), problem) != []
 
 
 @in_turn(seed=range(10))
@@ -154,7 +155,7 @@ def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
         for v, p in enumerate(made_by):
             most[t, v] = p >= 0 and (least.R[t - 1, p] or most[t - 1, v])
     kept = Schedule(least.R, most)
-    assert kept.violations(problem) == []
+    assert violations(kept, problem) == []
     plan = simulator.lower(problem, kept)
     assert simulator.check_plan(plan, problem) == []
-    assert simulator.simulate(plan, problem).peak <= kept.peak(problem)
+    assert simulator.simulate(plan, problem).peak <= peak(kept, problem)

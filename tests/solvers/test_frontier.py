@@ -29,6 +29,7 @@ from checkmate.solvers.common.task import Task
 from checkmate.solvers.frontier import BUDGETS
 from checkmate.solvers.solve import min_budget
 from tests.support.oracle import optima, random_problem
+from tests.support.paper_equations import violations
 from tests.support.sampling import in_turn
 
 CHAIN = dags.unit_chain(8)  # 17 ops; the optimum at 3, 4, 5, 6, 8 bytes takes 45, 26, 22, 21, 19 s
@@ -41,7 +42,7 @@ def check(found: Frontier, problem: Problem) -> None:
         assert of.problem is problem
         assert (row.budget, row.cost, row.bound, row.gap) == (of.budget, of.cost, of.bound, of.gap)
         if of.schedule is not None:
-            assert of.schedule.violations(problem, row.budget) == []
+            assert violations(of.schedule, problem, row.budget) == []
             assert row.bound <= row.cost
 
 

@@ -284,19 +284,17 @@ def _keep(question: Question, document: object) -> None:
 
 
 WRONG: dict[str, object] = {
-    "time_limit": [-1.0, "1", 1, None, 1e400],
-    "cost": [-1.0, True],
+    "time_limit": [-1.0, "1", None, 1e400, float("nan")],
+    "cost": [-1.0],
     "bound": [RECORD.cost * 1.01, -1.0, [1.0]],
-    "keep_all_peak": [0, 1.5, True, 2**60],
-    "ops": [0, -1, 2.0, 2**53 + 1],
-    "by": [3, None],
-    "again": [None, {}, "ab", [[1]], [[1, 2]], [[2, 1, 0]], [[1, -1]], [[T, 0]], [[1.0, 0.0]], [[True, False]], [7]],
+    "keep_all_peak": [0, None],
+    "ops": [0, -1, None],
+    "again": [None, "ab", [[1]], [[1, 2]], [[2, 1, 0]], [[1, -1]], [[T, 0]], [7]],
     "question": [None, [], {}, {"structure": "a"}, 3],
     "more": [1],
     "__class__": ["os.system"],
     "question.resident": [-1],
-    "question.budget": [1.0],
-    "question.structure": [3],
+    "question.budget": ["1"],
     "question.more": [1],
 }
 

@@ -20,8 +20,6 @@ OPTIONS = [
     *((name, {}) for name in BASELINES),
     *(("griewank", {"candidates": kind}) for kind in ("ap", "linearized")),
     *(("dtr", {"heuristic": name}) for name in HEURISTICS),
-    *(("dtr", {"heuristic": name, "ignore_small": True}) for name in HEURISTICS),
-    *(("dtr", {"heuristic": name, "sample": True, "seed": 3}) for name in HEURISTICS),
 ]
 
 

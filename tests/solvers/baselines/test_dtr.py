@@ -40,13 +40,11 @@ def two_of_a_result() -> Problem:
 
 LINE = Problem.from_dag([[], [0], [1]], [1] * 3, [8] * 3, over={1: [0], 2: [1]})
 READ_LATER = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [8, 8, 8], over={1: [0], 2: [1]})
-SMALL = Problem.from_dag([[], [], [], [2], [0, 1, 3]], seconds=[1] * 5, sizes=[1, 1, 1000, 1, 1], outputs=[4])
 
 
 COSTS: dict[str, tuple[Problem, dict[str, Any], dict[int, float]]] = {
     "it writes over what goes right after the run": (LINE, {}, {8: 3}),
     "and not over what is read later": (READ_LATER, {}, {16: 3, 15: math.inf}),
-    "small values go where there is nothing else": (SMALL, {"heuristic": "size", "ignore_small": True}, {1002: 6}),
     "what a pinned op made goes for good where less stays for it": (masked(4, mask=8), {}, {12: 5, 11: math.inf}),
     "a second copy of a result is counted": (two_of_a_result(), {"heuristic": "local"}, {12: 5, 11: math.inf}),
 }
@@ -74,15 +72,6 @@ def test_all_scores_are_tried_and_the_cheapest_is_kept_and_named(name: str) -> N
     each = {score: solve("dtr", problem, budget, heuristic=score).cost for score in HEURISTICS}
     assert best.details["costs"] == pytest.approx(each)  # one adds up ops by their runs, the other in their order
     assert best.cost == min(each.values()) == each[best.details["heuristic"]]
-
-
-def test_options_that_look_at_fewer_values_still_find_plans() -> None:
-    looks = ({}, {"sample": True}, {"sample": True}, {"ignore_small": True})
-    problem = dags.gpt(2)
-    budget = int(0.7 * problem.keep_all_peak)
-    plain, sampled, again, few = (solve("dtr", problem, budget, heuristic="h_eq", **look).cost for look in looks)
-    assert again == sampled != plain
-    assert few < math.inf
 
 
 def test_a_chain_longer_than_pythons_stack_comes_back_and_endless_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from checkmate.solvers.linear.moments import moment_bound as bound_of
 from checkmate.solvers.search.greedy import next_use
 from tests.solvers.checks import begun, runs, takes_less_than
 from tests.support.oracle import PLAIN_AND_WAYS, Make, best_within, optimum, outcomes, random_ruled_problem
+from tests.support.paper_equations import violations
 from tests.support.sampling import every, in_turn
 
 
@@ -52,7 +53,7 @@ def test_never_above_the_optimum(first: int) -> None:
         assert bound.value <= best + 1e-6
         assert not bound.infeasible or best == math.inf
         if bound.schedule is not None:
-            assert bound.schedule.violations(problem, budget) == []
+            assert violations(bound.schedule, problem, budget) == []
             assert bound.schedule.cost(problem) == pytest.approx(best)
 
 

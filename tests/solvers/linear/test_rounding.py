@@ -15,6 +15,7 @@ from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
 from tests.solvers.checks import all_runs, runs, solve, wrong
 from tests.support.oracle import Make, all_schedules, random_problem, random_problem_with_overwrites
+from tests.support.paper_equations import peak, violations
 from tests.support.sampling import in_turn
 
 
@@ -63,7 +64,7 @@ def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Ma
 @in_turn(seed=range(10))
 def test_phase_two_is_least_among_all_schedules_that_keep_this_much(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
-    schedules = [s for s in all_schedules(problem) if not s.violations(problem)]
+    schedules = [s for s in all_schedules(problem) if not violations(s, problem)]
     for schedule in schedules[:: max(1, len(schedules) // 8)]:
         R = least_runs(problem, schedule.S)
         assert (R <= schedule.R).all()
@@ -78,7 +79,7 @@ def test_useless_runs_are_dropped_and_no_others(seed: int) -> None:
     fewer = without_useless(problem.graph, R)
     assert (fewer <= R).all()
     assert (without_useless(problem.graph, fewer) == fewer).all()
-    before, after = (Schedule.from_runs(problem.graph, which).peak(problem) for which in (R, fewer))
+    before, after = (peak(Schedule.from_runs(problem.graph, which), problem) for which in (R, fewer))
     assert after <= before
 
 

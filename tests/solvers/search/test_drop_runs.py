@@ -16,6 +16,7 @@ from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
 from tests.solvers.steps import FIVE
 from tests.support.oracle import PLAIN_AND_WAYS, Make, all_schedules
+from tests.support.paper_equations import violations
 from tests.support.sampling import every, in_turn
 
 
@@ -25,7 +26,7 @@ def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make
     problem = make(seed, most_ops=4)
     pinned = [op.pinned is not None for op in problem.graph.ops]
     for schedule in all_schedules(problem):
-        if (schedule.recomputed[pinned] > 0).any() or schedule.violations(problem):
+        if (schedule.recomputed[pinned] > 0).any() or violations(schedule, problem):
             continue
         peak = peak_of(problem, schedule.R)
         slimmer = certify(problem, peak, drop_runs(problem, peak, schedule.R, Clock()), method="drop_runs")

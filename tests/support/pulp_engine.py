@@ -1,4 +1,4 @@
-"""Solve a `Model` with any solver that PuLP knows: CBC, which comes with it, Gurobi, CPLEX, SCIP, Xpress, ..."""
+"""Solve a `Model` with a solver that PuLP knows, such as CBC, which comes with it: HiGHS is held against it."""
 
 from __future__ import annotations
 
