@@ -101,9 +101,7 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
 
     Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
     inputs, and the random states of torch, Python and NumPy; and the measured peak with the predicted one, where the
-    step returns one loss. All of this is as it was when the call returns. Attributes that are no tensors are not looked
-    at, nor is what reaches a result from another one: where a loss comes from logits that are returned beside it,
-    `logits.retain_grad()` outside of the step is refused.
+    step returns one loss. All of this is as it was when the call returns. The page docs/train.md shows it.
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.

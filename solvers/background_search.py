@@ -60,11 +60,6 @@ class Search(BackgroundProcess):
         """Tell whether better plans may still come."""
         return not self.over.is_set()
 
-    @property
-    def pid(self) -> int | None:
-        """The process id while the search runs."""
-        return None if (process := self.process) is None else process.pid
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the end of the search; tell whether it has ended."""
         return self.over.wait(timeout)

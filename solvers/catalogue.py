@@ -38,7 +38,7 @@ COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "see
 ALL = tuple(COMMON)
 TIMED, SEEDED = ("time_limit",), ("time_limit", "seed")
 BESIDE: dict[str, Any] = {"sends": True, "needs_host": True}
-SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "seed")
+SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads")
 
 
 @dataclass(frozen=True)

@@ -70,15 +70,10 @@ def solve(
         method: one of `checkmate.methods()`.
         time_limit: seconds.
         gap: stop once (cost - bound) / cost is at most this.
-        start: a known plan to begin with, for "auto" and "milp": of this problem, for another budget or in less time,
-            or of one with the same ops and other sizes or costs, such as a smaller batch. It need not fit. What a
-            Solution has proven counts where it holds here too.
-        rules: what is known of the step, as patterns of modules, ops or tags, each with what plans do with the ops it
-            names: "keep" or "once", "recompute", or a number of runs; see `checkmate.core.rules`. They take the place
-            of those that the problem has.
-        progress: show a line on standard error with the incumbent, the bound and the time; None: on a terminal, after
-            two seconds. The logger "checkmate.solve" has the same, at INFO.
-        watch: is handed, at the beginning, what holds the best plan and bound so far, for another thread to look at.
+        start: a known plan to begin with, for "auto" and "milp": of this problem, or of one with the same ops and other
+            sizes or costs, such as a smaller batch. It need not fit. What a Solution has proven counts where it holds.
+        rules: as for `checkmate.compile`; they take the place of those that the problem has.
+        progress, watch: as docs/options.md has them. The logger "checkmate.solve" has the progress too, at INFO.
         options: of the method.
 
     Returns:

@@ -17,8 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
-from checkmate.core.problem import Problem
+from checkmate.core.plan import Fetch, Free, Plan, Run, Start, Step, Wait
 
 KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in words: most proofs are of these
 
@@ -27,53 +26,46 @@ KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in wo
 class Schedule:
     """The ops that run and the values that are kept in each stage.
 
+    >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
     >>> R = np.eye(4, dtype=bool)
     >>> R[3, 0] = True  # run op 0 again just before op 3
     >>> again = Schedule.from_runs(problem.graph, R)
-    >>> again.cost(problem)
-    5.0
+    >>> again.recomputed
+    array([1, 0, 0, 0])
     """
 
     R: np.ndarray  # (T, T) bool
     S: np.ndarray  # (T, V) bool
-    H: np.ndarray | None = None  # (T, V) bool: a complete copy is in the second memory when stage t begins
-    Out: np.ndarray | None = None  # (T, V) bool: the value is on its way there in stage t, or in a part of it
-    In: np.ndarray | None = None  # (T, V) bool: the value is on its way back
 
     @classmethod
     def of_plan(cls, graph: Graph, plan: Plan) -> Schedule:
-        """Read R and S from a plan; S also holds values that wait elsewhere or are under way.
+        """Read R and S from a plan: S says what is at hand, and not what waits in a second memory or is on its way.
 
-        H, Out and In are None for a plan without transfers. An op that a link carries counts as run where it starts.
+        An op that a link carries counts as run where it starts.
         """
         plan = run_at_once(plan, graph)
-        # R, S and H at the begin of each stage; Out and In while a transfer is under way in it.
         T, V = len(graph.ops), len(graph.values)
-        R = np.zeros((T, T), dtype=bool)
-        S, H, Out, In = (np.zeros((T, V), dtype=bool) for _ in range(4))
-        here, there, sending, fetching = (np.zeros(V, dtype=bool) for _ in range(4))
+        R, S = np.zeros((T, T), dtype=bool), np.zeros((T, V), dtype=bool)
+        here, fetching = np.zeros(V, dtype=bool), set[int]()
         t = 0
         for step in plan.steps:
             if isinstance(step, Run):
                 if not R[t].any():  # the stage begins
-                    S[t], H[t] = here, there
-                    Out[t] |= sending
-                    In[t] |= fetching
+                    S[t] = here
                 R[t, step.op] = True
                 here[[*graph.ops[step.op].outputs]] = True
                 if step.over is not None:
                     here[step.over] = False
                 t = min(t + (step.op == t), T - 1)
-            elif isinstance(step, (Free, Drop)):
-                (here if isinstance(step, Free) else there)[step.value] = False
-            elif isinstance(step, Wait):
-                (there if sending[step.value] else here)[step.value] = True
-                sending[step.value] = fetching[step.value] = False
-            elif isinstance(step, (Send, Fetch)):
-                moving, seen = (sending, Out) if isinstance(step, Send) else (fetching, In)
-                moving[step.value] = seen[t, step.value] = True
-        return cls(R, S, H, Out, In) if plan.sent else cls(R, S)
+            elif isinstance(step, Free):
+                here[step.value] = False
+            elif isinstance(step, Fetch):
+                fetching.add(step.value)
+            elif isinstance(step, Wait) and step.value in fetching:
+                fetching.remove(step.value)
+                here[step.value] = True
+        return cls(R, S)
 
     @classmethod
     def from_runs(cls, graph: Graph, R: np.ndarray) -> Schedule:
@@ -103,19 +95,6 @@ class Schedule:
         outputs = list(graph.outputs)
         S[:, outputs] = (np.arange(T)[:, None] > made_by[outputs]) & made[outputs]
         return cls(R, S)
-
-    def cost(self, problem: Problem) -> float:
-        """Seconds of the whole step if nothing runs beside links, Eq. (1a): Σ_t Σ_k C_k R[t, k].
-
-        Raises:
-            ValueError: if values are sent to a second memory: what is waited for is not in R.
-        """
-        if self.H is not None:
-            raise ValueError(
-                "This schedule is of a plan that sends values to a second memory. What it takes does not follow from R "
-                "and S, but from the plan's steps: see simulate, cost and verify in checkmate.core.simulator."
-            )
-        return float(self.R.sum(axis=0) @ problem.seconds)
 
     @cached_property
     def recomputed(self) -> np.ndarray:

@@ -8,9 +8,7 @@ next start are the same then. There is one record for each place, that is the ma
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 import platform
 import sys
@@ -25,8 +23,9 @@ from typing import Any
 import torch
 
 from checkmate.core.files import rows
+from checkmate.core.host import Host
 from checkmate.devices import is_here, kind_of
-from checkmate.errors import HostError
+from checkmate.errors import HostError, InvalidProblem
 from checkmate.host.store import BLOCK, Store, rounded
 
 log = logging.getLogger("checkmate.host")
@@ -175,7 +174,7 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
                 with rows(TABLE) as kept:
                     found = kept.get([place])
                 links = _links(found[place]) if found else None
-            except (OSError, TypeError, ValueError) as error:
+            except (OSError, TypeError, InvalidProblem) as error:
                 log.warning("The links to a second memory are measured anew: %s", error)
         if links is None:
             links = _measure(where, device)
@@ -199,12 +198,7 @@ def _measure(where: str, device: torch.device) -> Links:
 
 def _links(kept: dict[str, Any]) -> Links:
     links = Links(**kept)
-    for name in ("send", "fetch"):
-        rate = getattr(links, name)
-        if not isinstance(rate, float) or not 0 < rate < math.inf:
-            raise ValueError(f"{name} is {rate!r:.100}")
-    if not isinstance(links.latency, float) or not 0 <= links.latency < math.inf or type(links.shared) is not bool:
-        raise ValueError(f"{json.dumps(kept):.200} says no links")
+    Host(0, links.send, links.fetch, links.shared, links.latency)  # raises for what are no links
     return links
 
 
@@ -212,7 +206,7 @@ def _first_of(place: str, links: Links) -> Links:
     """The links kept by the first process that measured; a warning says if nothing can be kept."""
     try:
         with rows(TABLE, write=True) as kept:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, InvalidProblem):
                 return _links(kept.get([place])[place])
             kept.put({place: asdict(links)})
     except OSError as error:

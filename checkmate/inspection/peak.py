@@ -173,13 +173,9 @@ def explain_peak(
     """List the values in memory at the peak of a plan, with the price of dropping each there.
 
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
-    from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
-    room for making it is not asked. What fewer or more bytes would really cost the prices say: for each, the problem is
-    solved again, beginning with this plan. The plan found there is one, and the bound is proven of all schedules. If
-    one of these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
-
-    With a second memory, the cost of sending a value is by how much longer the step would be if it were there at the
-    peak, the rest staying as it is; it is asked of the largest values only, as many as are printed.
+    from what the plan has at hand then; of this value alone, and whether there is room for it is not asked. What fewer
+    or more bytes would really cost the prices say: for each, the problem is solved again, beginning with this plan. The
+    page docs/look.md says more, also of values that wait in a second memory.
 
     Args:
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth

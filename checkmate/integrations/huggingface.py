@@ -29,14 +29,11 @@ log = logging.getLogger("checkmate.integrations")
 class WithinBudget(TrainerCallback):
     """Keep a Trainer within a budget of bytes, with unchanged numbers.
 
-    The model's forward and the backward through it are planned. What the Trainer keeps beside them is left out of the
-    budget by itself: the optimizer's state, gradients that are accumulated, batches that it fetches ahead. Nothing else
-    changes: accumulation, mixed precision, clipping, schedulers, evaluation, logs, checkpoints and resuming. Activation
-    checkpointing is turned off, as the plan decides what runs again.
+    The model's forward and the backward through it are planned, with the bytes that the Trainer keeps beside them left
+    out of the budget. The page docs/ecosystem.md says what that is, and what changes.
 
     Args:
-        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
-            "fit" is what there is at the first step, as for `checkmate.compile`.
+        budget: bytes at any moment of training, parameters and optimizer included, as for `checkmate.compile`.
         beside: other modules on the device, whose bytes count: a reference model.
         options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here, as for a loss that the
             model does not compute itself.

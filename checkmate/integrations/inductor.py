@@ -39,18 +39,12 @@ class KnapsackSolver(CustomKnapsackSolver):
     """A solver for ``torch._functorch.config.activation_memory_budget_solver``.
 
     With bytes it finds what to save by itself, within them, and runs the fewest seconds again, as estimated for the
-    kind of device. Set ``activation_memory_budget`` below 1, and close to 0, such as 1e-9, for PyTorch to ask at all:
-    where its own cut saves less than that share, it takes this cut. And set
-    ``torch._inductor.config.reorder_for_peak_memory = False``, or Inductor orders kernels by an estimate of its own.
-    `peak_budget` sets all three.
-
-    Without bytes the budget is the smallest peak that is found, and ``activation_memory_budget`` of the way from there
-    to the peak of making nothing again but what Inductor computes within its kernels.
+    kind of device. The page docs/inductor.md says which settings it needs, all of which `peak_budget` makes, and what
+    is promised.
 
     Args:
-        budget: bytes at the peak, such as ``"8 GB"``: parameters, buffers, batch, results and gradients of the compiled
-            graph included, as simulated. What Inductor's kernels take may be more: `checkmate.memory.measure_peak`
-            of a step tells.
+        budget: bytes at the peak, as simulated, such as ``"8 GB"``: parameters, buffers, batch, results and gradients
+            included. None: `activation_memory_budget` of the way from the smallest peak to that of saving all.
 
     Raises:
         BudgetError: if the budget is no number of bytes.
@@ -75,14 +69,9 @@ class KnapsackSolver(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: Sequence[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Indices of the nodes to save and to recompute, among those that the partitioner asks about.
+        """Indices of the nodes to save and to recompute, among ``all_recomputable_banned_nodes``.
 
-        Args:
-            memory: bytes of these nodes as shares of what PyTorch would save by default; not needed.
-            joint_graph: forward and backward.
-            max_memory: PyTorch's knob.
-            node_info: which nodes are of the forward.
-            all_recomputable_banned_nodes: these nodes.
+        PyTorch calls it; ``max_memory`` is its knob, ``node_info`` says which nodes are of the forward.
         """
         for node in joint_graph.nodes:  # tags of ours, of when PyTorch asked before
             if _GIVEN in node.meta:

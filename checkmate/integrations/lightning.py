@@ -28,15 +28,11 @@ _LOGGING = ("log", "log_dict")
 class WithinBudget(lightning.Callback):
     """Keep a Lightning Trainer within a budget of bytes, with unchanged numbers.
 
-    Planned is ``training_step``, the loss included, and the backward through it; what it logs is logged behind the
-    planned part. With manual optimization, where ``training_step`` is a loop of its own, and with ``of="forward"`` it
-    is what ``self(...)`` computes. What the Trainer keeps beside that is left out of the budget by itself: the
-    optimizers' states, gradients that are accumulated, batches that it holds beside the one at hand. Nothing else
-    changes: accumulation, precision, clipping, schedulers, ``global_step``, evaluation, logs, checkpoints and resuming.
+    Planned are ``training_step`` and the backward through it, or what ``self(...)`` computes, with the bytes that the
+    Trainer keeps beside them left out of the budget. The page docs/ecosystem.md says what that is, and what changes.
 
     Args:
-        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
-            "fit" is what there is at the first step, as for `checkmate.compile`.
+        budget: bytes at any moment of training, parameters and optimizer included, as for `checkmate.compile`.
         of: "training_step" or "forward"; without a choice as the optimization is automatic or manual.
         beside: other modules on the device, whose bytes count.
         options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here.

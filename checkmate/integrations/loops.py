@@ -32,15 +32,13 @@ def within_budget(
 ) -> M:
     """Plan a model's forward and backward within a budget, with room for the loop around them.
 
-    The model stays the object that it is; its forward is planned at its first training call. The bytes of the
-    optimizer's state are reserved by kind, as its first update will make it, and so are gradients that are accumulated
-    and batches that are held beside the one at hand.
+    The model stays the object that it is; its forward is planned at its first training call. The page docs/ecosystem.md
+    says which bytes are left out of the budget for the loop.
 
     Args:
         model: the plain module, before `accelerator.prepare`.
         optimizer: the one that will update it, or several.
-        budget: bytes at any moment of the loop, parameters and optimizer included; "8 GB", or "8G", is 8e9; "fit"
-            is what there is at the first step, as for `checkmate.compile`.
+        budget: bytes at any moment of the loop, parameters and optimizer included, as for `checkmate.compile`.
         accumulate: how many backwards make one update: with more than one, gradients are kept from step to step.
         ahead: how many batches the loop holds beside the one that the model is given.
         beside: other modules on the device, whose bytes count: an average of the model, a frozen encoder.

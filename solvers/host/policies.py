@@ -68,12 +68,8 @@ class Candidate:
     seconds: tuple[float, float, float, float]  # into the step when it may go, and is accessed again; there; and back
 
 
-def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: int = 1) -> Remarks:
-    """The plan that sends every larger value that the backward reads. No plan if it does not fit.
-
-    Args:
-        threshold: bytes above which a value is sent.
-        ahead: how many ops before its first use in the backward a value is asked for.
+def offload_all(task: Task, incumbent: Incumbent) -> Remarks:
+    """The plan that sends every value that the backward reads, back one op before. No plan if it does not fit.
 
     >>> from checkmate import Problem, solve
     >>> from checkmate.core.host import Host
@@ -83,8 +79,7 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
     """
     problem, host = task.problem, task.problem.host
     assert host is not None
-    swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
-    plan = unroll(task, swaps, {})
+    plan = unroll(task, every_swap(problem), {})
     if incumbent.offer_plan(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
@@ -92,14 +87,14 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
     return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{there}", {"sent": len(plan.sent)})
 
 
-def every_swap(problem: Problem, ahead: int) -> list[Swap]:
+def every_swap(problem: Problem) -> list[Swap]:
     """A swap for each forward value that the backward reads, if other ops run while it is away."""
     first, found = problem.graph.forward_length, []
     for v in sendable(problem):
         touched = accesses(problem, v)
         early, late = [k for k in touched if k < first], [k for k in touched if k >= first]
-        if early and late and late[0] - ahead > early[-1]:
-            found.append(Swap(v, early[-1], late[0] - ahead))
+        if early and late and late[0] - 1 > early[-1]:
+            found.append(Swap(v, early[-1], late[0] - 1))
     return found
 
 

@@ -141,16 +141,6 @@ class Model:
         """The values of a family in a solution ``x``: the family's shape, zero where there is no variable."""
         return np.where(family == NONE, 0.0, x[family])
 
-    def broken(self, x: np.ndarray, tolerance: float = 1e-6) -> list[str]:
-        """The constraints that ``x`` breaks: family, row within it, and amount."""
-        activity = self.matrix() @ x
-        excess = np.maximum(self.row_lower - activity, activity - self.row_upper)
-        return [
-            f"{name}[{row}] by {excess[rows][row]:g}"
-            for name, rows in self.families.items()
-            for row in np.flatnonzero(excess[rows] > tolerance)
-        ]
-
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0)

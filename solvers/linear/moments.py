@@ -54,7 +54,7 @@ from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.schedules import bytes_in_stages, fits, on_demand
+from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits, on_demand
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
@@ -205,7 +205,7 @@ def _round(
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, runs, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
     schedule = lift(problem, found)
-    proven = fits(problem, budget, schedule.R) and schedule.cost(problem) <= value * (1 + EXACT)
+    proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
 
 

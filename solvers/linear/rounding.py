@@ -1,8 +1,8 @@
 """LP relaxation and two-phase rounding: the approximation of Jain et al., MLSys 2020, Section 5.
 
-Phase one turns the relaxation's S* into a set of kept values: S = [S* >= θ], or a coin tossed for each S*. Phase two
-runs the least that this S needs. The plan may break the budget, so the relaxation is solved at (1 - ε) · budget. We
-differ from the paper in three ways: thresholds θ are swept, not only 1/2; ε is bisected by whether θ = 1/2 fits the
+Phase one turns the relaxation's S* into a set of kept values: S = [S* >= θ]. Phase two runs the least that this S
+needs. The plan may break the budget, so the relaxation is solved at (1 - ε) · budget. We differ from the paper in three
+ways: thresholds θ are swept, not only 1/2 or tosses of a coin for each S*; ε is bisected by whether θ = 1/2 fits the
 budget, not fixed at 0.1; a plan that fits loses the runs it can do without. The bound is the relaxation's.
 
 Paper: https://arxiv.org/abs/1910.02653
@@ -24,11 +24,11 @@ from checkmate.solvers.linear.milp import relax
 
 METHOD = "lp-rounding"
 STEPS = 8  # of the bisection of ε
-TRIES = 24  # thresholds or tosses of the coins at each ε
+TRIES = 24  # thresholds at each ε
 WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
 
 
-def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -> Remarks:
+def lp_rounding(task: Task, incumbent: Incumbent) -> Remarks:
     """The best plan within the budget that rounding the linear relaxation gives, with the relaxation's bound.
 
     No plan where no rounding fits; that none is possible is proven where the relaxation has no solution.
@@ -39,7 +39,6 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
     4.0
     """
     problem, budget, clock = task.problem, task.budget, task.clock
-    rng = np.random.default_rng(task.seed) if randomized else None
     solved, best = 0, 0.0
     # Bisect for the least slack epsilon at which rounding fits.
     low, high = 0.0, 1.0 - float(problem.unavoidable_bytes.max()) / budget  # beyond it there is no S*
@@ -50,7 +49,7 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
         if solved == 1:
             incumbent.prove(relaxed.bound)
         if relaxed.S is not None:
-            for R in roundings(problem, relaxed.S, rng):
+            for R in roundings(problem, relaxed.S):
                 if _offer(task, incumbent, R):
                     best = epsilon
         elif solved == 1:
@@ -63,8 +62,7 @@ def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -
         if high <= low or incumbent.cost <= incumbent.bound * (1 + OPTIMAL_GAP):
             break
         epsilon = (low + high) / 2
-    method = f"{METHOD} (randomized)" if randomized else METHOD
-    return Remarks(details={"epsilon": best, "relaxations": solved}, method=method)
+    return Remarks(details={"epsilon": best, "relaxations": solved})
 
 
 def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
@@ -83,14 +81,13 @@ def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
     return incumbent.offer(R, METHOD)
 
 
-def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) -> Iterator[np.ndarray]:
-    """(T, T) bool schedules from S* (T, V): by up to `TRIES` thresholds, or as many coin tosses with an rng."""
+def roundings(problem: Problem, S: np.ndarray) -> Iterator[np.ndarray]:
+    """(T, T) bool schedules from S* (T, V), by up to `TRIES` thresholds."""
     seen: set[bytes] = set()
     values = np.unique(S[S > 1e-9].round(6)) if (S > 1e-9).any() else np.ones(1)
     thresholds = values[np.unique(np.linspace(0, len(values) - 1, TRIES).astype(int))]
-    for i in range(TRIES if rng is not None else len(thresholds)):
-        kept = S >= thresholds[i] - 1e-6 if rng is None else rng.random(S.shape) < S
-        R = rounded(problem, kept)
+    for threshold in thresholds:
+        R = rounded(problem, S >= threshold - 1e-6)
         if R.tobytes() not in seen:
             seen.add(R.tobytes())
             yield R

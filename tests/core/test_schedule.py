@@ -14,6 +14,7 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.schedules import cost_of
 from tests.support.by_hand import random_runs, random_schedule, runs_of, schedule_of
 from tests.support.oracle import pinned, random_problem, random_problem_with_ways
 from tests.support.paper_equations import bytes_in_memory, peak, violations
@@ -53,7 +54,7 @@ def test_running_once_keeps_what_is_read_later() -> None:
         [0, 1, 0, 1, 0],
     ]
     assert violations(ONCE, PROBLEM) == []
-    assert ONCE.cost(PROBLEM) == 31
+    assert cost_of(PROBLEM, ONCE.R) == 31
     assert ONCE.recomputed.tolist() == [0] * 5
     assert bytes_in_memory(ONCE, PROBLEM).tolist() == [
         [1, 0, 0, 0, 0],
@@ -69,14 +70,14 @@ def test_running_once_keeps_what_is_read_later() -> None:
     problem = Problem(PROBLEM.graph, Profile(PROBLEM.seconds, np.array([0, 0, 7, 0, 0]), resident_bytes=100_000))
     assert bytes_in_memory(ONCE, problem)[2:4, 2].tolist() == [100_111 + 7, 100_111]
     chain = unit_chain(8)  # of the golden optima
-    assert (schedule_of(chain).cost(chain), peak(schedule_of(chain), chain)) == (17, 10)
+    assert (cost_of(chain, schedule_of(chain).R), peak(schedule_of(chain), chain)) == (17, 10)
 
 
 def test_what_runs_again_is_not_kept() -> None:
     again = schedule_of(PROBLEM, (4, 0), (4, 1))
     assert again.S[:, 1].tolist() == [False, False, True, False, False]
     assert violations(again, PROBLEM) == []
-    assert again.cost(PROBLEM) == 34
+    assert cost_of(PROBLEM, again.R) == 34
     assert again.recomputed.tolist() == [1, 1, 0, 0, 0]
     assert bytes_in_memory(again, PROBLEM)[3, 3] == 1101  # without op1's value
     assert bytes_in_memory(again, PROBLEM)[4].tolist() == [1001, 1011, 1010, 1010, 11010]
@@ -129,7 +130,7 @@ def test_any_runs_can_be_completed_and_all_count_the_same_bytes(draw: Callable[.
         assert len(plan.runs) == R.sum()
         usage, seconds = simulator.simulate(plan, problem), simulator.cost(plan, problem)
         assert usage.bytes_at == tuple(bytes_in_memory(schedule, problem)[R])
-        assert seconds == pytest.approx(schedule.cost(problem))
+        assert seconds == pytest.approx(cost_of(problem, schedule.R))
         first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(R))])
         assert (first >= problem.unavoidable_bytes).all()
         if len(plan.runs) == len(R):

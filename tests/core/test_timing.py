@@ -72,13 +72,10 @@ def test_the_matrices_of_a_plan_say_where_values_are() -> None:
     schedule = Schedule.of_plan(CHAIN.graph, AWAY)
     assert np.array_equal(schedule.R, np.eye(5, dtype=bool))
     assert schedule.S[:, 0].tolist() == [False, True, False, False, True]
-    for matrix, stages in ((schedule.H, {2, 3}), (schedule.Out, {1}), (schedule.In, {3})):
-        assert {*np.flatnonzero(matrix[:, 0])} == stages
     schedule = schedule_of(CHAIN, (4, 0))  # without transfers they are those of the plan's schedule
     again = Schedule.of_plan(CHAIN.graph, lower(CHAIN, schedule))
     assert np.array_equal(again.R, schedule.R)
     assert np.array_equal(again.S, schedule.S)
-    assert again.H is None
 
 
 def test_every_fault_is_named() -> None:

@@ -100,8 +100,3 @@ def test_a_difference_says_what_is_sent() -> None:
     for difference, sent in ((diff(keeps, SOLUTION), 4), (diff(SOLUTION, keeps), -4)):
         assert difference
         assert [(row.name, row.bytes) for row in difference.sent] == [("v0", sent)]
-
-
-def test_equations_without_transfers_do_not_answer_for_plans_with_them() -> None:
-    with pytest.raises(ValueError, match="simulate, cost and verify"):
-        SOLUTION.schedule.cost(SOLUTION.problem)

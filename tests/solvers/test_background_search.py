@@ -53,9 +53,9 @@ UNET = {str(UNET)!r}
 {getsource(_open)}
 search = Search(_open())
 search.start()
-while search.pid is None:
+while search.process is None:
     time.sleep(0.01)
-print(search.pid, flush=True)
+print(search.process.pid, flush=True)
 """
 
 
@@ -75,9 +75,9 @@ def _comes(event: Callable[[], bool]) -> bool:
 
 
 def _pid(search: Search) -> int:
-    assert _comes(lambda: search.pid is not None or not search.goes_on)
-    assert search.pid is not None
-    return search.pid
+    assert _comes(lambda: search.process is not None or not search.goes_on)
+    assert search.process is not None
+    return search.process.pid
 
 
 def _state(pid: int) -> str:
@@ -182,7 +182,7 @@ class TestProcess:
         first = _pid(search)
         second = Search(search.unfinished)
         second.start()
-        assert (second.pid, second.goes_on) == (None, True)
+        assert (second.process, second.goes_on) == (None, True)
         search.end()
         assert _pid(second) != first
         second.end()

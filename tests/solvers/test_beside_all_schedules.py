@@ -38,7 +38,6 @@ from tests.support.sampling import in_turn, long, slow
 GENERAL = [
     *((name, {}) for name in FOLLOWS_ALL),
     ("milp", {"formulation": "paper"}),
-    ("lp-rounding", {"randomized": True}),
 ]
 
 

@@ -49,12 +49,23 @@ def run(
     x = np.array([variables[column].varValue or 0.0 for column in model.column_names()])
     x[model.integer] = x[model.integer].round()
     solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    if not solved or model.broken(x, tolerance=1e-5):  # some leave the relaxation's values when time is up
+    if not solved or broken(model, x, tolerance=1e-5):  # some leave the relaxation's values when time is up
         return Result(SolveStatus.STOPPED, None, float("inf"), highs.least_objective(model))
     objective = float(model.cost @ x)
     if problem.sol_status == pulp.LpSolutionIntegerFeasible or not proven:
         return Result(SolveStatus.STOPPED, x, objective, highs.least_objective(model))
     return Result(SolveStatus.OPTIMAL, x, objective, objective - gap * abs(objective))
+
+
+def broken(model: Model, x: np.ndarray, tolerance: float = 1e-6) -> list[str]:
+    """The constraints that ``x`` breaks: family, row within it, and amount."""
+    activity = model.matrix() @ x
+    excess = np.maximum(model.row_lower - activity, activity - model.row_upper)
+    return [
+        f"{name}[{row}] by {excess[rows][row]:g}"
+        for name, rows in model.families.items()
+        for row in np.flatnonzero(excess[rows] > tolerance)
+    ]
 
 
 def _as_dict(model: Model) -> dict[str, Any]:

@@ -35,15 +35,14 @@ def test_plans_are_valid_and_above_the_cheapest(method: str) -> None:
     assert found
 
 
-def test_offload_all_sends_all_that_has_time_to_be_away_and_leaves_small_values() -> None:
+def test_offload_all_sends_all_that_has_time_to_be_away() -> None:
     problem = LAYERS.with_host(FAST)
     plan = solve(problem, 13, method="offload-all").plan
     assert plan.sent == {0, 1, 2}  # value 3 is needed again right after the loss
     assert plan.runs == tuple(range(9))
     fetched = plan.steps.index(Fetch(0))
     assert plan.steps[fetched:].index(Run(7)) < plan.steps[fetched:].index(Run(8))  # one op before its use
-    assert [swap.after for swap in every_swap(problem, 1)] == [1, 2, 3]
-    assert not solve(problem, 18, method="offload-all", threshold=4).plan.sent
+    assert [swap.after for swap in every_swap(problem)] == [1, 2, 3]
     solution = solve(problem, 9, method="offload-all")
     assert solution.status is not Status.FEASIBLE
     assert "its only plan takes 10 B here" in solution.message

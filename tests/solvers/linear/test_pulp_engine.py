@@ -16,6 +16,7 @@ from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 from tests.support import pulp_engine
 from tests.support.oracle import optima, random_problem
+from tests.support.pulp_engine import broken
 from tests.support.sampling import every, in_turn
 
 has_cbc = bool({"COIN_CMD", "PULP_CBC_CMD"} & set(pulp.listSolvers(onlyAvailable=True)))
@@ -60,7 +61,7 @@ def test_without_time_nothing_false_is_said(time_limit: float) -> None:
     result = pulp_engine.run(model, "CBC", time_limit=time_limit)
     assert result.outcome is not SolveStatus.INFEASIBLE
     assert result.bound <= 26 + 1e-6
-    assert result.x is None or model.broken(result.x) == []
+    assert result.x is None or broken(model, result.x) == []
 
 
 # What CBC writes first, what that proves in time (nothing when the time is up), and whether there is a point. The last

@@ -85,5 +85,5 @@ def test_useless_runs_are_dropped_and_no_others(seed: int) -> None:
 
 def test_thresholds_give_from_much_to_little_recomputation() -> None:
     problem = dags.unit_chain(8)
-    costs = [R.sum() for R in roundings(problem, relax(problem, 5).S, None)]
+    costs = [R.sum() for R in roundings(problem, relax(problem, 5).S)]
     assert max(costs) > min(costs) >= 17
