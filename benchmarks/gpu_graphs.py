@@ -55,6 +55,8 @@ def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[
     row |= {"seconds": whole.keep_all_cost, "source": whole.profile.source}
     least, parts = ends_of(whole, time_limit=time_limit), checkmate.min_budget(whole, time_limit=time_limit)
     row |= {"least": least.peak, "bound": least.bound, "least_in_parts": parts.peak, "time_limit": time_limit}
+    half = checkmate.solve(whole, whole.keep_all_peak // 2, time_limit=time_limit, progress=False)
+    row |= {"overhead_at_half": half.overhead, "gap_at_half": half.gap}
     yield row
 
 

@@ -57,5 +57,7 @@ assert within.planned is not None
 assert within.planned.kept is not None
 plan = within.planned.plans[0]
 planned = (plan.peak or 0) + within.planned.kept.total
-print(f"planned are {format_bytes(planned)}, with {plan.overhead:.1%} of the step run again")
+print(
+    f"planned are {format_bytes(planned)}, room for the update included, with {plan.overhead:.1%} of the step run again"
+)
 print(f"measured are {format_bytes(measured)}")

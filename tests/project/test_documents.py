@@ -140,8 +140,8 @@ def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() 
     shown = _lines(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES)
     assert len(shown) >= 8
     assert {*shown} <= written
-    row = [row for row in rows if (row["graph"], row["share"]) == (picture.NETWORK, picture.SHARE)][-1]
-    assert f"for {row['cost_ratio'] - 1:.1%} more time" in README
+    drawn = [row for row in _rows("gpu_graphs") if (row["network"], row["kind"]) == (picture.NETWORK, "float32")][-1]
+    assert f"for {drawn['overhead_at_half']:.1%} more time" in README
     assert f"({picture.PATH.relative_to(ROOT)})" in README
     assert picture.PATH.read_bytes().startswith(b"\x89PNG")
 
