@@ -49,7 +49,6 @@ measured, model = trained(int(0.8 * plain))
 found = plans_of(model)
 assert found.kept is not None
 planned = (found.plans[0].peak or 0) + found.kept.total + MADE
-print(
-    f"planned are {format_bytes(planned)}, room for the update included, with {found.plans[0].overhead:.1%} of the step run again"
-)
+print(f"planned are {format_bytes(planned)}, room for the update included")
+print(f"{found.plans[0].overhead:.1%} of the step run again")
 print(f"measured are {format_bytes(measured)}")
