@@ -121,7 +121,6 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     """The facts of the problem: name and text."""
     problem, graph = solution.problem, solution.problem.graph
     made = [value for value in graph.values if value.producer is not None]
-    estimated = len(problem.profile.estimated)
     forward = graph.forward_length
     yield "ops", f"{len(graph.ops):,}: {forward:,} in the forward, {len(graph.ops) - forward:,} in the backward"
     yield "values made", f"{len(made):,}, {format_bytes(int(problem.sizes.sum()))} in all"
@@ -139,7 +138,7 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
     if problem.host is not None:
         yield "second memory", str(problem.host)
-    yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
+    yield "profile", problem.profile.source
     versions = [f"checkmate {__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "numpy", "highspy"):
         with suppress(metadata.PackageNotFoundError):
