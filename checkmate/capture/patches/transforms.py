@@ -1,7 +1,7 @@
-"""Calls of an `autograd.Function`: guards on what it reads, and its own backward within ``torch.func.grad`` and its like.
+"""Calls of an `autograd.Function`: guards on what it reads, and its own backward within ``torch.func``.
 
-Dynamo takes a function with ``setup_context`` for constants with all that its methods read from closures. Here they
-have a place, of which Dynamo guards what is read.
+Of a function with ``setup_context`` Dynamo does not know where its methods come from, and takes numbers in their
+closures for constants. Here the methods are reached through a global, so that Dynamo guards what they read.
 
 Dynamo makes graphs of a function's forward and backward. ``torch.func`` would differentiate these, and nothing leads
 from the second to the function's inputs, so that a gradient of the gradient is lost. Of a function's own ``jvp`` and
@@ -96,7 +96,7 @@ def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs:
 
 
 def _guard_methods(variable: Any, needs_gradient: bool) -> None:
-    """Guard that the methods of a function stay the same objects: `_apply` gives them another place."""
+    """Guard that the methods of a function stay the same objects, as `_apply` has Dynamo reach them otherwise."""
     source = getattr(variable, "fn_cls_source", variable.source)
     for name in ("forward", "setup_context", "backward"):
         is_static = isinstance(getattr(variable.fn_cls, name), FunctionType)
@@ -109,7 +109,7 @@ def _guard_methods(variable: Any, needs_gradient: bool) -> None:
 
 
 def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function whose methods Dynamo knows; with ``setup_context`` they have no place as yet."""
+    """Call a function; if Dynamo does not know where its methods come from, they come from a new global."""
     if self.parent_source is None:
         methods = SimpleNamespace(forward=self.fwd_fn, backward=self.bwd_fn)
         self.parent_source = GlobalSource(tx.output.install_global("methods", methods))
