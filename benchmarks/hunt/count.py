@@ -1,6 +1,6 @@
 """Random programs, plainly and compiled at three budgets: the same bits, refused and why, wrong, or a raw error.
 
-    python -m benchmarks.hunt [PROGRAM ...] [--count 20000] [--block 200] [--jobs 1] [--seconds 60] [--small] [--report]
+    python -m benchmarks.hunt [PROGRAM ...] [--count 22000] [--block 200] [--jobs 1] [--seconds 60] [--small] [--report]
                               [--out benchmarks/results/hunt.jsonl]
 
 Each number is a program: parameters, inputs and statements that plain PyTorch accepts, and how it is trained. Blocks of
@@ -108,7 +108,7 @@ def main() -> None:
     """Run from the command line."""
     parser = documented(__doc__)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="numbers, or files, to run here")
-    parser.add_argument("--count", type=int, default=20_000, help="of the programs, from 0 on")
+    parser.add_argument("--count", type=int, default=22_000, help="of the programs, from 0 on")
     parser.add_argument("--block", type=int, default=200, help="programs in one row")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=int, default=60, help="of its own time that a program may take")

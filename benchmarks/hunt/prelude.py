@@ -244,6 +244,43 @@ class Clipped(torch.autograd.Function):
         return grad.mul_(2)
 
 
+class Tripled(torch.autograd.Function):
+    """Has three times its gradient, also within ``torch.func``."""
+
+    @staticmethod
+    def forward(a: Tensor) -> Tensor:
+        return a.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (a,) = ctx.saved_tensors
+        return grad * a.cos() * 3
+
+
+class Rounded(torch.autograd.Function):
+    """Has a backward and a ``jvp``."""
+
+    @staticmethod
+    def forward(a: Tensor) -> Tensor:
+        return a.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * 0.5
+
+
 @torch.library.custom_op("checkmate_hunt::double", mutates_args=())
 def custom_double(a: Tensor) -> Tensor:
     """An op of our own with a formula."""

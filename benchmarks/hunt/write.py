@@ -30,6 +30,7 @@ FAMILIES = (
     *("elementwise", "reductions", "products", "viewed", "written"),
     *("random", "functional", "custom", "layers"),
 )
+LATER, LATER_FAMILIES = 20_000, ("complex", "within", "reentrant")  # programs from this number on draw from these too
 SHAPES = (
     *((4, 6), (3, 4), (8, 3), (2, 3, 4), (6, 6), (16,), (1, 5), (5, 1), (2, 2, 3, 3), (0, 3), (33,), (), (4, 4)),
     *((7, 9), (12, 17), (65, 3), (130,), (3, 1, 4), (8, 8), (5, 129)),
@@ -79,7 +80,8 @@ def program(number: int) -> str:
     writer = _Writer(draw, {**vars(prelude), "p": p, "x": x, "B": b}, values)
     torch.manual_seed(number)
     random.seed(number)
-    families = draw.choices(FAMILIES, k=draw.randint(2, 4))
+    later = LATER_FAMILIES if number >= LATER else ()
+    families = [*draw.choices(FAMILIES, k=draw.randint(2, 4)), *draw.sample(later, len(later) - 1 if later else 0) * 3]
     for _ in range(draw.randint(2, 9)):
         writer.add(draw.choice(lines_of(draw.choice([*families, *FAMILIES]))))
     writer.end()

@@ -29,6 +29,7 @@ _DENSE = "flex_attention that is compiled computes other bits"
 _RANKS, _FLAGS = "steps on several ranks are refused", "torch.backends.cudnn.flags is refused"
 _WHERE_USED = "it is asked where it is used"
 _FUNC = "an autograd.Function within torch.func has other gradients"
+_CELLS = "a number that an autograd.Function reads is not guarded"
 _REENTRANT = "more reentrant checkpoints are refused"
 _NONE_REFUSED = "there is nothing to allow"
 
@@ -56,7 +57,10 @@ NAMES = Table(
     # Where a value comes from
     Name("AttrSource", _SOURCE, "an attribute", _CONTEXT),
     Name("CallFunctionNoArgsSource", _SOURCE, "what a call returns", _CONTEXT),
+    Name("GlobalSource", _SOURCE, "a global variable", _CELLS),
     Name("RandomValueSource", _SOURCE, "a call before the step", _DRAWING),
+    Name("GuardBuilder", "torch._dynamo.guards", "kinds of guards", _CELLS),
+    Name("install_guard", "torch._dynamo.guards", "adds a guard to a capture", _CELLS),
     # Frames
     Name("get_raised_exception", f"{_STACK}.get_raised_exception", "what is raised", _SAYING, "", _RAISED_FORMERLY),
     Name("InstructionTranslator", _FRAMES, "the frame of the step; `current_tx` is the one at hand"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hunt import count, reduce, run
-from benchmarks.hunt.write import FAMILIES, HEAD, lines_of, load, program
+from benchmarks.hunt.write import FAMILIES, HEAD, LATER, LATER_FAMILIES, lines_of, load, program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = f"""HOW = {{'backward': 'loss', 'threads': 1, 'optimizer': 'SGD(P, lr=0.1)'}}
@@ -27,8 +27,8 @@ def fn(p, x, B):
 
 
 def test_a_number_is_a_program() -> None:
-    assert all(len(lines_of(name)) > 20 for name in FAMILIES)
-    for number in range(30):
+    assert all(len(lines_of(name)) > 20 for name in (*FAMILIES, *LATER_FAMILIES))
+    for number in (*range(30), *range(LATER, LATER + 10)):
         text = program(number)
         assert text == program(number)
         assert {"HOW", "make", "fn"} <= load(text).keys()

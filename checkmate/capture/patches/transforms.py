@@ -1,4 +1,7 @@
-"""Calls of an `autograd.Function` within ``torch.func.grad`` and its like, with its own backward at each level.
+"""Calls of an `autograd.Function`: guards on what it reads, and its own backward within ``torch.func``.
+
+Of a function with ``setup_context`` Dynamo does not know where its methods come from, and takes numbers in their
+closures for constants. Here the methods are reached through a global, so that Dynamo guards what they read.
 
 Dynamo makes graphs of a function's forward and backward. ``torch.func`` would differentiate these, and nothing leads
 from the second to the function's inputs, so that a gradient of the gradient is lost. Of a function's own ``jvp`` and
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +28,14 @@ from checkmate.torch_internals.dispatcher import (
     retrieve_all_functorch_interpreters,
     saved_tensors_hooks,
 )
-from checkmate.torch_internals.dynamo import proxy_args_kwargs, unimplemented
+from checkmate.torch_internals.dynamo import (
+    AttrSource,
+    GlobalSource,
+    GuardBuilder,
+    install_guard,
+    proxy_args_kwargs,
+    unimplemented,
+)
 
 
 @contextmanager
@@ -58,6 +69,7 @@ def _is_in_forward_mode() -> bool:
 
 def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an `autograd.Function`; within ``torch.func`` by its own rules, or not at all."""
+    _guard_methods(self, any(a.is_tensor() and a.requires_grad is not False for a in args))
     levels = {level.key() for level in retrieve_all_functorch_interpreters()}
     if not levels or not torch.is_grad_enabled():
         return plain(self, tx, args, kwargs)
@@ -83,6 +95,27 @@ def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs:
     return result
 
 
+def _guard_methods(variable: Any, needs_gradient: bool) -> None:
+    """Guard that the methods of a function stay the same objects, as `_apply` has Dynamo reach them otherwise."""
+    source = getattr(variable, "fn_cls_source", variable.source)
+    for name in ("forward", "setup_context", "backward"):
+        is_static = isinstance(getattr(variable.fn_cls, name), FunctionType)
+        if needs_gradient and not is_static:
+            what = "is no @staticmethod. Write it as one, and pass what it reads of the class to apply()."
+            why = f"The {name} of {variable.fn_cls.__name__}, an autograd.Function, {what}"
+            unimplemented(gb_type="A method of a function of autograd", context=name, explanation=why, hints=[])
+        if source is not None and is_static:
+            install_guard(AttrSource(source, name).make_guard(GuardBuilder.ID_MATCH))
+
+
+def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function; if Dynamo does not know where its methods come from, they come from a new global."""
+    if self.parent_source is None:
+        methods = SimpleNamespace(forward=self.fwd_fn, backward=self.bwd_fn)
+        self.parent_source = GlobalSource(tx.output.install_global("methods", methods))
+    return plain(self, tx, args, kwargs)
+
+
 def _may_need_gradient(variable: Any) -> bool:
     return variable.is_tensor() and (variable.dtype.is_floating_point or variable.dtype.is_complex)
 
@@ -105,3 +138,4 @@ def _refuse(variable: Any, why: str) -> None:
 
 
 follow("AutogradFunctionVariable.call_apply", _call_apply)
+follow("AutogradFunctionApplyVariable.call_function", _apply)

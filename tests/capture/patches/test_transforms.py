@@ -147,6 +147,75 @@ def test_a_number_that_a_backward_reads_is_guarded(monkeypatch: pytest.MonkeyPat
     assert_as_plain(step, x, leaves=[W], run=run)
 
 
+class _Cells:
+    """What methods of a function read of what is around them: numbers, and an attribute of an object."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        number: Any = 1.0
+
+        def set_to(value: float) -> None:
+            nonlocal number
+            number = self.factor = value
+
+        def remember(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.number, ctx.factor = number, self.factor
+
+        methods: dict[str, dict[str, Any]] = {
+            "forward": {"forward": lambda x: x.sin() * number * self.factor},
+            "backward": {"backward": lambda ctx, grad: grad * number * self.factor},
+            "setup_context": {
+                "setup_context": remember,
+                "backward": lambda ctx, grad: grad * ctx.number * ctx.factor,
+            },
+        }
+        self.set_to = set_to
+        self.functions = {
+            name: type("_Own", (_Scaled,), {key: staticmethod(method) for key, method in own.items()})
+            for name, own in methods.items()
+        }
+
+
+@pytest.mark.parametrize("method", ["forward", "backward", "setup_context"])
+def test_what_a_function_reads_of_what_is_around_it_is_guarded(method: str) -> None:
+    cells = _Cells()
+    own: Any = cells.functions[method]
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+    step = lambda x: own.apply(x * W).square().sum()  # noqa: E731
+    within = lambda x: grad(lambda t: own.apply(t * W).sum())(x).square().sum() + own.apply(W).sum()  # noqa: E731
+    runs = [assert_as_plain(f, x, leaves=[W], budget="1 GB") for f in (step, within)]
+    for factor in (3.0, 0.5):
+        cells.set_to(factor)
+        for f, run in zip((step, within), runs, strict=True):
+            assert_as_plain(f, x, leaves=[W], run=run)
+
+    # So is the method itself.
+    setattr(own, method, staticmethod(_Cells().functions[method].__dict__[method].__func__))
+    for f, run in zip((step, within), runs, strict=True):
+        assert_as_plain(f, x, leaves=[W], run=run)
+
+
+def test_a_tensor_that_a_function_reads_is_an_input() -> None:
+    factors = torch.linspace(1, 2, 16)
+    own: Any = type("_Own", (_Scaled,), {"backward": staticmethod(lambda ctx, grad: grad * factors)})
+    x = torch.linspace(-2, 2, 64).view(4, 16)
+    step = lambda x: own.apply(x * W).square().sum()  # noqa: E731
+    run = assert_as_plain(step, x, leaves=[W], budget="1 GB")
+    factors = torch.linspace(3, 4, 16)
+    assert_as_plain(step, x, leaves=[W], run=run)
+
+
+class _OfAClass(_Scaled):
+    """A forward that is a method of the class."""
+
+    forward = classmethod(lambda cls, x: x.sin())
+
+
+def test_a_method_of_the_class_is_refused() -> None:
+    words = "The forward of _OfAClass, an autograd.Function, is no @staticmethod. Write it as one"
+    assert_refused(lambda x: _OfAClass.apply(x * W).sum(), torch.ones(16), words=words)
+
+
 @pytest.mark.parametrize(
     ("step", "words"),
     [
