@@ -273,16 +273,9 @@ class Planner:
             earlier = [solution for known in self._made if (solution := known()) is not None]
 
             def begin() -> Solution:
-                solution, searches[one.splits] = plan_cache.begin(
-                    one,
-                    budget,
-                    method=options.method,
-                    time_limit=seconds,
-                    earlier=earlier,
-                    cache=options.cache,
-                    wait=wait,
-                    patience=patience,
-                )
+                asked: dict[str, Any] = {"method": options.method, "time_limit": seconds, "cache": options.cache}
+                about: dict[str, Any] = {"earlier": earlier, "wait": wait, "patience": patience}
+                solution, searches[one.splits] = plan_cache.begin(one, budget, **asked, **about)
                 return solution
 
             return ranks.one_plan(begin, one, budget, options.method)

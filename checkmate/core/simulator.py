@@ -44,12 +44,8 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
     Of the values that go with a run, the op writes over the one by which it saves the most.
 
     >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], over={2: [1]})
-    >>> print(lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))))
-    forward
-         0  run 0
-         1  run 1
-         2  free 0
-         3  run 2 over 1
+    >>> lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))).as_lists()
+    [['run', 0], ['run', 1], ['free', 0], ['run', 2, 1]]
     """
     graph = problem.graph
     steps: list[Step] = []
@@ -81,17 +77,8 @@ def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
     """The plan of the ops that run in each stage, in any order and number; values live only until their last read.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> print(lower_runs(problem, [[0], [1], [2], [0, 3]]))
-    forward
-         0  run 0
-         1  run 1
-         2  free 0
-         3  run 2
-         4  free 1
-         5  run 0
-         6  run 3
-         7  free 0
-         8  free 2
+    >>> lower_runs(problem, [[0], [1], [2], [0, 3]]).runs
+    (0, 1, 2, 0, 3)
     """
     graph, results = problem.graph, set(problem.graph.outputs)
     made = {v for v, value in enumerate(graph.values) if value.producer is not None}

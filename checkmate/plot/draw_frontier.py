@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -62,19 +62,11 @@ def proven_area(
     return [(edge, min(height, top)) for edge, height in zip(edges, heights, strict=True)], bottom, top
 
 
-def frontier(
-    rows: Iterable[Row],
-    *,
-    peers: Mapping[str, Iterable[tuple[float, float]]] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
+def frontier(rows: Iterable[Row], *, ax: Axes | None = None) -> Axes:
     """Draw seconds of the step against its peak, for each method; the shaded area is proven to have no schedule.
 
     Marks are plans. The thin steps between them say that a plan fits larger budgets too, not that others were looked
     for. Methods that have no plan for any of the budgets stand in the title of the legend.
-
-    Args:
-        peers: points of other tools for the same step by name, each a pair of peak in bytes and seconds.
 
     Raises:
         ValueError: if there is no row.
@@ -82,9 +74,9 @@ def frontier(
 
     >>> import checkmate
     >>> problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1])
-    >>> ax = frontier(checkmate.frontier(problem, [9, 12], jobs=1), peers={"by hand": [(12, 5.0)]})
+    >>> ax = frontier(checkmate.frontier(problem, [9, 12], jobs=1))
     >>> ax.get_legend_handles_labels()[1]
-    ['auto', 'by hand', 'proven: no schedule is here']
+    ['auto', 'proven: no schedule is here']
     """
     rows = list(rows)
     if not rows:
@@ -97,8 +89,6 @@ def frontier(
         peaks, costs = zip(*method.points, strict=True)
         ax.step(peaks, costs, where="post", color=color, ls=style, lw=0.8, alpha=0.5)
         ax.plot(peaks, costs, color=color, ls="", marker=marker, ms=7, mfc="white", mew=1.6, label=method.label)
-    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
-        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
     # The area proven to have no schedule; the picture fits it and the lines.
     points = [point for line in ax.lines for point in np.asarray(line.get_xydata()).tolist()]
     corners, bottom, top = proven_area(rows, points)

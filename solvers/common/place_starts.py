@@ -34,14 +34,8 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
     >>> ops = Op("a", "f", (), (0,)), Op("gather", "f", (1,), (2,), link="ranks"), Op("b", "f", (0, 2), (3,))
     >>> graph = Graph(ops, (Value("x", 4, 0), Value("w", 1, None), Value("g", 2, 1), Value("y", 4, 2)), (3,))
     >>> problem = Problem(graph, Profile(np.array([2.0, 2.0, 1.0]), np.zeros(3)))
-    >>> print(place_starts(problem, 12, Plan((Run(0), Run(1), Run(2), Free(0), Free(2)), 5)))
-    forward
-         0  start 1
-         1  run 0
-         2  run 1
-         3  run 2
-         4  free 0
-         5  free 2
+    >>> place_starts(problem, 12, Plan((Run(0), Run(1), Run(2), Free(0), Free(2)), 5)).as_lists()
+    [['start', 1], ['run', 0], ['run', 1], ['run', 2], ['free', 0], ['free', 2]]
     """
     moves = {move.at: move for move in _moves(problem, plan)}
     let_go = [int(problem.sizes[step.value]) if isinstance(step, Free) else 0 for step in plan.steps]

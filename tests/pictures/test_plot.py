@@ -231,14 +231,11 @@ def test_each_method_is_a_line_of_its_plans() -> None:
     _drawn(ax)
 
 
-def test_methods_without_a_plan_stand_in_the_title_of_the_legend_and_other_tools_are_points() -> None:
+def test_methods_without_a_plan_stand_in_the_title_of_the_legend() -> None:
     rows = [row for row in frontier() if row.budget in (3, 4, 6)]
-    ax = plot.frontier(rows, peers={"other tool": [(5, 30.0), (7, 22.0)]})
-    assert {"auto", "proven: no schedule is here", "other tool"} == {*_labels(ax)}
+    ax = plot.frontier(rows)
+    assert {"auto", "proven: no schedule is here"} == {*_labels(ax)}
     assert ax.get_legend().get_title().get_text().endswith(": checkpoint-all")
-    (line,) = [drawn for drawn in ax.lines if drawn.get_label() == "other tool"]
-    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
-    assert line.get_linestyle() == "None"
 
 
 def test_what_is_proven_is_shaded_and_no_plan_is_within() -> None:
