@@ -396,6 +396,12 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
             )
         name = getattr(node.target, "__name__", node.target)
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.complex32 and not value.is_contiguous():
+            raise Unsupported(
+                f"{where(node)}: a tensor of torch.complex32 that is not contiguous has gradients with other last "
+                "bits. Call .contiguous() on it, or compute in complex64."
+            )
         if name == "ormqr" and (made := node.meta["example_value"]).is_complex() and made.requires_grad:
             raise Unsupported(
                 f"{where(node)}: the gradient of torch.ormqr of complex numbers is traced by a formula with other last "

@@ -268,3 +268,13 @@ def test_the_gradient_of_complex_ormqr_is_refused_and_householder_products_are_n
         return (torch.linalg.householder_product(x * 1.5, tau) @ other[:3]).abs().square().sum()
 
     assert_as_plain(product, x)
+
+
+def test_half_precision_complex_numbers_are_captured_contiguous_only() -> None:
+    x = torch.randn(2, 3, 4, 5, dtype=torch.cfloat, requires_grad=True)
+
+    def step(x: Tensor, layout: torch.memory_format) -> Tensor:
+        return torch.view_as_real((x * x).chalf(memory_format=layout)).square().sum().float()
+
+    assert_as_plain(lambda x: step(x, torch.contiguous_format), x)
+    assert_refused(lambda x: step(x, torch.channels_last), x, words="complex32 that is not contiguous")
