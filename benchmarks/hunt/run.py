@@ -312,7 +312,7 @@ def _outcome(text: str, how: dict[str, Any]) -> Row:
         for place, budget in budgets.items():
             if budget < most:
                 torch._dynamo.reset()
-                row, _ = compiled(budget, place)
+                row, _ = compiled(f"{budget} B", place)  # fewer than a thousand need a unit
                 if row:
                     return row
     return {"outcome": "same", "swaps": swaps}

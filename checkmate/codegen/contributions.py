@@ -33,7 +33,7 @@ from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _is_primal, _is_tangent
+from checkmate.torch_internals.aot import ForwardTokenAOTInput, _is_primal, _is_tangent
 from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.engine import _current_autograd_node
 
@@ -199,7 +199,8 @@ def sharing_of(
     if not isinstance(arrived, Mapping):
         output.meta[_ARRIVED] = arrived
         return Sharing(together=(UNKNOWN,) if any(arrival.contributions > 1 for arrival in arrived) else ())
-    inputs = [n for n in forward.graph.find_nodes(op="placeholder") if _is_primal(n)]
+    primals = filter(_is_primal, forward.graph.find_nodes(op="placeholder"))
+    inputs = [n for n in primals if not isinstance(n.meta.get("desc"), ForwardTokenAOTInput)]
     is_tensor = [isinstance(n.meta["val"], torch.Tensor) for n in inputs]
     output.meta[_ARRIVED] = [arrived.get(i, Arrival(0, None)) for i in compress(range(len(inputs)), is_tensor)]
     # The positions of inputs that the step overwrites or returns a view of.

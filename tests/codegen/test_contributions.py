@@ -131,6 +131,17 @@ def test_gradients_are_those_of_plain_pytorch(name: str) -> None:
     assert_same_bits(twice(_compiled(model, budget=least)), expected)
 
 
+def test_a_step_with_an_op_that_is_kept_in_order() -> None:
+    """A token of effects is an input of the graph, of which autograd's node knows nothing."""
+    weight = nn.Parameter(torch.eye(4) + 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        pivots = torch.linalg.ldl_factor(weight @ weight.mT)[1]
+        return torch.linalg.ldl_factor(x @ x.mT)[0].sum() * (weight * x).square().sum() + pivots.sum()
+
+    assert_as_plain(step, torch.ones(4, 4).tril(), leaves=[weight])
+
+
 def test_inputs_that_are_no_leaves() -> None:
     """A hidden state that the step uses twice, and what comes after once more."""
     w = torch.randn(6, 6, requires_grad=True)
