@@ -25,7 +25,12 @@ from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_w
 from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.guards import checking_guards, take_guards
 from checkmate.capture.higher_order.bodies import put_regions_in_place
-from checkmate.capture.higher_order.checkpoints import refuse_shared, warn_of_gradients, warn_of_second_writes
+from checkmate.capture.higher_order.checkpoints import (
+    refuse_other_draws,
+    refuse_shared,
+    warn_of_gradients,
+    warn_of_second_writes,
+)
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
@@ -168,6 +173,7 @@ class _Compilation:
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         refuse_products_within(module)
+        refuse_other_draws(module)
         refuse_shared(module, self.names)
         warn_of_gradients(module.graph)
         for name, tensor in zip(self.names, inputs, strict=True):

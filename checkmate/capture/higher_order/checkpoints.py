@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,12 +25,16 @@ from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal
+from checkmate.torch_internals.dynamo import wrap_fx_proxy
 
 log = logging.getLogger("checkmate.capture.higher_order.checkpoints")
 _CHECKPOINT = "ac_graph_id"  # in the meta of a node within a checkpoint: which one
 _RUN_AGAIN = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 _OP = torch.ops.higher_order.tag_activation_checkpoint
 _ARGUMENTS = "checkmate_arguments"  # in the meta of a checkpoint: nodes that are its arguments, and no free variables
+_DRAWS = re.compile(
+    r"dropout|^rand|bernoulli|rrelu|multinomial|poisson|(normal|uniform|exponential|cauchy|geometric)_?$"
+)
 _NAMED = 3  # places, before the others are counted
 _said: set[str] = set()  # places that the user was told of
 
@@ -68,6 +73,20 @@ def refuse_shared(module: fx.GraphModule, names: Sequence[str]) -> None:
             )
 
 
+def refuse_other_draws(module: fx.GraphModule) -> None:
+    """Refuse draws in checkpoints with ``preserve_rng_state=False``: plain PyTorch draws anew in the backward."""
+    for node in module.graph.find_nodes(op="call_function", target=_OP):
+        body: fx.GraphModule = getattr(module, str(node.args[0]))
+        refuse_other_draws(body)
+        drawn = [n for n in body.graph.nodes if _DRAWS.search(getattr(n.target, "__name__", str(n.target)))]
+        if drawn and node.kwargs.get("preserve_rng_state") is False:
+            raise Unsupported(
+                f"{where(drawn[0])}: torch.utils.checkpoint with preserve_rng_state=False draws other random numbers "
+                "in the backward than in the forward, so that plain PyTorch has the gradient of another function. Leave "
+                "preserve_rng_state out, or leave the checkpoint out: the plan decides what runs again."
+            )
+
+
 def _backwards(module: fx.GraphModule, region: fx.Node | None) -> dict[fx.Node, set[fx.Node | None]]:
     """By node, the reentrant checkpoints whose backward passes its gradient on to a leaf; None is that of the step.
 
@@ -101,15 +120,24 @@ def _is_reentrant(checkpoint: fx.Node) -> bool:
 
 
 def _note_arguments(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Call a checkpoint; note which inputs of its graph are its arguments."""
+    """Call a checkpoint; note which inputs of its graph are its arguments.
+
+    A reentrant one is given views: all that its backward adds to an argument's gradient is summed before it is added.
+    """
     graph: fx.Graph = tx.output.current_tracer.graph
-    before = set(graph.nodes)
+    before, reentrant = set(graph.nodes), kwargs.get("use_reentrant")
+    if reentrant is None or reentrant.as_python_constant() is not False:
+        args = [args[0], *(_view(tx, arg) if arg.is_tensor() and arg.requires_grad else arg for arg in args[1:])]
     result = plain(self, tx, args, kwargs)
     arguments = [argument.as_proxy().node for argument in args[1:] if argument.is_tensor()]
     for node in graph.find_nodes(op="call_function", target=_OP):
         if node not in before:
             node.meta[_ARGUMENTS] = arguments
     return result
+
+
+def _view(tx: Any, tensor: Any) -> Any:
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "view_as", (tensor.as_proxy(),) * 2, {}))
 
 
 def warn_of_second_writes(graph: fx.Graph) -> None:

@@ -16,6 +16,7 @@ import checkmate
 from checkmate.backends.tensor_state import differing
 from checkmate.capture.higher_order import checkpoints
 from tests.support.bits import assert_same_bits
+from tests.support.plainly import assert_as_plain, assert_refused
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -177,3 +178,36 @@ def test_how_much_of_a_checkpoint_runs_again_changes_nothing() -> None:
     (expected,) = torch.autograd.grad(step(x), x)
     (gradient,) = torch.autograd.grad(checkmate.compile(step, budget="1 GB", profile="roofline:h100")(x), x)
     assert_same_bits(gradient, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_reentrant_checkpoint_adds_to_its_argument_at_once(times: int) -> None:
+    """Its own contributions are summed first, and other uses of the argument are added to that."""
+    p = torch.randn(6, 6, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        v = p * x
+        within = [checkpoint(lambda u: (u @ u.mT).exp() * u, v, use_reentrant=True).sum() for _ in range(times)]
+        return sum(within) + v.square().sum()
+
+    def gradient(step: Callable[[Tensor], Tensor]) -> Tensor:
+        p.grad = None
+        step(torch.full((), 0.3)).backward()
+        assert p.grad is not None
+        return p.grad
+
+    assert_same_bits(gradient(checkmate.compile(step, budget="1 MB")), gradient(step))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_draws_that_a_checkpoint_makes_anew_are_refused(reentrant: bool) -> None:
+    p = torch.randn(6, 6, requires_grad=True)
+
+    def step(x: Tensor, preserve: bool) -> Tensor:
+        options = {"use_reentrant": reentrant, "preserve_rng_state": preserve}
+        return checkpoint(lambda u: nn.functional.dropout(u, 0.5).exp(), p * x, **options).sum()
+
+    assert_refused(step, torch.ones(()), False, words="preserve_rng_state=False draws other random numbers")
+    if not reentrant:  # plain PyTorch has no torch.autograd.grad of a reentrant one
+        assert_as_plain(step, torch.ones(()), True, leaves=[p])
