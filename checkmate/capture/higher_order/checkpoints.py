@@ -82,7 +82,7 @@ def refuse_other_draws(module: fx.GraphModule) -> None:
         if drawn and node.kwargs.get("preserve_rng_state") is False:
             raise Unsupported(
                 f"{where(drawn[0])}: torch.utils.checkpoint with preserve_rng_state=False draws other random numbers "
-                "in the backward than in the forward, so that plain PyTorch has the gradient of another function. Leave "
+                "in the backward than in the forward: plain PyTorch has the gradient of another function. Leave "
                 "preserve_rng_state out, or leave the checkpoint out: the plan decides what runs again."
             )
 
