@@ -99,11 +99,11 @@ def test_bytes_hold_whatever_the_share_is() -> None:
     least, highest = least_peak(plans).peak, plans.everything.peak
     assert least < highest
     for budget in (least, highest):
-        found = [KnapsackSolver(budget).choose(plans, share) for share in (1e-9, 0.5, 0.99)]
+        found = [KnapsackSolver(f"{budget} B").choose(plans, share) for share in (1e-9, 0.5, 0.99)]
         assert len({*found}) == 1
         assert found[0].peak <= budget
     with pytest.raises(InfeasibleBudget, match="The smallest peak that was found is") as error:
-        KnapsackSolver(least - 1).choose(plans, 0.5)
+        KnapsackSolver(f"{least - 1} B").choose(plans, 0.5)
     assert (error.value.budget, error.value.min_budget) == (least - 1, least)
 
 

@@ -78,7 +78,7 @@ def test_what_is_stored_behind_the_forward_is_read_before_only() -> None:
 
         x = torch.linspace(0, 1, 32).view(4, 8)
         smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
-        run = checkmate.compile(step, budget=smallest, wait="best") if planned else step
+        run = checkmate.compile(step, budget=f"{smallest} B", wait="best") if planned else step
         loss = run(x)
         loss.backward()
         return loss.detach(), weight.detach(), weight.grad
