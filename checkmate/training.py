@@ -202,8 +202,13 @@ class TrainingStep(Planned):
 
     @calls.setter
     def calls(self, count: int) -> None:
-        if count not in range(self._accumulate):
-            raise ValueError(f"An update takes {self._accumulate} calls: there were 0 to {self._accumulate - 1} of it.")
+        if type(count) is not int or count not in range(self._accumulate):
+            raise ValueError(
+                f"An update takes {self._accumulate} calls: step.calls is an int from 0 to {self._accumulate - 1}, not "
+                f"{count!r}."
+            )
+        if count and not self._gradients():
+            raise ValueError("No parameter has a gradient in .grad. Put the saved gradients there, then set step.calls.")
         self._added, self._left = count, self._versions_now()
 
     def _gradients(self) -> list[torch.Tensor]:

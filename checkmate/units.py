@@ -148,27 +148,31 @@ def check_positive(name: str, given: Any, of: str = "", most: float = sys.float_
         raise ValueError(f"{name} is a positive number{of}, not {given!r}.")
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float, *, up: bool = False) -> str:
     """Write a number of bytes for a person, in powers of ten as ``parse_bytes`` reads them.
 
-    >>> format_bytes(1_500_000_000), format_bytes(812), format_bytes(14_254_080)
-    ('1.50 GB', '812 B', '14.25 MB')
+    ``up``: round up, for a budget: the text is read as a number of bytes that is no smaller.
+
+    >>> format_bytes(1_500_000_000), format_bytes(812), format_bytes(14_254_080), format_bytes(14_254_080, up=True)
+    ('1.50 GB', '812 B', '14.25 MB', '14.26 MB')
     """
     if abs(count) < 1000:
         return f"{count:.0f} B"
-    for power, unit in enumerate(("kB", "MB", "GB"), start=1):
-        if abs(count) < 999.995 * 1000**power:
-            return f"{count / 1000**power:.2f} {unit}"
-    return f"{count / 1000**4:.2f} TB"
+    for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1):
+        hundredth = 10 ** (3 * power - 2)
+        shown = -(-int(count) // hundredth) * hundredth if up else count
+        if abs(shown) < 999.995 * 1000**power or unit == "TB":
+            break
+    return f"{shown / 1000**power:.2f} {unit}"
 
 
-def exact_bytes(count: int) -> str:
-    """Write a number of bytes exactly too, as Python and ``parse_bytes`` read it: for errors.
+def exact_bytes(count: int, *, up: bool = False) -> str:
+    """Write a number of bytes exactly too, as Python and ``parse_bytes`` read it: for errors. ``up`` as above.
 
-    >>> exact_bytes(2_162_592), exact_bytes(812)
-    ('2.16 MB (2_162_592 bytes)', '812 B')
+    >>> exact_bytes(2_162_592), exact_bytes(2_162_592, up=True), exact_bytes(812)
+    ('2.16 MB (2_162_592 bytes)', '2.17 MB (2_162_592 bytes)', '812 B')
     """
-    return format_bytes(count) if abs(count) < 1000 else f"{format_bytes(count)} ({count:_} bytes)"
+    return format_bytes(count) if abs(count) < 1000 else f"{format_bytes(count, up=up)} ({count:_} bytes)"
 
 
 def format_seconds(seconds: float) -> str:

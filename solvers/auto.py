@@ -4,6 +4,7 @@
     or the plan of the smallest peak
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, whose answers suggest plans
+    -> all passes of next use and their local search, where they had no time to end
     -> detours from the best plan, backwards; its neighbourhoods, solved exactly; tilted passes
     -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
@@ -33,7 +34,7 @@ from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.greedy import TiltedPasses, next_use
+from checkmate.solvers.search.greedy import GRID, TiltedPasses, next_use
 from checkmate.solvers.search.local_search import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
@@ -112,6 +113,7 @@ class Portfolio:
     patience: float = inf  # seconds to look for a first plan
     enough: float = inf  # seconds to look for a better one
     stuck: int | None = None  # the op that no pass got beyond
+    is_cut_short: bool = False  # the first look by passes of next use, by the clock
     failed: list[str] = field(default_factory=list)  # errors of stages
 
     @property
@@ -144,7 +146,15 @@ def _next_use(search: Portfolio, task: Task) -> None:
     """Run eviction passes if there is no plan yet; ``patience`` limits the search for a first plan only."""
     if search.incumbent.R is None:
         whole = search.task.within(NEXT_USE * search.task.clock.left)
-        search.stuck = next_use(whole, search.incumbent, patience=search.left / 2).stuck
+        remarks = next_use(whole, search.incumbent, patience=search.left / 2)
+        search.stuck = remarks.stuck
+        search.is_cut_short = whole.clock.is_over or remarks.details.get("passes", 0) < len(GRID)
+
+
+def _all_passes(search: Portfolio, task: Task) -> None:
+    """Run all passes with their local search, if the first look ended early: as good as the method "next-use"."""
+    if search.is_cut_short:
+        next_use(task, search.incumbent)
 
 
 def _near_keep_all(search: Portfolio, task: Task) -> None:
@@ -229,7 +239,8 @@ STAGES = (
     Stage("least", _least, 0.5),
     # exact where no states are merged, as in most tiny graphs
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
-    Stage("bound", _bound, 0.5),
+    Stage("bound", _bound, 0.3),
+    Stage("all passes", _all_passes, 0.8),
     Stage("detours", _detours, 0.3),
     Stage("neighbourhoods", _neighbourhoods, 0.2),
     Stage("tilted", _tilted, 0.2),

@@ -181,7 +181,7 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     way_out = "Method 'auto' has one."
     if alone or ends.peak > budget:
         halves = " and ".join(split.partition(": ")[0] for split in problem.splits)
-        works = f"Smallest budget that works: {exact_bytes(ends.peak)}{f', with {halves}' if halves else ''}."
+        works = f"Smallest budget that works: {exact_bytes(ends.peak, up=True)}{f', with {halves}' if halves else ''}."
         below = "it" if ends.proven else exact_bytes(ends.bound)
         way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
     proven = alone or solution.status is Status.INFEASIBLE
@@ -193,9 +193,9 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
     # Name the rules that ask for more bytes, and how many.
     saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
-    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
+    parts = [f"without {text}, {format_bytes(without[pattern], up=True)} would do" for pattern, text in saving.items()]
     if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
-        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
+        parts.append(f"without any rule, {format_bytes(free, up=True)}{'' if parts else ' would do'}")
     rules = " No rule is in the way: the smallest budget is no smaller without them." if without else ""
     if parts:
         rules = f" Rules are in the way: {'; '.join(parts)}."
@@ -322,7 +322,7 @@ def _what_it_costs(problem: Problem) -> str:
     slow = f" There a step takes {times:.1f} times as long"
     if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
         return f"{slow}."
-    return f"{slow}; with {format_bytes(roomier.budget)}, {roomier.cost / problem.keep_all_cost:.1f} times."
+    return f"{slow}; with {format_bytes(roomier.budget, up=True)}, {roomier.cost / problem.keep_all_cost:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:

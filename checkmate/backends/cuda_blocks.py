@@ -125,11 +125,11 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
             least = given + reserve
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
             expanding = replays.steps(solution, expanding=True).allocated + reserve
-            advice = f", {exact_bytes(expanding)} with {EXPANDABLE}" if expanding < least else ""
+            advice = f", {exact_bytes(expanding, up=True)} with {EXPANDABLE}" if expanding < least else ""
             raise InfeasibleBudget(
                 f"No schedule fits {format_bytes(refused.budget)} in blocks of PyTorch's allocator: the lowest asks "
                 f"for {exact_bytes(asked + reserve)}, for which it gives more.{note} Smallest budget that works: "
-                f"{exact_bytes(least)}{advice}.",
+                f"{exact_bytes(least, up=True)}{advice}.",
                 budget=refused.budget,
                 min_budget=least,
                 op=refused.op,

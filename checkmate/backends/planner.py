@@ -259,7 +259,7 @@ class Planner:
             smallest = min_budget(problem).peak + reserve
             raise InfeasibleBudget(
                 f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}. "
-                f"Smallest budget that works: {exact_bytes(smallest)}.",
+                f"Smallest budget that works: {exact_bytes(smallest, up=True)}.",
                 budget=self.total,
                 min_budget=smallest,
                 op="",
@@ -289,7 +289,7 @@ class Planner:
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             note = (
-                f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest)} in all." if reserve else ""
+                f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest, up=True)} in all." if reserve else ""
             )
             raise InfeasibleBudget(f"{solution.message}{note}", budget=self.total, min_budget=smallest, op=op)
         solution = with_halved(solution)

@@ -263,7 +263,7 @@ class _Search:
         known += self.above
         return InfeasibleBudget(
             f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
-            f"{exact_bytes(known)}.",
+            f"{exact_bytes(known, up=True)}.",
             budget=self.total,
             min_budget=known,
             op=op,

@@ -158,7 +158,7 @@ class Fits(Printed):
             if way.smallest is None:
                 cells.append((way.name, "-", way.why_not, "", "", "", ""))
                 continue
-            first = way.name, format_bytes(way.smallest), "yes" if way.fits else "no"
+            first = way.name, format_bytes(way.smallest, up=True), "yes" if way.fits else "no"
             if way.peak is None:
                 cells.append((*first, way.why_not, "", "", ""))
                 continue

@@ -221,7 +221,7 @@ def verdict(
         found = "the smallest budget" if proven else "the smallest budget found"
         return (
             f"It does not fit {place.name}: there is room for {room}, plain PyTorch takes about {needs}, and {found} "
-            f"of any way is {format_bytes(least)}{smaller}."
+            f"of any way is {format_bytes(least, up=True)}{smaller}."
         )
     # It fits planned: at which price.
     again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"

@@ -109,7 +109,7 @@ class KnapsackSolver(CustomKnapsackSolver):
             least = least_peak(plans)
             raise InfeasibleBudget(
                 f"No plan of what is saved and what is made again once stays within {exact_bytes(budget)}. The "
-                f"smallest peak that was found is {exact_bytes(least.peak)}; with nothing made again it is "
+                f"smallest peak that was found is {exact_bytes(least.peak, up=True)}; with nothing made again it is "
                 f"{exact_bytes(highest)}.",
                 budget=budget,
                 min_budget=least.peak,

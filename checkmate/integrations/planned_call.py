@@ -169,7 +169,7 @@ class PlannedCall(Planned):
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(total)}. Smallest budget that works for it and the step: {exact_bytes(least)}.",
+                f"{format_bytes(total)}. Smallest budget that works for it and the step: {exact_bytes(least, up=True)}.",
                 budget=total,
                 min_budget=least,
                 op="update",
@@ -249,7 +249,7 @@ def largest_batch(
     except InfeasibleBudget as error:
         least = error.min_budget + beside
         raise InfeasibleBudget(
-            f"{error} Beside a step training keeps {kept}: {exact_bytes(least)} in all, of a budget of "
+            f"{error} Beside a step training keeps {kept}: {exact_bytes(least, up=True)} in all, of a budget of "
             f"{format_bytes(total)}.",
             budget=total,
             min_budget=least,

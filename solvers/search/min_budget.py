@@ -85,7 +85,7 @@ class MinBudget:
 
     def __str__(self) -> str:
         below = "less" if self.proven else f"below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak)} ({'; '.join((f'no plan fits {below}', *self.splits))})"
+        return f"{format_bytes(self.peak, up=True)} ({'; '.join((f'no plan fits {below}', *self.splits))})"
 
 
 @dataclass

@@ -109,6 +109,8 @@ def test_whole_numbers_survive_and_what_is_written_reads_back_to_its_digits(coun
         (digits,) = re.findall(r"\((.*) bytes\)", exact_bytes(count))  # which can be pasted as a budget
         assert parse_bytes(digits) == count
         assert exact_bytes(count).startswith(f"{format_bytes(count)} (")
+    budget, _, _ = exact_bytes(count, up=True).partition(" (")
+    assert 0 <= parse_bytes(budget) - count < 10 ** max(0, len(str(count)) - 3)
 
 
 BYTES = {

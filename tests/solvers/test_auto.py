@@ -11,8 +11,9 @@ from benchmarks.networks import dags
 from checkmate.core.solution import Status
 from checkmate.solvers.auto import STAGES, Portfolio, Stage
 from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.search.greedy import next_use
+from checkmate.solvers.search.greedy import GRID, next_use
 
 auto = METHODS["auto"].solve
 
@@ -50,6 +51,23 @@ def test_patience_ends_the_look_for_a_first_plan_and_not_for_better_ones(monkeyp
     passes.assert_called_once()
     assert passes.call_args.args[0].clock.limit == pytest.approx(1.0, rel=0.1)
     assert 0.1 < passes.call_args.kwargs["patience"] <= 0.2
+
+
+@pytest.mark.parametrize(("passes", "looks"), [(1, 2), (len(GRID), 1)])
+def test_passes_that_were_cut_short_run_again(monkeypatch: pytest.MonkeyPatch, passes: int, looks: int) -> None:
+    """The second look has most of the time that is left."""
+    clocks = []
+
+    def look(task: Task, incumbent: Incumbent, **patience: float) -> Remarks:
+        clocks.append(task.clock.limit)
+        remarks = next_use(task, incumbent, **patience)
+        return replace(remarks, details={**remarks.details, "passes": passes})
+
+    monkeypatch.setattr("checkmate.solvers.auto.next_use", look)
+    others = {stage.name for stage in STAGES} - {"next-use", "all passes"}
+    auto(dags.unit_chain(40), 8, time_limit=20, without=others)
+    assert len(clocks) == looks
+    assert looks == 1 or clocks[1] > 0.7 * (20 - clocks[0])
 
 
 def test_a_tiny_graph_with_many_states_leaves_time_for_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:

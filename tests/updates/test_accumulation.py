@@ -174,12 +174,17 @@ def test_resumed_in_mid_accumulation(make_optimizer: Callable[[Any], optim.Optim
     step = planned_step(loss_of(model), optimizer, accumulate=3)
     model.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
+    with pytest.raises(ValueError, match="Put the saved gradients there"):
+        step.calls = calls
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         p.grad = gradient
     with pytest.raises(checkmate.Unsupported, match="of how many calls"):
         step(X, Y)
     with pytest.raises(ValueError, match="0 to 2"):
         step.calls = 3
+    for count in (2.0, True):
+        with pytest.raises(ValueError, match="an int from 0 to 2"):
+            step.calls = count
     step.calls = calls
     _calls(step, range(5, 9))
     assert_same_bits([*model.state_dict().values()], [*plain.state_dict().values()])
