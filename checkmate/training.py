@@ -208,7 +208,7 @@ class TrainingStep(Planned):
                 f"{count!r}."
             )
         if count and not self._gradients():
-            raise ValueError("No parameter has a gradient in .grad. Put the saved gradients there, then set step.calls.")
+            raise ValueError("No parameter has a gradient in .grad: put the saved gradients there before step.calls.")
         self._added, self._left = count, self._versions_now()
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -288,9 +288,8 @@ class Planner:
             solution = ranks.one_plan(why, solution.problem, budget, f"{options.method}, refused")
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
-            note = (
-                f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest, up=True)} in all." if reserve else ""
-            )
+            in_all = f"{exact_bytes(smallest, up=True)} in all"
+            note = f" {format_bytes(reserve)} are reserved beside that, {in_all}." if reserve else ""
             raise InfeasibleBudget(f"{solution.message}{note}", budget=self.total, min_budget=smallest, op=op)
         solution = with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]

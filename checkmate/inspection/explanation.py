@@ -64,7 +64,8 @@ class Explanation(Printed):
         phases = Counter(op.phase for op in graph.ops)
         yield "ops", f"{phases['forward']} in the forward, {phases['backward']} in the backward"
         yield "keep all", format_bytes(self.problem.keep_all_peak)
-        yield "smallest", f"{format_bytes(smallest.peak, up=True)} (proven: no schedule below {format_bytes(smallest.bound)})"
+        proven = f"proven: no schedule below {format_bytes(smallest.bound)}"
+        yield "smallest", f"{format_bytes(smallest.peak, up=True)} ({proven})"
         yield from (("in parts", text) for text in smallest.splits)
         yield "resident", f"{format_bytes(self.problem.resident)} of parameters, buffers and inputs"
         if over := sum(map(bool, self.problem.savings)):

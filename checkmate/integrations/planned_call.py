@@ -169,7 +169,8 @@ class PlannedCall(Planned):
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(total)}. Smallest budget that works for it and the step: {exact_bytes(least, up=True)}.",
+                f"{format_bytes(total)}. Smallest budget that works for it and the step: "
+                f"{exact_bytes(least, up=True)}.",
                 budget=total,
                 min_budget=least,
                 op="update",

@@ -1,14 +1,12 @@
-"""Pictures of plans: a schedule, memory over the step, addresses, cost against peak, the graph of ops.
+"""Pictures of plans: a schedule, memory over the step, cost against peak.
 
 Each draws on the Axes given as ``ax=``, or on a new figure's, and returns the Axes, which are in bytes and seconds. No
 picture needs more than one. Only `memory` of a plan that uses links adds strips below, on the same seconds: they take
 their room from the Axes given where these stand in a grid, as those of ``plt.subplots`` do, and else hang below them.
 """
 
-from checkmate.plot.draw_addresses import addresses
 from checkmate.plot.draw_frontier import frontier
-from checkmate.plot.draw_graph import graph
 from checkmate.plot.draw_memory import memory
 from checkmate.plot.draw_schedule import schedule
 
-__all__ = ["addresses", "frontier", "graph", "memory", "schedule"]
+__all__ = ["frontier", "memory", "schedule"]

@@ -16,7 +16,6 @@ from checkmate import Problem
 from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
 from checkmate.plot import draw_memory, draw_schedule
-from checkmate.plot.draw_graph import _ends, _nodes
 from checkmate.plot.style import BLUE, LANES, ROLE_STYLES
 from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes
@@ -208,7 +207,7 @@ def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
 
 
 def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
-    for ax in (plot.schedule(no_cost()), plot.memory(no_cost()), plot.graph(no_cost().problem)):
+    for ax in (plot.schedule(no_cost()), plot.memory(no_cost())):
         _drawn(ax)
 
 
@@ -261,157 +260,20 @@ def test_rows_without_any_plan_are_drawn_as_what_is_proven() -> None:
         plot.frontier([])
 
 
-# graph
-
-
-def _boxes(ax: Any) -> list[Any]:
-    return [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.Rectangle)]
-
-
-def test_a_small_graph_shows_each_op_and_each_edge() -> None:
-    problem = _chain()
-    ax = _drawn(plot.graph(problem))
-    boxes = _boxes(ax)
-    assert [box.get_label() for box in boxes] == ["a", "b", "c", "d"]  # each op is one, where they are few
-    assert [box.get_x() for box in boxes] == [-0.5, -0.5, 1.5, 1.5]  # forward left, backward right
-    assert boxes[0].get_y() > boxes[1].get_y()
-    assert boxes[2].get_y() < boxes[3].get_y()
-    edges = {patch.get_label() for patch in ax.patches} - {box.get_label() for box in boxes}
-    assert edges == {"a -> b: 10 B", "a -> d: 10 B", "b -> c: 20 B", "c -> d: 40 B"}
-    assert "b\n2.0 s, makes 20 B" in _texts(ax)
-    assert ax.get_title() == "4 ops: 15.0 s, 145 B keeping all"
-    name = "max_pool2d_with_indices_backward_12 - native_batch_norm_backward_34"  # which stays in its box
-    ops = (replace(problem.graph.ops[0], name=name), *problem.graph.ops[1:])
-    ax = _drawn(plot.graph(replace(problem, graph=replace(problem.graph, ops=ops))))
-    (words,) = [text.get_window_extent() for text in ax.texts if text.get_text().startswith("max_pool2d_with")]
-    inside = _boxes(ax)[0].get_window_extent()
-    assert inside.x0 < words.x0 < words.x1 < inside.x1
-
-
-@pytest.mark.parametrize("name", ["resnet50", "gpt2-12"])
-def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
-    problem = Problem.from_json(f"benchmarks/problems/{name}.json.gz")
-    nodes = _nodes(problem, 40)
-    assert 20 <= len(nodes) <= 40
-    assert [k for node in nodes for k in node.ops] == list(range(len(problem.graph.ops)))
-    assert sum(node.seconds for node in nodes) == pytest.approx(problem.keep_all_cost)
-    assert sum(node.bytes for node in nodes) == problem.sizes.sum()
-    assert all(node.name for node in nodes)
-    assert len({(node.x, node.y) for node in nodes}) == len(nodes)
-    forward, backward = ([node for node in nodes if node.x == x] for x in (0.0, 2.0))
-    rows = {node.y: node for node in forward}
-    assert [node.y for node in forward] == sorted(rows, reverse=True)
-    assert [node.y for node in backward] == sorted(node.y for node in backward)
-    beside = [(rows[node.y], node) for node in backward]
-    ops = problem.graph.ops
-    modules = [(one, other) for one, other in beside if one.name != _ends([ops[k].name for k in one.ops])]
-    assert len(modules) > len(beside) / 2
-    assert all(one.name == other.name for one, other in modules)
-    in_forward = [({ops[k].place.module for k in one.ops}, other) for one, other in beside]
-    own = [ops[k].place.module in modules for modules, other in in_forward for k in other.ops if ops[k].place.module]
-    assert sum(own) >= 0.95 * len(own)
-
-
-def test_the_backward_of_each_group_stands_beside_its_forward() -> None:
-    """Where no module is known, it is known by what it reads."""
-    for named in (True, False):
-        problem = Problem.from_dag([[], [0], [1], [2], [2, 3], [2, 4], [0, 5], [0, 6]], [1] * 8, [1] * 8, forward=4)
-        if named:
-            modules = ["a", "a", "b", "b", "b", "b", "a", "a"]
-            ops = tuple(
-                replace(op, where=f"{module} (Linear)") for op, module in zip(problem.graph.ops, modules, strict=True)
-            )
-            problem = replace(problem, graph=replace(problem.graph, ops=ops))
-        boxes = [(node.name, node.x, node.y, [*node.ops]) for node in _nodes(problem, 4)]
-        names = ["a", "b", "b", "a"] if named else ["op0 - op1", "op2 - op3", "op4 - op5", "op6 - op7"]
-        at = [(0.0, 0.0, [0, 1]), (0.0, -1.0, [2, 3]), (2.0, -1.0, [4, 5]), (2.0, 0.0, [6, 7])]
-        assert boxes == [(name, *place) for name, place in zip(names, at, strict=True)]
-
-
-def _along(arrow: Any) -> np.ndarray:
-    """Points along the line of an arrow, in pixels, a tenth of a pixel apart or less."""
-    path = arrow.get_path()
-    path.codes = None if path.codes is None else path.codes.copy()
-    (line,) = path.cleaned(curves=False).to_polygons(closed_only=False)[:1]
-    parts = [np.linspace(a, b, 20 + int(10 * np.hypot(*(b - a)))) for a, b in itertools.pairwise(line)]
-    return arrow.get_transform().transform(np.concatenate(parts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
-def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
-    """Labels of bytes once stood on the arrows."""
-    if isinstance(name, int):
-        problem = oracle.random_problem(name)
-    else:
-        problem = _chain() if name == "chain" else Problem.from_json(f"benchmarks/problems/{name}.json.gz")
-    ax = plot.graph(problem)
-    _drawn(ax)
-    arrows = [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.FancyArrowPatch)]
-    texts = {text: text.get_window_extent() for text in ax.texts}
-    for text, box in texts.items():
-        for arrow in arrows:
-            half = arrow.get_linewidth() / 2 * ax.figure.dpi / 72
-            x, y = _along(arrow).T
-            on = (box.x0 - half < x) & (x < box.x1 + half) & (box.y0 - half < y) & (y < box.y1 + half)
-            assert not on.any(), (text.get_text(), arrow.get_label())
-    for a, b in itertools.combinations(texts, 2):
-        assert not texts[a].overlaps(texts[b]), (a.get_text(), b.get_text())
-    across = [arrow for arrow in arrows if arrow.get_edgecolor()[:3] == matplotlib.colors.to_rgb(BLUE)]
-    sizes = {arrow: arrow.get_label().rpartition(": ")[2] for arrow in across}
-    most = max((arrow.get_linewidth() for arrow in across), default=0.0)
-    thick = [size for arrow, size in sizes.items() if arrow.get_linewidth() > 0.5 * most]
-    written = _texts(ax)
-    assert all(written.count(size) >= thick.count(size) for size in thick)  # what matters most has room
-
-
-def test_a_forward_alone_is_one_column() -> None:
-    problem = Problem.from_dag([[k - 1] if k else [] for k in range(9)], [1] * 9, [1] * 9)
-    names = [node.name for node in _nodes(problem, 3)]
-    assert names == ["op0 - op2", "op3 - op5", "op6 - op8"]
-    with pytest.raises(ValueError, match="at least 2, not 1"):
-        plot.graph(problem, most=1)
-
-
-# addresses
-
-
-def test_each_box_is_where_it_is_placed() -> None:
-    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[128, 256, 256, 64])
-    placed = checkmate.addresses(checkmate.solve(problem, "1 kB"))
-    ax = plot.addresses(placed)
-    ax.figure.canvas.draw()
-    drawn = [path.get_extents().extents.tolist() for boxes in ax.collections for path in boxes.get_paths()]
-    expected = [[box.first, box.offset, box.last + 1, box.offset + box.bytes] for box in placed.boxes]
-    assert sorted(drawn) == sorted(np.array(expected, dtype=float).tolist())
-    assert ax.get_ylim()[1] >= placed.height
-
-
-def test_a_gap_is_in_the_title_and_nothing_is_refused() -> None:
-    box = checkmate.addresses(checkmate.solve(Problem.from_dag([[]], seconds=[1], sizes=[64]), 64)).boxes[0]
-    ax = plot.addresses(checkmate.Addresses((box,), height=100, bound=90))
-    assert ax.get_title() == "An arena of 100 B, at most 10.00% could be saved"
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot.addresses(checkmate.Addresses((), height=0, bound=0))
-
-
 # all
 
 
 def test_each_draws_on_the_axes_given() -> None:
-    figure, axes = plt.subplots(2, 2)
+    figure, axes = plt.subplots(1, 3)
     solution = _again()
     drawn = [
-        plot.schedule(solution, ax=axes[0, 0]),
-        plot.memory(solution, ax=axes[0, 1]),
-        plot.frontier(frontier(), ax=axes[1, 0]),
-        plot.graph(solution.problem, ax=axes[1, 1]),
+        plot.schedule(solution, ax=axes[0]),
+        plot.memory(solution, ax=axes[1]),
+        plot.frontier(frontier(), ax=axes[2]),
     ]
-    assert drawn == list(axes.flat)
+    assert drawn == list(axes)
     assert plt.get_fignums() == [figure.number]
-    placed = checkmate.addresses(solution)
     for own in (figure.add_axes((0.1, 0.1, 0.2, 0.2)), figure.subfigures(1, 2)[0].subplots()):
-        assert plot.addresses(placed, ax=own) is own
         assert plot.memory(SENDS, ax=own) is own
     assert plt.get_fignums() == [figure.number]
     for wrong in (axes, figure):

@@ -174,7 +174,7 @@ def test_resumed_in_mid_accumulation(make_optimizer: Callable[[Any], optim.Optim
     step = planned_step(loss_of(model), optimizer, accumulate=3)
     model.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
-    with pytest.raises(ValueError, match="Put the saved gradients there"):
+    with pytest.raises(ValueError, match="put the saved gradients there"):
         step.calls = calls
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         p.grad = gradient
