@@ -162,8 +162,9 @@ def runs_of(rows_file: Path) -> dict[str, list[Row]]:
 def page(runs: dict[str, list[Row]], folder: str) -> str:
     """The summary and the table of each network in Markdown; the pictures are in a folder."""
     every = [row for rows in runs.values() for row in rows]
+    versions = ", ".join(sorted({row["torch"] for row in every}))
     intro = (
-        f"Made by `python -m benchmarks.peers` at {where_from(every)}, PyTorch {every[0]['torch']}, "
+        f"Made by `python -m benchmarks.peers` at {where_from(every)}, PyTorch {versions}, "
         f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
         "the machine gives for the same: how far the peak resident set of a process in which nothing else has run is "
         "above that before the model was made, in rows with a `growth` parameters, buffers, batch, and growth since "
