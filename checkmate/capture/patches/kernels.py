@@ -146,9 +146,11 @@ def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
         DispatchKeySet(DispatchKey.BackendSelect), DispatchKeySet(DispatchKey.Undefined)
     )
     with outside_tracing(), as_at_first, _Products() as seen:  # also if the kernel of another op multiplies
-        described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
-        for meta, tensor in zip(described, (x, y), strict=True):
-            meta.requires_grad_(tensor.requires_grad and not is_out)
+        described = []
+        for t in (x, y):
+            needs = t.requires_grad and not is_out  # said here, as torch.func refuses requires_grad_()
+            options: dict[str, Any] = {"dtype": t.dtype, "device": "meta", "requires_grad": needs}
+            described.append(torch.empty_strided(t.shape, t.stride(), **options))
         torch.matmul(*described)
     return seen.folded
 
