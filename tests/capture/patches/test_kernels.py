@@ -220,9 +220,9 @@ def test_values_of_a_matrix_are_computed_with_vectors_where_eager_does(name: str
     assert_as_plain(step, *MATRICES, leaves=[weight])
 
 
-def _hooked(x: Tensor, mask: Tensor) -> Tensor:
+def _hooked(x: Tensor) -> Tensor:
     """Fill the gradient in a hook, which runs within the backward of the op before it."""
-    x.register_hook(lambda grad: torch.where(mask, grad, 0))
+    x.register_hook(lambda grad: torch.where(grad > 0, grad, 0))
     return x
 
 
@@ -236,7 +236,7 @@ FILLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "within a gradient": lambda x, mask, value: (
         x * grad(lambda v: (x.masked_fill(mask, v) * torch.linspace(0, 1, 50)).sin().sum())(value)
     ),
-    "with a hook that fills": lambda x, mask, value: _hooked(x.masked_fill(mask, value), mask),
+    "with a hook that fills": lambda x, mask, value: _hooked(x.masked_fill(mask, value)),
     "by where": lambda x, mask, value: torch.where(mask, x, 0.5) + torch.where(mask, value, x),
 }
 
