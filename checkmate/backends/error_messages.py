@@ -41,7 +41,7 @@ _GRADIENT_WITHIN = (
 )
 _ASSERTS = "INTERNAL ASSERT FAILED"
 _BY_OPS = (
-    "Write it by other ops: a norm as x - x.mean(-1, keepdim=True) and so on, attention as two products and a softmax. "
+    "Write it by other ops, as attention by two products and a softmax. "
     "If the step fails without checkmate as well, that is not the reason."
 )
 _CHECKPOINTING = (

@@ -48,6 +48,7 @@ NAMES = Table(
     Name("retrieve_all_functorch_interpreters", "torch._functorch.pyfunctorch", "which of these are at work"),
     Name("_enter_dual_level", "torch._C", "enters a level of forward mode"),
     Name("_exit_dual_level", "torch._C", "leaves it"),
+    Name("_str", "torch._tensor_str", "shows a tensor, and holds a guard of the dispatcher"),
     Name("saved_tensors_hooks", "torch:_C._autograd", "whether hooks of saved tensors are allowed"),
     Name("_is_any_autocast_enabled", "torch._C", "whether autocast is on"),
     Name("_enter_autocast", "torch.amp.autocast_mode", "the call that begins autocast in a captured graph"),

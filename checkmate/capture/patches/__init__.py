@@ -49,6 +49,7 @@ PATCHES = (
     Patch("transforms", OURS, "calls of autograd.Function in torch.func", "their own backward is kept"),
     Patch("traced_ops", PROCESS, "tracers, as they make nodes", "the status line counts the ops of a long capture"),
     Patch("transforms", OURS, "calls of autograd.Function", "numbers that they read are guarded"),
+    Patch("transforms", PROCESS, "views of zeros without memory", "of fake ones they were no fake tensors"),
     Patch("results.averages_by_count", OURS, "batch norms with momentum=None", "each step counts with another number"),
     Patch("results.strides", WITHIN, "AOTAutograd's form of writes in place", "a write leaves strides as they are"),
     Patch("results.strides", PROCESS, "descriptions of some twenty kernels", "the strides of their results"),

@@ -25,6 +25,7 @@ anew, and complex ones in Python. A batch of one matrix beside a batch of severa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -50,9 +51,11 @@ from checkmate.torch_internals.dispatcher import (
     functorch,
     outside_tracing,
 )
+from checkmate.torch_internals.engine import _current_autograd_node, _engine_run_backward
 
 aten = torch.ops.aten
 _DROPOUT, _ISTFT, _MATMUL = aten.dropout.default, aten.istft.default, aten.matmul.default
+_WHERE = aten.where.ScalarOther
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
     *("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink"),
@@ -76,6 +79,7 @@ def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
     kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
     kernels[_ISTFT] = {key: partial(_istft, one) for key, one in _ISTFT.py_kernels.items()}
     kernels[_MATMUL] = {key: partial(_matmul, one) for key, one in _MATMUL.py_kernels.items()}
+    kernels[_WHERE] = {**_WHERE.py_kernels, DispatchKey.CompositeImplicitAutograd: _where}
     described = [n.meta.get("example_value") for n in step.graph.nodes]
     is_complex = any(isinstance(value, Tensor) and value.is_complex() for value in described)
     for name, op in _REDUCTIONS.items():
@@ -129,6 +133,20 @@ def _matmul(decomposed: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     return decomposed(x, y)
 
 
+def _where(mask: Tensor, x: Tensor, other: float) -> Tensor:
+    """Fill with a number where the mask is false; for the gradient of `masked_fill`'s value, select where it is true.
+
+    Autograd sums the result. Of tensors that are traced, and within ``torch.func``, it sums zeros with the others.
+    """
+    node, caller = _current_autograd_node(), sys._getframe().f_back  # none on the engine's own thread
+    by_formula = caller is None or caller.f_code is _engine_run_backward.__code__  # not by a hook
+    is_of_value = node is not None and node.name() == "MaskedFillBackward1" and by_formula
+    if not is_of_value or functorch.maybe_current_level() is not None:
+        return _WHERE._op_dk(DispatchKey.CompositeImplicitAutograd, mask, x, other)
+    mask, x = torch.broadcast_tensors(mask, x)
+    return aten.index(x, [mask])
+
+
 class _Products(TorchDispatchMode):
     """Records which batched products run."""
 
@@ -146,9 +164,11 @@ def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
         DispatchKeySet(DispatchKey.BackendSelect), DispatchKeySet(DispatchKey.Undefined)
     )
     with outside_tracing(), as_at_first, _Products() as seen:  # also if the kernel of another op multiplies
-        described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
-        for meta, tensor in zip(described, (x, y), strict=True):
-            meta.requires_grad_(tensor.requires_grad and not is_out)
+        described = []
+        for t in (x, y):
+            needs = t.requires_grad and not is_out  # said here, as torch.func refuses requires_grad_()
+            options: dict[str, Any] = {"dtype": t.dtype, "device": "meta", "requires_grad": needs}
+            described.append(torch.empty_strided(t.shape, t.stride(), **options))
         torch.matmul(*described)
     return seen.folded
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method, follow_skipped
-from checkmate.torch_internals.dispatcher import TransformType, retrieve_all_functorch_interpreters
+from checkmate.torch_internals.dispatcher import (
+    TransformType,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+    _str,
+    retrieve_all_functorch_interpreters,
+)
 from checkmate.torch_internals.dynamo import (
     AttrSource,
     FakeTensorObservedException,
@@ -96,6 +104,7 @@ def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> 
     try:
         return plain(node, tx, *args, **kwargs)
     except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
+        _end_guards(error)
         if (reason := _reason(given, tx, error)) is None:
             raise
         name = getattr(node.target, "__name__", node.target)
@@ -103,6 +112,19 @@ def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> 
         said = (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
         why = f"{name} {reason}" if reason == BY_JVP else f"PyTorch says: {said}. {reason}"
         unimplemented(gb_type="What an op makes cannot be told", context=str(error), explanation=why, hints=[])
+
+
+def _end_guards(error: BaseException | None) -> None:
+    """End the guards in frames that an error and its causes hold: one that ends later sets the dispatcher's keys back.
+
+    Dynamo's message shows the op's arguments, which PyTorch cannot do within ``torch.func.jvp``.
+    """
+    with _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()):
+        while error is not None:
+            for frame, _ in walk_tb(error.__traceback__):
+                if frame.f_code is _str.__code__:
+                    frame.clear()
+            error = error.__context__  # which a cause is, too
 
 
 def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:

@@ -1,4 +1,4 @@
-"""Calls of an `autograd.Function`: guards on what it reads, and its own backward within ``torch.func``.
+"""Calls of an `autograd.Function`, its own backward within ``torch.func``, and tangents that are zero.
 
 Of a function with ``setup_context`` Dynamo does not know where its methods come from, and takes numbers in their
 closures for constants. Here the methods are reached through a global, so that Dynamo guards what they read.
@@ -7,10 +7,15 @@ Dynamo makes graphs of a function's forward and backward. ``torch.func`` would d
 from the second to the function's inputs, so that a gradient of the gradient is lost. Of a function's own ``jvp`` and
 ``vmap`` Dynamo knows nothing. So within gradients the function itself becomes a node, which AOTAutograd calls while it
 traces; Dynamo has followed it before, for its guards and its results. Within other transforms it is refused.
+
+``torch.func.jvp`` of a norm makes a view of the tangent of its weight, which is zero where the weight has none. Such
+zeros, of which ATen has the shape only, have kernels of their own for a few views, below which nothing is traced: the
+view of a fake tensor was none. These kernels are those of tensors with data, and left out here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
@@ -36,6 +41,9 @@ from checkmate.torch_internals.dynamo import (
     proxy_args_kwargs,
     unimplemented,
 )
+from checkmate.torch_internals.names import put_in_place
+
+ZEROS = torch.library.Library("aten", "IMPL", "ZeroTensor")  # what is registered is undone with it
 
 
 @contextmanager
@@ -137,5 +145,13 @@ def _refuse(variable: Any, why: str) -> None:
     unimplemented(gb_type="A function of autograd within torch.func", context="", explanation=explanation, hints=[])
 
 
+def _trace_views_of_zeros() -> None:
+    with warnings.catch_warnings():  # PyTorch 2.11 says what is replaced
+        warnings.simplefilter("ignore", UserWarning)
+        for view in ("view", "as_strided", "_reshape_alias"):
+            ZEROS.impl(view, torch.library.fallthrough_kernel)
+
+
+put_in_place("views of zeros", _trace_views_of_zeros)
 follow("AutogradFunctionVariable.call_apply", _call_apply)
 follow("AutogradFunctionApplyVariable.call_function", _apply)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, linalg
+from torch.func import grad, jvp
 
 import checkmate
 from checkmate.capture.patches.kernels import _folds
@@ -217,3 +218,37 @@ def test_values_of_a_matrix_are_computed_with_vectors_where_eager_does(name: str
         return trained.sum(), shown, *(values(x.mT) for x in inputs)
 
     assert_as_plain(step, *MATRICES, leaves=[weight])
+
+
+def _hooked(x: Tensor) -> Tensor:
+    """Fill the gradient in a hook, which runs within the backward of the op before it."""
+    x.register_hook(lambda grad: torch.where(grad > 0, grad, 0))
+    return x
+
+
+FILLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a copy": lambda x, mask, value: x.masked_fill(mask, value.cos()),
+    "in place": lambda x, mask, value: x.sin().masked_fill_(mask, value),
+    "of other strides": lambda x, mask, value: x.mT.masked_fill(mask.mT, value).mT,
+    "with a mask of the last dimension": lambda x, mask, value: x.masked_fill(mask[0, 0], value),
+    "with a mask of more elements": lambda x, mask, value: x[:1, :1].masked_fill(mask, value),
+    "within jvp": lambda x, mask, value: sum(jvp(lambda t: t.sin().masked_fill(mask, value), (x,), (x.detach(),))),
+    "within a gradient": lambda x, mask, value: (
+        x * grad(lambda v: (x.masked_fill(mask, v) * torch.linspace(0, 1, 50)).sin().sum())(value)
+    ),
+    "with a hook that fills": lambda x, mask, value: _hooked(x.masked_fill(mask, value)),
+    "by where": lambda x, mask, value: torch.where(mask, x, 0.5) + torch.where(mask, value, x),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_the_gradient_of_a_value_sums_what_its_mask_selects(kind: str) -> None:
+    """Plain autograd sums the selected elements only; a tensor that is traced gets a sum with zeros between."""
+    x, value = torch.randn(4, 7, 50, requires_grad=True), torch.tensor(0.3, requires_grad=True)
+    mask, weight = torch.rand(4, 7, 50) < 0.6, torch.randn(4, 7, 50)
+
+    def step(x: Tensor, value: Tensor) -> Tensor:
+        return (FILLED[kind](x * 1.5, mask, value) * weight).sin().sum()
+
+    assert_as_plain(step, x, value, budget="1 GB")
+    assert_as_plain(step, x, value, run=at_smallest_budget(step, x, value))
