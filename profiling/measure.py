@@ -36,6 +36,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, in_autograds_thread, same_random_state
+from checkmate.capture.higher_order.triton_kernels import Launch
 from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import positions_to_try, written_of
 from checkmate.capture.joint import Joint
@@ -183,7 +184,7 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
     """
     if key not in known or cost_cache.ran_here(key):
         return key not in known
-    chooses = is_convolution(node) or getattr(node.target, "tunes", False)
+    chooses = is_convolution(node) or (isinstance(node.target, Launch) and node.target.tunes)
     return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key])
 
 

@@ -36,7 +36,7 @@ from checkmate.capture.inplace.rules import block_bytes, written_of
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.kernels import estimate
-from checkmate.capture.nodes import is_view, storage, tensors
+from checkmate.capture.nodes import PlannedOp, is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
 from checkmate.capture.rounding_probes import packet_of
 from checkmate.core.inplace import InPlace
@@ -109,8 +109,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
 def _bytes_inside(node: fx.Node, device: Device) -> int:
     if (of_parts := estimate(node)) is not None:
         return of_parts.workspace_bytes
-    if hasattr(node.target, "workspace_bytes"):
-        return int(node.target.workspace_bytes())
+    if isinstance(node.target, PlannedOp):
+        return node.target.workspace()
     if _graphs_of(node):
         return bytes_within(node)
     if (dense := dense_ops(node)) is not None:
@@ -191,7 +191,7 @@ def moved_bytes_of(node: fx.Node) -> int:
         source: Any = node.args[0]
         others = sum(count for n, count in read.items() if n is not source)
         return written + others + min(read[source], written + others)
-    return written + sum(read.values()) + getattr(node.target, "moved_bytes", 0)
+    return written + sum(read.values()) + (node.target.moved if isinstance(node.target, PlannedOp) else 0)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -41,7 +41,7 @@ import torch.fx as fx
 from checkmate.capture.device import in_autograds_thread, same_random_state
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import tensors
+from checkmate.capture.nodes import rehearsed, tensors
 from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
 from checkmate.capture.rounding_probes import cancel, flat, repeat, same_bytes
@@ -94,8 +94,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
         for position in [*good]:
             over = run.args[position]
             into, args, kwargs = call_over(target, run.args, run.keywords, position)
-            into = into.rehearsal() if hasattr(into, "rehearsal") else into
-            call = partial(into, *args, **kwargs)
+            call = partial(rehearsed(into), *args, **kwargs)
             if not _is_same(node, partial(count, position, call) if name == sets[-1] else call, over, plain):
                 good.remove(position)
             _fill_all(numbers, name, run)

@@ -28,7 +28,7 @@ import torch.fx as fx
 from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import is_view, storages
+from checkmate.capture.nodes import PlannedOp, is_view, storages
 from checkmate.codegen.boxed import Run, boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
@@ -70,8 +70,8 @@ def _keeps_nothing(node: fx.Node) -> bool:
     """Tell whether an op is PyTorch's or ours and does not communicate with other ranks."""
     called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
-        op.namespace in ("aten", "prims")
-        if isinstance(op, OpOverload)
+        op.namespace in ("aten", "prims", "checkmate")
+        if isinstance(op, (OpOverload, PlannedOp))
         else getattr(op, "__module__", "").partition(".")[0] == "checkmate"
         for op in called
     )

@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from checkmate.capture.nodes import LINK, call, has_effect
+from checkmate.capture.nodes import LINK, PlannedOp, call, has_effect
 from checkmate.torch_internals import engine
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.steps import _resolve_process_group
 
-Op = Callable[..., Any]
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
 _NAMESPACE = "_c10d_functional"
 
@@ -145,7 +144,9 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
     return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
 
 
-_EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # its launch, and a silent op of the same cost
+_EXCHANGES: dict[
+    str, tuple[Callable[..., Pending], Callable[..., Any]]
+] = {  # its launch, and a silent op of the same cost
     "all_gather_into_tensor": (_gather, _rehearse_gather),
     "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
     "all_reduce": (_reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
@@ -153,17 +154,14 @@ _EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # its launch, and 
 
 
 @cache
-def exchange(launch: str, name: str = "") -> Op:
+def exchange(launch: str, name: str = "") -> PlannedOp:
     """The op that launches a collective, by name, and waits for it; ``name``: another name for it."""
     begin, rehearse = _EXCHANGES[launch]
 
-    def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
+    def run(x: torch.Tensor, *about: Any) -> torch.Tensor:
         return end(begin(x, *about))
 
-    op.__name__ = op.__qualname__ = name or launch
-    op.__module__ = _NAMESPACE  # whose op it is
-    vars(op).update(namespace=_NAMESPACE, rehearsal=lambda: rehearse, begin=begin)
-    return op
+    return PlannedOp(name or launch, run, lambda: rehearse, begin=begin, namespace=_NAMESPACE)
 
 
 GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op that may run again
