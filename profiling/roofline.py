@@ -32,7 +32,7 @@ from checkmate.capture.device import as_allocated
 from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
 from checkmate.capture.higher_order.fused_attention import dense_ops
 from checkmate.capture.inplace.aliasing import candidates
-from checkmate.capture.inplace.rules import block_bytes, written_of
+from checkmate.capture.inplace.rules import block_bytes
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.kernels import estimate
@@ -95,12 +95,9 @@ def roofline(joint: Joint, device: Device) -> Profile:
     if device.host:
         seconds = queued(seconds, launched, device.host)
     ways = []
-    for k, makes, over, _ in candidates(joint):
-        node = joint.nodes[k]
-        assert node is not None
-        written = written_of(node.target)
-        assert written is not None
-        ways.append(InPlace(k, makes, over, as_allocated(block_bytes(node) or 0, device.block_bytes), written.slower))
+    for k, makes, over, _, slower in candidates(joint):
+        block = 0 if (node := joint.nodes[k]) is None else block_bytes(node) or 0
+        ways.append(InPlace(k, makes, over, as_allocated(block, device.block_bytes), slower))
     source = f"roofline estimate for {device.name}" + (f", {STATED}" if device.processors else "")
     ops = tuple(range(len(joint.nodes)))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=tuple(ways))

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import in_autograds_thread, same_random_state
+from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import rehearsed, tensors
@@ -152,19 +153,14 @@ def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
     return (sizes * signs).to(dtype)
 
 
-def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
-    """A profile without slower ways that give other bits here. The global random state is not touched.
-
-    ``positions``: of the argument, by op and by the value that it may write over.
-    """
+def tried_here(joint: Joint, profile: Profile) -> Profile:
+    """A profile without slower ways that give other bits here. The global random state is not touched."""
 
     def holds(op: int, over: int) -> bool:
-        node = joint.nodes[op]
-        if node is None:
-            return False
-        instead = "it does not run block by block over an input"
+        node, instead = joint.nodes[op], "it does not run block by block over an input"
+        assert node is not None
         found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
-        return found.get(positions[op, over], False)
+        return found.get(position_of(joint, op, over), False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
     return profile if ways == profile.ways else replace(profile, ways=ways)
