@@ -36,8 +36,9 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, in_autograds_thread, same_random_state
+from checkmate.capture.higher_order.triton_kernels import Launch
 from checkmate.capture.inplace.aliasing import candidates
-from checkmate.capture.inplace.rules import positions_to_try, written_of
+from checkmate.capture.inplace.rules import positions_to_try
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_collective, is_convolution, target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
@@ -183,7 +184,7 @@ def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> 
     """
     if key not in known or cost_cache.ran_here(key):
         return key not in known
-    chooses = is_convolution(node) or getattr(node.target, "tunes", False)
+    chooses = is_convolution(node) or (isinstance(node.target, Launch) and node.target.tunes)
     return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key])
 
 
@@ -226,11 +227,11 @@ def fill(
             seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - made(k))
     # An op may write over an argument where that was tried and left the same bits.
     ways = []
-    for k, makes, over, position in candidates(joint):
-        cost, written = costs[k], written_of(nodes[k].target)
+    for k, makes, over, position, slower in candidates(joint):
+        cost = costs[k]
         allocated = None if cost is None else cost.over.get(position)
-        if written is not None and allocated is not None:
-            ways.append(InPlace(k, makes, over, max(0, allocated - made(k, without=makes)), written.slower))
+        if allocated is not None:
+            ways.append(InPlace(k, makes, over, max(0, allocated - made(k, without=makes)), slower))
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(ways))

@@ -25,7 +25,7 @@ from checkmate.capture.higher_order import table
 from checkmate.capture.higher_order.bodies import body_of, text_of
 from checkmate.capture.higher_order.fused_attention import Fused
 from checkmate.capture.higher_order.triton_kernels import Launch
-from checkmate.capture.nodes import is_collective, target_name, tensors
+from checkmate.capture.nodes import PlannedOp, is_collective, rehearsed, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
@@ -103,7 +103,7 @@ def runs_alone(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return table.runs_alone(node)
-    if isinstance(target, (types.FunctionType, Drawn, Launch, Fused)):
+    if isinstance(target, (types.FunctionType, PlannedOp, Drawn, Launch, Fused)):
         return True
     return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 
@@ -132,11 +132,7 @@ def call_of(node: fx.Node) -> partial[Any]:
             if isinstance(numbers, torch.Tensor):
                 numbers.fill_(indices.shape[-1])
                 indices.copy_(torch.arange(indices.shape[-1], device=indices.device))
-    target: Any = node.target
-    if hasattr(target, "rehearsal"):  # it writes to what is not handed in
-        target = target.rehearsal()
-    if target is cond:
-        target = _both_ways
+    target = _both_ways if node.target is cond else rehearsed(node.target)
     return partial(target, *args, **kwargs)
 
 

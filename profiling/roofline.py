@@ -32,11 +32,11 @@ from checkmate.capture.device import as_allocated
 from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
 from checkmate.capture.higher_order.fused_attention import dense_ops
 from checkmate.capture.inplace.aliasing import candidates
-from checkmate.capture.inplace.rules import block_bytes, written_of
+from checkmate.capture.inplace.rules import block_bytes
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.kernels import estimate
-from checkmate.capture.nodes import is_view, storage, tensors
+from checkmate.capture.nodes import PlannedOp, is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
 from checkmate.capture.rounding_probes import packet_of
 from checkmate.core.inplace import InPlace
@@ -95,12 +95,9 @@ def roofline(joint: Joint, device: Device) -> Profile:
     if device.host:
         seconds = queued(seconds, launched, device.host)
     ways = []
-    for k, makes, over, _ in candidates(joint):
-        node = joint.nodes[k]
-        assert node is not None
-        written = written_of(node.target)
-        assert written is not None
-        ways.append(InPlace(k, makes, over, as_allocated(block_bytes(node) or 0, device.block_bytes), written.slower))
+    for k, makes, over, _, slower in candidates(joint):
+        block = 0 if (node := joint.nodes[k]) is None else block_bytes(node) or 0
+        ways.append(InPlace(k, makes, over, as_allocated(block, device.block_bytes), slower))
     source = f"roofline estimate for {device.name}" + (f", {STATED}" if device.processors else "")
     ops = tuple(range(len(joint.nodes)))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=tuple(ways))
@@ -109,8 +106,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
 def _bytes_inside(node: fx.Node, device: Device) -> int:
     if (of_parts := estimate(node)) is not None:
         return of_parts.workspace_bytes
-    if hasattr(node.target, "workspace_bytes"):
-        return int(node.target.workspace_bytes())
+    if isinstance(node.target, PlannedOp):
+        return node.target.workspace()
     if _graphs_of(node):
         return bytes_within(node)
     if (dense := dense_ops(node)) is not None:
@@ -191,7 +188,7 @@ def moved_bytes_of(node: fx.Node) -> int:
         source: Any = node.args[0]
         others = sum(count for n, count in read.items() if n is not source)
         return written + others + min(read[source], written + others)
-    return written + sum(read.values()) + getattr(node.target, "moved_bytes", 0)
+    return written + sum(read.values()) + (node.target.moved if isinstance(node.target, PlannedOp) else 0)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

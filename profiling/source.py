@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
@@ -72,7 +73,9 @@ def profile_of(joint: Joint, source: Source) -> Profile:
             f"The profile has the costs of {len(source.seconds)} ops, but this step has {len(joint.nodes)}: "
             "it is of another step, or of another version of PyTorch."
         )
-    return replace(source, resident_bytes=joint.resident_bytes)
+    over = {(c.op, c.over) for c in candidates(joint)} if source.ways else set()
+    ways = tuple(way for way in source.ways if (way.op, way.over) in over)
+    return replace(source, resident_bytes=joint.resident_bytes, ways=ways)
 
 
 def listed(joint: Joint, table: OpTable) -> Profile:

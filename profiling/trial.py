@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -39,9 +39,10 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import in_autograds_thread, same_random_state
+from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import tensors
+from checkmate.capture.nodes import rehearsed, tensors
 from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
 from checkmate.capture.rounding_probes import cancel, flat, repeat, same_bytes
@@ -94,8 +95,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
         for position in [*good]:
             over = run.args[position]
             into, args, kwargs = call_over(target, run.args, run.keywords, position)
-            into = into.rehearsal() if hasattr(into, "rehearsal") else into
-            call = partial(into, *args, **kwargs)
+            call = partial(rehearsed(into), *args, **kwargs)
             if not _is_same(node, partial(count, position, call) if name == sets[-1] else call, over, plain):
                 good.remove(position)
             _fill_all(numbers, name, run)
@@ -153,19 +153,14 @@ def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
     return (sizes * signs).to(dtype)
 
 
-def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
-    """A profile without slower ways that give other bits here. The global random state is not touched.
-
-    ``positions``: of the argument, by op and by the value that it may write over.
-    """
+def tried_here(joint: Joint, profile: Profile) -> Profile:
+    """A profile without slower ways that give other bits here. The global random state is not touched."""
 
     def holds(op: int, over: int) -> bool:
-        node = joint.nodes[op]
-        if node is None:
-            return False
-        instead = "it does not run block by block over an input"
+        node, instead = joint.nodes[op], "it does not run block by block over an input"
+        assert node is not None
         found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
-        return found.get(positions[op, over], False)
+        return found.get(position_of(joint, op, over), False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
     return profile if ways == profile.ways else replace(profile, ways=ways)

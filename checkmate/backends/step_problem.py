@@ -18,7 +18,6 @@ from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.second_memory import SecondMemory
 from checkmate.codegen.transfers import no_second_memory
-from checkmate.codegen.writing_over import Positions, writable
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -35,12 +34,11 @@ class Write:
     """Writes the modules of a plan for a captured step."""
 
     joint: Joint
-    over: Positions  # which argument an op writes over that writes over a value
     begin: Begin = no_second_memory  # called by a forward that sends values
 
     def __call__(self, plan: Plan) -> Any:
         """Write the forward and the backward."""
-        return emit(self.joint, plan, self.over, begin=self.begin)
+        return emit(self.joint, plan, self.begin)
 
 
 def joint_of(problem: Problem) -> Joint:
@@ -56,11 +54,11 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     """
     order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
-    costs, over = writable(joint, profile_of(joint, source))
-    problem = Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
+    costs = profile_of(joint, source)
+    problem = Problem(joint.graph, costs if tried else tried_here(joint, costs), Write(joint))
     if memory is None:
         return problem
-    return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, over, memory.begin))
+    return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, memory.begin))
 
 
 def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> str:

@@ -157,12 +157,9 @@ def may_waver(device: torch.device) -> bool:
 
 
 def is_unordered(node: fx.Node) -> bool:
-    """Tell whether an op, or a part of it, may add in another order from run to run, or wavered when tried."""
+    """Tell whether an op may add in another order from run to run, or wavered when tried."""
     if node.meta.get(WAVERS):
         return True
-    within = getattr(node.target, "part", None)
-    if isinstance(within, fx.Graph):
-        return any(map(is_unordered, within.nodes))
     op = called(node)
     if not isinstance(op, OpOverload) or op._schema.name.removeprefix("aten::") not in UNORDERED:
         return False

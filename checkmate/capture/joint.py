@@ -20,6 +20,7 @@ from checkmate.capture.nodes import (
     COPIES_OF_STORAGES,
     LINK,
     LOSSES,
+    PlannedOp,
     getitems,
     input_position,
     is_mutating,
@@ -215,7 +216,8 @@ class _Contents:
             )
         pinned = self.step.pinned(node)
         over = tuple(v for p in updated(node) for v in self.values_of(p))
-        link = node.meta.get(LINK, "") if hasattr(node.target, "begin") else ""  # not of what took its place
+        starts = isinstance(node.target, PlannedOp) and node.target.begin is not None
+        link = node.meta.get(LINK, "") if starts else ""  # not of what took its place
         about: Any = {"where": where(node), "overwrites": over, "link": link}
         self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,38 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 }
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedOp:
+    """A function as an op of the graph that is measured by another one: an update, an exchange with other ranks."""
+
+    name: str
+    run: Callable[..., Any]  # what a graph calls
+    rehearsal: Callable[[], Callable[..., Any]]  # makes a function that costs the same and leaves everything as it is
+    does: str | None = None  # beside its results, with a place for its second argument, a parameter; it then runs once
+    overwrites: tuple[int, ...] = ()  # positions of the arguments that it overwrites
+    out: tuple[int, ...] = ()  # positions of those over which it may write its first result, as ``out=``
+    moved: int = 0  # bytes beside its arguments and results
+    workspace: Callable[[], int] = lambda: 0  # bytes that it makes on its way, where they are not measured
+    begin: Callable[..., Any] | None = None  # of a collective: launches it, and gives what `run` waits for
+    namespace: str = "checkmate"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op."""
+        return self.run(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+
+def rehearsed(target: Any) -> Callable[..., Any]:
+    """A function that costs what a target does, and leaves everything as it is."""
+    return target.rehearsal() if isinstance(target, PlannedOp) else target
+
+
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
     """The nodes and their ancestors, except some nodes and the ancestors of these."""
     found: set[fx.Node] = set()
@@ -57,8 +90,8 @@ def call(
     node = origin.graph.create_node("call_function", target, args, kwargs, name)
     if val is None:
         fakes, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fakes[0].fake_mode, torch.no_grad():
-            val = target(*fakes, **options)
+        with tensors(fakes)[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            val = rehearsed(target)(*fakes, **options)
     node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
     return node
 
@@ -141,16 +174,16 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def updated(node: fx.Node) -> list[fx.Node]:
-    """The parameters that an op of `checkmate.updates` overwrites; none for other ops.
+    """The parameters that an update overwrites; none for other ops.
 
     Unlike what the step itself overwrites, a parameter is read by ops of the step, all before its update.
     """
-    return leaf_nodes([node.args[i] for i in getattr(node.target, "updates", ())])
+    return leaf_nodes([node.args[i] for i in node.target.overwrites]) if isinstance(node.target, PlannedOp) else []
 
 
 def done_with_gradients(node: fx.Node) -> str | None:
-    """The words for an op of `checkmate.updates`, with a place for the parameter's name; None for other ops."""
-    return getattr(node.target, "does", None)
+    """The words for what an op does beside its results, with a place for the parameter's name; None for other ops."""
+    return node.target.does if isinstance(node.target, PlannedOp) else None
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -171,4 +204,4 @@ def is_convolution(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Tell whether it communicates with other ranks, or waits for that."""
-    return getattr(node.target, "namespace", None) in _COLLECTIVES
+    return isinstance(node.target, (OpOverload, PlannedOp)) and node.target.namespace in _COLLECTIVES

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch.fx.graph import CodeGen
 
-from checkmate.capture.nodes import target_name
+from checkmate.capture.nodes import PlannedOp, target_name
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
 from checkmate.torch_internals import kernels
@@ -73,7 +73,7 @@ def boxed(module: fx.GraphModule) -> Run:
     # Write the code, with each op under a short name of its own.
     module.graph.set_codegen(Boxed())
     code = module.graph.python_code("self")
-    bound: dict[str, Any] = dict(code.globals)
+    bound = {name: what.run if isinstance(what, PlannedOp) else what for name, what in code.globals.items()}
 
     def bind(match: re.Match[str]) -> str:
         namespace, name, overload = match.groups()

@@ -15,18 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from checkmate.capture import random_draws as randomness
+from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
-from checkmate.codegen.writing_over import OVER, OWN, Positions, refuse_unwritable
+from checkmate.codegen.writing_over import OVER, OWN, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
 from checkmate.torch_internals.aot import (
@@ -70,13 +70,10 @@ class Modules:
         return tuple(node.name for node in nodes if AGAIN in node.name)
 
 
-def emit(
-    joint: Joint, plan: Plan, over: Positions = MappingProxyType({}), *, begin: Begin = transfers.no_second_memory
-) -> Modules:
+def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) -> Modules:
     """Write the modules of a plan.
 
     Args:
-        over: which argument an op writes over that writes over a value.
         begin: what a forward calls whose plan sends values to a second memory.
 
     Raises:
@@ -102,12 +99,12 @@ def emit(
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
-    first = _Writer(joint, inputs, times, over)
+    first = _Writer(joint, inputs, times)
     call = first.begin(begin, plan) if plan.sent else None
     saved = saved if call is None else [call, *saved]
     descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
-    second = _Writer(joint, [*numbers, *saved, *tangents], times, over, call=call)
+    second = _Writer(joint, [*numbers, *saved, *tangents], times, call)
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
@@ -175,15 +172,9 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 class _Writer:
     def __init__(
-        self,
-        joint: Joint,
-        inputs: Sequence[fx.Node],
-        times: Counter[fx.Node],
-        over: Positions,
-        call: fx.Node | None = None,
+        self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node], call: fx.Node | None = None
     ) -> None:
         self.joint = joint
-        self.over = over
         self.times = times  # how often each op was written, in both modules together
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
@@ -262,9 +253,7 @@ class _Writer:
         if n:
             copy.target = randomness.drawn_again(copy.target)
         if step.over is not None:
-            if (op, step.over) not in self.over:
-                raise SolverError(f"The plan has {node.name} write over what it must not.")
-            copy.meta[OVER] = self.over[op, step.over]
+            copy.meta[OVER] = position_of(self.joint, op, step.over)
         # Its results are in memory under the nodes that name them.
         made = [one for v in outputs for one in self.joint.nodes_of_value[v]]
         if node in made:

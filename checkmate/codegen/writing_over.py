@@ -17,24 +17,19 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import call_over, positions
-from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storages
 from checkmate.codegen.boxed import Run, boxed, takes_one_list
-from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
 from checkmate.torch_internals.dispatcher import (
     DeviceContext,
-    OpOverload,
     _get_current_dispatch_mode_stack,
     _get_current_function_mode_stack,
     _len_torch_dispatch_stack,
@@ -44,37 +39,11 @@ from checkmate.torch_internals.dispatcher import (
 from checkmate.torch_internals.engine import NAMES, _storage_Use_Count
 
 aten = torch.ops.aten
-Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 IN_PLACE_OF = "in_place_of"  # in a node's: storages of sums that are only this term, where the others are undefined
 OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
 _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Count")
-
-
-def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
-    """Keep the ways of a profile that can be written; give the arguments that they write over.
-
-    Left out is what others may hold: ops that are not PyTorch's own may keep what they read or return it, and
-    collectives read and write while later ops run.
-    """
-    if not profile.ways:
-        return profile, {}
-    nodes = zip(joint.graph.ops, joint.nodes, strict=True)
-    held = {v for op, n in nodes if n is not None and not _keeps_nothing(n) for v in (*op.inputs, *op.outputs)}
-    found = {(c.op, c.over): c.position for c in candidates(joint) if not held.intersection((c.over, c.makes))}
-    return replace(profile, ways=tuple(way for way in profile.ways if (way.op, way.over) in found)), found
-
-
-def _keeps_nothing(node: fx.Node) -> bool:
-    """Tell whether an op is PyTorch's or ours and does not communicate with other ranks."""
-    called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
-    return all(
-        op.namespace in ("aten", "prims")
-        if isinstance(op, OpOverload)
-        else getattr(op, "__module__", "").partition(".")[0] == "checkmate"
-        for op in called
-    )
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:

@@ -155,8 +155,8 @@ class _Writer:
         token = self._agreed()
         for i, (parameter, update) in found.items():
             if exchange is not None and token is not None and update.parameter in self.averaged:
-                gradient, op = results[i], operations.exchange(exchange, update.parameter)
-                both = self._last(op, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
+                gradient, average = results[i], operations.exchange(exchange, update.parameter)
+                both = self._last(average, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
                 results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
                 token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
         # With a scaled loss, decide whether each optimizer's updates are skipped.
@@ -225,12 +225,12 @@ class _Writer:
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """Write a node right after its first argument."""
         with self.output.graph.inserting_after(args[0]):
-            return _call(args[0], target, args, f"{args[0].name}_{suffix}")
+            return call(args[0], target, args, f"{args[0].name}_{suffix}")
 
     def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
         """Write a node after all others."""
         with self.output.graph.inserting_before(self.output):
-            return _call(origin, target, args, name)
+            return call(origin, target, args, name)
 
 
 def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) -> None:
@@ -268,11 +268,3 @@ def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
         return tuple(val.stride())
     dense = aten.is_non_overlapping_and_dense(like)
     return tuple(like.stride() if dense else torch.empty(like.shape, device="meta").stride())
-
-
-def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
-    """Insert a call into the graph; its fake result is computed by the op's rehearsal, if it has one."""
-    run = target.rehearsal() if hasattr(target, "rehearsal") else target
-    with origin.meta["val"].fake_mode, torch.no_grad():
-        val = run(*fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return call(origin, target, args, name, val)

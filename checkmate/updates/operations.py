@@ -1,10 +1,4 @@
-"""The functions that a step's graph calls on gradients: sum, exchange, unscale, clip, update, as ops of the backward.
-
-``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
-such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that
-costs the same and leaves everything as it is. ``written``: how it writes its result over an argument. ``moved_bytes``:
-of what is no argument. ``workspace_bytes``: gives what it makes on its way, where that is not measured.
-"""
+"""The ops that a step's graph calls on gradients: sum, exchange, unscale, clip, update, in the backward."""
 
 from __future__ import annotations
 
@@ -15,29 +9,18 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from checkmate.capture.inplace.rules import Written
+from checkmate.capture.nodes import PlannedOp
 from checkmate.capture.sharded.shards import local
 from checkmate.updates.all_reduce import AGREEING_BYTES, Exchange
 from checkmate.updates.gradients import Clipping, Scaling, are_not_finite, total
 from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates
 
-Op = Callable[..., Any]
+Run = Callable[..., Any]
 AVERAGED = 3  # the position of what an update overwrites beside its parameter, in its arguments
 
 
-def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
-    """Make an op of a function, with a name and properties."""
-
-    def op(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    op.__name__ = op.__qualname__ = name
-    vars(op).update(rehearsal=rehearsal, **about)
-    return op
-
-
-def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = False) -> Op:
+def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = False) -> PlannedOp:
     """Update by a gradient; further arguments are the parameter and the update's cost key.
 
     With ``by_sum`` the sum of gradients that is there is taken: with ``adds`` the gradient is added to it before, else
@@ -55,7 +38,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
             updates.update(of, read)
 
     # The function measured in its place, with its own states, sums and averages.
-    def rehearsal() -> Op:
+    def rehearsal() -> Run:
         update_one, add_one = of.rehearsal(), _rehearsed_add()
         follow = None if average is None or of.parameter not in average.pairs else average.rehearsal()
 
@@ -67,14 +50,12 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
         return rehearse
 
-    # Its name, and the bytes that it moves and makes beside its arguments.
     name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
-    state = 2 * of.state_bytes + local(of.parameter).nbytes
-    about = {"moved_bytes": state, "workspace_bytes": of.workspace_bytes}
-    return _op(name, run, rehearsal, does="updates {}", updates=(1, AVERAGED), **about)
+    moved = 2 * of.state_bytes + local(of.parameter).nbytes
+    return PlannedOp(name, run, rehearsal, "updates {}", (1, AVERAGED), moved=moved, workspace=of.workspace_bytes)
 
 
-def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
+def add(updates: Updates, of: Update, *, exchanges: bool = False) -> PlannedOp:
     """Add a gradient to its parameter's sum, after the previous exchange, if any.
 
     Gives a number that says that the gradient was added to its sum, and with ``exchanges`` that this was averaged.
@@ -90,7 +71,7 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
         return _token_of(of.parameter)
 
     # The function measured in its place, with its own sum.
-    def rehearsal() -> Op:
+    def rehearsal() -> Run:
         add_one = _rehearsed_add()
 
         def rehearse(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
@@ -104,10 +85,10 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
     name, does, moved = "add_gradient", "adds to the gradient of {}", of.parameter.nbytes
     if exchanges:
         name, does, moved = "add_and_exchange_gradient", f"{does} and averages it over all ranks", 2 * moved
-    return _op(name, run, rehearsal, does=does, moved_bytes=moved)
+    return PlannedOp(name, run, rehearsal, does, moved=moved)
 
 
-def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
+def agree(updates: Updates, order: Sequence[torch.Tensor]) -> PlannedOp:
     """Agree on a gradient and its parameter; the result stands for all ranks sending gradients in this order."""
 
     def run(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -118,25 +99,24 @@ def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
         torch.zeros(AGREEING_BYTES, dtype=torch.uint8, device=like.device)
         return _token_of(like)
 
-    return _op("agree_with_ranks", run, lambda: rehearse, does="agrees with other ranks on their gradients")
+    return PlannedOp("agree_with_ranks", run, lambda: rehearse, "agrees with other ranks on their gradients")
 
 
-def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
+def exchange(exchange: Exchange, parameter: torch.Tensor) -> PlannedOp:
     """Average a gradient over ranks, after the previous exchange.
 
     Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
     """
 
-    def averaging(mean: Op) -> Op:
+    def averaging(mean: Run) -> Run:
         return lambda gradient, like, before, out=None: (mean(gradient, out), _token_of(like))
 
-    does, rehearsal = "averages the gradient of {} over all ranks", partial(averaging, exchange.part)
-    op = _op("exchange_gradient", averaging(exchange.mean), rehearsal, does=does, moved_bytes=parameter.nbytes)
-    vars(op)["written"] = Written(op, (0,))
-    return op
+    run, does = averaging(exchange.mean), "averages the gradient of {} over all ranks"
+    rehearsal = partial(averaging, exchange.part)
+    return PlannedOp("exchange_gradient", run, rehearsal, does, out=(0,), moved=parameter.nbytes)
 
 
-def prepare(updates: Updates) -> Op:
+def prepare(updates: Updates) -> PlannedOp:
     """Wait for all sums; the result stands for their being ready for updates."""
 
     def run(added: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,7 +124,7 @@ def prepare(updates: Updates) -> Op:
         return _token_of(added[0])
 
     # Clip gradients of zeros, which cost what those of the step do.
-    def rehearsal() -> Op:
+    def rehearsal() -> Run:
         ghosts: list[nn.Parameter] = []
 
         def rehearse(added: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -159,26 +139,26 @@ def prepare(updates: Updates) -> Op:
         return rehearse
 
     moved = 2 * sum(p.nbytes for p in parameters_of(updates.optimizers))
-    return _op("prepare_gradients", run, rehearsal, does="unscales or clips all gradients", moved_bytes=moved)
+    return PlannedOp("prepare_gradients", run, rehearsal, "unscales or clips all gradients", moved=moved)
 
 
-def coefficient(clipping: Clipping) -> Op:
+def coefficient(clipping: Clipping) -> PlannedOp:
     """The clipping factor of all gradients, from their norms."""
 
     def rehearse(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.clamp(1.0 / (total(norms, clipping.order) + 1.0), max=1.0)
 
-    return _op("clip_coefficient", clipping.coefficient, lambda: rehearse)
+    return PlannedOp("clip_coefficient", clipping.coefficient, lambda: rehearse)
 
 
-def decide(scaling: Scaling, optimizer: optim.Optimizer) -> Op:
+def decide(scaling: Scaling, optimizer: optim.Optimizer) -> PlannedOp:
     """Decide from the largest value of each gradient whether the update is skipped; the scaler notes it."""
-    return _op("decide_to_skip", partial(scaling.decide, optimizer), lambda: are_not_finite)
+    return PlannedOp("decide_to_skip", partial(scaling.decide, optimizer), lambda: are_not_finite)
 
 
-def unscale(scaling: Scaling) -> Op:
+def unscale(scaling: Scaling) -> PlannedOp:
     """The unscaled gradient."""
-    return _op("unscaled", scaling.unscaled, lambda: Scaling(scaling.scaler).unscaled)
+    return PlannedOp("unscaled", scaling.unscaled, lambda: Scaling(scaling.scaler).unscaled)
 
 
 def _rehearsed_add() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -35,7 +35,6 @@ from checkmate.capture.provenance import source_name
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU, aside, measure_peak
-from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from checkmate.torch_internals.trees import tree_leaves
@@ -111,17 +110,16 @@ class Update:
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
             # Begin with a copy of this parameter's state, or once more without one.
             nonlocal firsts
-            counts = not isinstance(parameter, FakeTensor)  # whose counts cannot be read
             if parameter not in states:
                 states[parameter].update(
                     {n: _copied(local(what)) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
                 )
-            elif firsts and counts:
+            elif firsts:
                 states[parameter].clear()
                 settings.clear()
                 settings.update(self.settings)
             # Make the state by a first update, and set its counts late.
-            if firsts and counts:
+            if firsts:
                 firsts -= 1
                 self._update(parameter, gradient, states, settings)
                 _make_late(states[parameter])

@@ -257,6 +257,6 @@ def test_a_plan_of_no_step_has_no_second_memory() -> None:
     step, _ = compiled(Net(), sending(0))
     step(batch(0))
     (plan,) = step.plans
-    forward = Write(plan.problem.codegen.joint, plan.problem.codegen.over)(plan.plan).forward
+    forward = Write(plan.problem.codegen.joint)(plan.plan).forward
     with pytest.raises(HostError, match="was made for a problem"):
         forward([torch.zeros(()) for _ in forward.graph.find_nodes(op="placeholder")])

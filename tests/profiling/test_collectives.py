@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from benchmarks.sharded.graph import fitted, table
-from checkmate.capture.sharded.collectives import exchange
+from checkmate.capture.sharded.collectives import EXCHANGES, GATHER_AGAIN
 from checkmate.core import files
 from checkmate.core.files import DATABASE
 from checkmate.core.graph import Graph, Op, Value
@@ -166,8 +166,8 @@ def test_collectives_of_no_group_here_are_estimated_by_the_ranks_that_they_name(
     assert roofline_seconds(wait, h100) == h100.latency
     nodes = [*_nodes("elsewhere", 4).values(), wait, None]
     assert mesh.measured_collectives(nodes, lambda node: {}) == {}
-    for name in ("", "gather_parameter"):  # one op with its wait
-        launch.target = exchange(ALL_GATHER, name)
+    for joined in (EXCHANGES[ALL_GATHER], GATHER_AGAIN):  # one op with its wait
+        launch.target = joined
         assert mesh.collective_of(launch) == mesh.Collective(ALL_GATHER, 4096, 4)
 
 

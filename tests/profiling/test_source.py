@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate import InvalidProblem, Problem, Profile, Unsupported
 from checkmate.core.files import DATABASE, folder
+from checkmate.core.inplace import InPlace
 from checkmate.devices import CUDA
 from checkmate.profiling import measure
 from checkmate.profiling.cost_cache import OpTable, conditions_on, read, write
@@ -90,6 +91,18 @@ def test_a_profile_is_taken_as_it_is() -> None:
     assert problem.profile.source == "mine"
     with pytest.raises(Unsupported, match=f"costs of 2 ops, but this step has {n}"):
         _traced(Profile([1, 1], [0, 0]))
+
+
+def test_of_a_profile_only_ways_are_taken_by_which_the_step_may_write() -> None:
+    """Here a product may write over the result of the layer, and a sum over nothing."""
+    traced = _traced("roofline:laptop")
+    graph, profile = traced.graph, traced.profile
+    assert profile.ways
+    more = [InPlace(k, op.outputs[0], op.inputs[0], 0) for k, op in enumerate(graph.ops) if op.outputs and op.inputs]
+    assert {way.over for way in more} - {way.over for way in profile.ways}
+    assert _traced(replace(profile, ways=(*profile.ways, *more))).profile.ways[: len(profile.ways)] == profile.ways
+    taken = {(way.op, way.over) for way in _traced(replace(profile, ways=tuple(more))).profile.ways}
+    assert taken <= {(way.op, way.over) for way in profile.ways}
 
 
 def test_files_that_are_no_tables_and_tables_of_another_kind_of_device_are_refused(path: Path) -> None:

@@ -16,10 +16,10 @@ from checkmate.backends import step_problem
 from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import TABLE, call_over
 from checkmate.capture.joint import Joint
-from checkmate.codegen.writing_over import writable
 from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
 from checkmate.memory import measure_peak
+from checkmate.profiling.source import profile_of
 from checkmate.profiling.trial import tried_here
 
 _KNOWN: dict[Any, int] = {}  # bytes that a call allocates which writes over an argument
@@ -36,8 +36,7 @@ def offered(joint: Joint, costs: Profile) -> Profile:
     ways = [
         InPlace(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower) for c, node in found
     ]
-    positions = {(c.op, c.over): c.position for c, _ in found}
-    tried = tried_here(joint, replace(costs, ways=tuple(ways)), positions)
+    tried = tried_here(joint, replace(costs, ways=tuple(ways)))
     return replace(tried, ways=tuple(replace(way, slower=False) for way in tried.ways))  # so that all plans take them
 
 
@@ -66,5 +65,5 @@ def _like(val: Any) -> Any:
 @contextmanager
 def offering_ways() -> Iterator[None]:
     """Within the block whatever is captured is planned with ways."""
-    with patch.object(step_problem, "writable", lambda joint, costs: writable(joint, offered(joint, costs))):
+    with patch.object(step_problem, "profile_of", lambda joint, source: offered(joint, profile_of(joint, source))):
         yield

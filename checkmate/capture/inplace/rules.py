@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from checkmate.capture.inplace import kernels
 from checkmate.capture.inplace.shape_only import convolution_backward_input
+from checkmate.capture.nodes import PlannedOp
 
 aten = torch.ops.aten
 
@@ -112,8 +113,7 @@ TABLE: Mapping[Any, Written] = {
 
 def written_of(target: Any) -> Written | None:
     """The in-place call of an op over an argument, from the table or the op itself; None if there is none."""
-    found: Written | None = TABLE.get(target) or getattr(target, "written", None)
-    return found
+    return Written(target, target.out) if isinstance(target, PlannedOp) and target.out else TABLE.get(target)
 
 
 def positions(node: fx.Node) -> tuple[int, ...]:

@@ -22,20 +22,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from checkmate.capture.nodes import LINK, call, has_effect
+from checkmate.capture.nodes import LINK, PlannedOp, call, has_effect
 from checkmate.torch_internals import engine
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.steps import _resolve_process_group
 
-Op = Callable[..., Any]
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
 _NAMESPACE = "_c10d_functional"
 
@@ -145,28 +144,21 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
     return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
 
 
-_EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # its launch, and a silent op of the same cost
-    "all_gather_into_tensor": (_gather, _rehearse_gather),
-    "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
-    "all_reduce": (_reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
-}
+def _joined(name: str, begin: Callable[..., Pending], rehearse: Callable[..., torch.Tensor]) -> PlannedOp:
+    """The op that launches a collective and waits for it; ``rehearse``: a silent one of the same cost."""
 
-
-@cache
-def exchange(launch: str, name: str = "") -> Op:
-    """The op that launches a collective, by name, and waits for it; ``name``: another name for it."""
-    begin, rehearse = _EXCHANGES[launch]
-
-    def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
+    def run(x: torch.Tensor, *about: Any) -> torch.Tensor:
         return end(begin(x, *about))
 
-    op.__name__ = op.__qualname__ = name or launch
-    op.__module__ = _NAMESPACE  # whose op it is
-    vars(op).update(namespace=_NAMESPACE, rehearsal=lambda: rehearse, begin=begin)
-    return op
+    return PlannedOp(name, run, lambda: rehearse, begin=begin, namespace=_NAMESPACE)
 
 
-GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op that may run again
+EXCHANGES = {
+    "all_gather_into_tensor": _joined("all_gather_into_tensor", _gather, _rehearse_gather),
+    "reduce_scatter_tensor": _joined("reduce_scatter_tensor", _scatter, _rehearse_scatter),
+    "all_reduce": _joined("all_reduce", _reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
+}
+GATHER_AGAIN = replace(EXCHANGES["all_gather_into_tensor"], name="gather_parameter")  # the op that may run again
 
 
 def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool, overlap: bool = False) -> None:
@@ -181,7 +173,7 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
     for node in graph.find_nodes(op="call_function", target=wait):
         launch: Any = node.args[0]
         name = launch.target._opname if isinstance(launch.target, OpOverload) else ""
-        if name not in _EXCHANGES or launch.target.namespace != _NAMESPACE or len(launch.users) != 1:
+        if name not in EXCHANGES or launch.target.namespace != _NAMESPACE or len(launch.users) != 1:
             continue
         # A parameter may be gathered again, and what is computed from one alone, by ops without effects.
         source = launch.args[0]
@@ -189,7 +181,7 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool,
             (source,) = source.all_input_nodes
         may_again = again and name == "all_gather_into_tensor" and source in parameters
         with graph.inserting_before(node):
-            op = GATHER_AGAIN if may_again else exchange(name)
+            op = GATHER_AGAIN if may_again else EXCHANGES[name]
             joined = call(node, op, launch.args, None, node.meta["val"], launch.kwargs)
         if overlap:
             joined.meta[LINK] = f"ranks {launch.args[-1]}"

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.backends.step_problem import joint_of
-from checkmate.capture.inplace.aliasing import Candidate, Reason, candidates, handed_out, reason_against
+from checkmate.capture.inplace.aliasing import Candidate, Reason, candidates, reason_against, seen_by_others
 from checkmate.capture.inplace.rules import call_over, positions_to_try
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_mutating
@@ -37,9 +37,9 @@ def _joint(step: Callable[..., Any], *args: Tensor) -> Joint:
 def _reasons(step: Callable[..., Any], target: Any, *args: Tensor) -> list[tuple[Reason | None, ...]]:
     """Why each op of a kind must not write over each of its arguments that is like its result."""
     joint = _joint(step, *args)
-    shown = handed_out(joint)
+    seen = seen_by_others(joint)
     return [
-        tuple(reason_against(joint, k, node.args[i], shown) for i in positions_to_try(node))
+        tuple(reason_against(joint, k, node.args[i], seen) for i in positions_to_try(node))
         for k, node in enumerate(joint.nodes)
         if node is not None and node.target is target
     ]
@@ -73,6 +73,19 @@ def test_a_product_may_write_over_what_only_the_plan_knows(name: str) -> None:
 def test_a_gradient_that_autograd_hands_in_is_not_written_over() -> None:
     reasons = _reasons(lambda x: x.tanh(), aten.tanh_backward.default, X)
     assert reasons == [(Reason.HELD, Reason.HANDED_OUT)]
+
+
+def test_ops_of_others_and_what_they_read_are_not_written_over() -> None:
+    @torch.library.custom_op("checkmate_tests::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    doubled.register_fake(torch.empty_like)
+    doubled.register_autograd(lambda ctx, grad: grad * 2)
+    reasons = _reasons(lambda x: (doubled(x.cos()).exp() * x.sin()).sum() + x.cos().exp().sum(), aten.exp.default, X)
+    assert reasons == [(Reason.KEPT,), (None,)]
+    reasons = _reasons(lambda x: (doubled(x.cos().exp()) * x.sin()).sum(), aten.exp.default, X)
+    assert reasons == [(Reason.KEPT,)]
 
 
 def test_zeros_without_memory_are_not_written_over() -> None:
@@ -111,7 +124,7 @@ def test_a_loss_that_keeps_the_memory_of_its_terms_is_not_written_over() -> None
     """PyTorch makes the mean within the storage of all terms: a number behind which many bytes stand."""
     joint = _joint(lambda x: F.mse_loss(x, torch.zeros(6, 8)).exp(), X)
     (k,) = (k for k, op in enumerate(joint.graph.ops) if op.target == "aten.exp.default")
-    assert reason_against(joint, k, joint.nodes[k].args[0], set()) is Reason.OTHER_SIZE
+    assert reason_against(joint, k, joint.nodes[k].args[0], {}) is Reason.OTHER_SIZE
 
 
 def _run(joint: Joint, given: list[Any], over: dict[fx.Node, Candidate]) -> tuple[Any, int]:
