@@ -24,7 +24,7 @@ from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.adapt import Start
 from checkmate.solvers.solve import attempt, refused
@@ -95,7 +95,7 @@ def plan_within(
             return found
         first = found if first is None or is_beyond(first, cap) else first  # proven only if it is for each
     assert first is not None
-    return first if is_beyond(first, cap) else refused(first, time_limit=time_limit)
+    return first if is_beyond(first, cap) else refused(first, time_limit)
 
 
 def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
@@ -108,7 +108,8 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
         # that is closed, there is nothing more to find.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
-        found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
+        query = Query(problem, budget, seconds=max(left, 0.01), gap=gap, start=start)
+        found = attempt(query, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
         if decided or left <= TINY * time_limit or found.interrupted:
