@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from checkmate.core import files, simulator
-from checkmate.core.fingerprint import fingerprints, same_ops
+from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -39,6 +39,7 @@ from checkmate.core.solution import Query, Solution, Solver
 from checkmate.errors import InvalidProblem, SolverError
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.solvers.common.task import Clock
+from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.units import format_seconds
 from checkmate.version import __version__
 
@@ -76,9 +77,9 @@ def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
             return solver(replace(query, patience=inf, wait=inf))
         # The largest step so far gets all the time: it is what training spends most on, and of steps in any order few
         # are larger than all before. Others get little, and a gap as small as that of a step before will do.
-        same = [s for s in earlier if s.plan is not None and same_ops(s.problem, problem)]
-        if by_auto and any(other.problem.keep_all_cost >= problem.keep_all_cost for other in same):
-            gap = max(query.gap, min(other.gap for other in same))
+        same = [(plan, start) for plan in earlier if (start := as_start(plan, problem)) is not None]
+        if by_auto and any(plan.problem.keep_all_cost >= problem.keep_all_cost for plan, _ in same):
+            gap = max(query.gap, min(plan.gap for plan, _ in same))
             query = replace(query, seconds=min(query.seconds, DERIVE_SECONDS), gap=gap)
         # A plan is waited for as long as it takes to give up.
         wait = query.wait if query.patience == inf else max(query.wait, query.patience)
@@ -116,11 +117,15 @@ def is_better(cost: float, than: float) -> bool:
 
 
 def _from_nearest(
-    solver: Solver, query: Query, known: Record | None, earlier: Sequence[Solution], records: Sequence[Record]
+    solver: Solver,
+    query: Query,
+    known: Record | None,
+    earlier: Sequence[tuple[Solution, Start]],
+    records: Sequence[Record],
 ) -> Solution:
     """Ask with the nearest known plan to begin with."""
     problem, budget, question = query.problem, query.budget, Question.of(query.problem, query.budget, query.method)
-    start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
+    start: Start | None = None if known is None else known.certified(problem, budget)
     origin = "less time"
     # The plan of the same step for other costs and about the same room, with a bound for today's costs.
     names = ("sizes", "method", "checkmate")
@@ -147,7 +152,7 @@ def _from_nearest(
                 return replace(start, origin=origin)
     if start is None:
         # The plan that was made for a budget as tight as this one; of this process, where there is one.
-        usable: list[tuple[float, Solution | Schedule]] = [(s.budget / s.problem.keep_all_peak, s) for s in earlier]
+        usable = [(plan.budget / plan.problem.keep_all_peak, start) for plan, start in earlier]
         if not usable:
             plans = ((record, record.schedule(problem)) for record in records)
             usable = [(r.question.budget / r.keep_all_peak, plan) for r, plan in plans if plan is not None]

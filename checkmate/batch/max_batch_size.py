@@ -34,12 +34,12 @@ from checkmate.batch.size_search import (
 )
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
-from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
 from checkmate.core.solution import Solution, infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
 from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.search.adapt import as_start
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
@@ -310,9 +310,8 @@ class _Search:
         """Plan a size for the curve, starting from a known plan; None if no plan fits."""
         problem = None if trace else self.problems.estimate(size)
         problem = self.problems.at(size) if problem is None else problem
-        known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
         seconds = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
-        found = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=known)
+        found = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=as_start(start, problem))
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
         self.note(attempt)
         if attempt.fits:

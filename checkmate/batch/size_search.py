@@ -22,11 +22,10 @@ import numpy as np
 from checkmate.batch import LARGEST
 from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
-from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.search.adapt import Start
+from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.solvers.solve import attempt, refused
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
@@ -258,9 +257,7 @@ class SizeSearch:
     def _try(self, size: int, problem: Problem, seconds: float, known: Attempt | None, *, traced: bool) -> Attempt:
         """The method's answer at a size; it may start from the plan of a smaller size that is ``known`` to fit."""
         cap = most_seconds(problem, self.max_overhead)
-        start = None if known is None else known.solution
-        if start is not None and not same_ops(start.problem, problem):
-            start = None  # the graph may change with the size
+        start = None if known is None else as_start(known.solution, problem)
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
         if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
             solution = METHODS[KEEP_ALL].solve(problem, self.budget)

@@ -151,6 +151,25 @@ def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: in
         assert second.origin == "another size"
 
 
+def test_a_smaller_batch_whose_ops_have_another_order_is_planned_from_the_one_before(solves: Mock) -> None:
+    """Which gradients come last depends on their bytes."""
+    large, small = _problem(8), _problem(7)
+    ops, values = small.graph.ops, small.graph.values
+    k = next(
+        k for k in range(small.graph.forward_length + 1, T) if k - 1 not in {values[v].producer for v in ops[k].inputs}
+    )
+    order = [*range(k - 1), k, k - 1, *range(k + 1, T)]
+    profile = Profile(small.seconds[order], small.workspace[order], small.resident)
+    small = Problem(small.graph.in_order(order), profile)
+    budget = recomputing(large, 0.2)
+    first = plan(large, budget, seconds=5)
+    second = plan(small, budget, seconds=5, earlier=[first])
+    check(second)
+    assert (second.origin, _queries(solves)[-1].seconds) == ("another size", plan_cache.DERIVE_SECONDS)
+    start = _queries(solves)[-1].start
+    assert np.array_equal(start.R.sum(axis=0), first.schedule.R.sum(axis=0)[order])
+
+
 def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: Mock) -> None:
     small, large = _problem(8), _problem(9)
     budget = recomputing(large, 0.2)
