@@ -35,13 +35,12 @@ from checkmate.batch.size_search import (
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.host import Host
-from checkmate.core.solution import Solution, infeasible
+from checkmate.core.solution import Query, Solution, infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.adapt import as_start
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import check_limits, check_method, solve
+from checkmate.solvers.solve import attempt, check_limits, check_method, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, parse_budget
 
@@ -323,7 +322,7 @@ class _Search:
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
             problem = self.problems.at(size)
             cap = most_seconds(problem, self.max_overhead)
-            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(problem, self.budget), cap, traced=True)
+            self.kept = Attempt(size, attempt(Query(problem, self.budget, KEEP_ALL), progress=False), cap, traced=True)
         if self.kept is not None:
             self.points[self.kept.size] = self.kept.point
             if KEEP_ALL in self.baselines:

@@ -24,7 +24,6 @@ from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.solvers.solve import attempt, refused
 
@@ -259,17 +258,16 @@ class SizeSearch:
         cap = most_seconds(problem, self.max_overhead)
         start = None if known is None else as_start(known.solution, problem)
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
-            solution = METHODS[KEEP_ALL].solve(problem, self.budget)
-        elif self.method == AUTO:
+        if self.method == AUTO and problem.keep_all_peak > self.budget:
             solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
         else:
-            solution = METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
-        attempt = Attempt(size, solution, cap, traced)
-        self.report(attempt)
+            method = KEEP_ALL if self.method == AUTO else self.method
+            solution = attempt(Query(problem, self.budget, method, seconds, gap=0.0), progress=False)
+        tried = Attempt(size, solution, cap, traced)
+        self.report(tried)
         if solution.interrupted:
             self.interrupted, self.deadline = True, 0.0
-        return attempt
+        return tried
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
