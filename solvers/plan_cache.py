@@ -264,10 +264,9 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
-        about: dict[str, Any] = {"method": self.by, "bound": bound, "origin": "plan cache"}
         try:
             found = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
-            return certify(problem, budget, found, **about)
+            return certify(problem, budget, found, method=self.by, bound=bound, origin="plan cache")
         except (SolverError, IndexError):
             return None
 
@@ -354,7 +353,4 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
 
 def as_document(record: Record) -> dict[str, Any]:
     """The record as a JSON document."""
-    document: dict[str, Any] = json.loads(json.dumps(asdict(record)))
-    if not record.steps:
-        del document["steps"], document["boundary"]
-    return document
+    return json.loads(json.dumps(asdict(record)))

@@ -127,14 +127,13 @@ def attempt(
     with showing(incumbent.line, share=lambda: clock.elapsed / query.seconds, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=inf, seconds=clock.elapsed)
-        elif problem.host is None or chosen.sends:
-            solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:
-            # A method that knows of no second memory: take its plan, and none of its bounds.
-            alone = Incumbent(replace(task, problem=problem.with_host(None)))
-            remarks = _remarks(chosen, alone, options)
-            if alone.R is not None:
-                incumbent.offer(alone.R, method)
+            # Of a method that knows of no second memory take the plan, and none of its bounds.
+            knows = problem.host is None or chosen.sends
+            own = incumbent if knows else Incumbent(replace(task, problem=problem.with_host(None)))
+            remarks = _remarks(chosen, own, options)
+            if not knows and own.R is not None:
+                incumbent.offer(own.R, method)
             solution = incumbent.solution(method, remarks)
     log.info("%s", solution)
     return solution
@@ -206,13 +205,13 @@ def cheapest_split(solver: Solver, *, look_on: bool = True) -> Solver:
     """
 
     def cheapest(query: Query) -> Solution:
-        whole, start = query.problem, query.start
+        start, best, interrupted = query.start, None, False
+        splits_of_start = start.problem.splits if isinstance(start, Solution) else query.problem.splits
         answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
-        splits_of_start = start.problem.splits if isinstance(start, Solution) else whole.splits
-
-        def look(problems: Iterable[Problem], patience: float) -> Solution | None:
-            """The cheapest plan of the first problems that have one."""
-            clock, best = Clock(query.seconds), None
+        problems: Iterable[Problem] = query.problem.splits_in_turn()
+        moment = FIRST_SECONDS + PER_OP * len(query.problem.graph.ops)
+        for patience in (moment, inf) if moment < query.seconds else (inf,):
+            clock = Clock(query.seconds)
             for i, problem in enumerate(problems):
                 if best is not None and (clock.is_over or problem.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
                     break
@@ -223,24 +222,19 @@ def cheapest_split(solver: Solver, *, look_on: bool = True) -> Solver:
                     start=start if splits_of_start == problem.splits else None,
                     patience=min(patience, query.patience),
                 )
-                answer = solver(share)
-                answers[id(problem)] = problem, answer
+                answers[id(problem)] = problem, (answer := solver(share))
                 if answer.plan is not None and (best is None or answer.cost < best.cost):
                     best = answer
-                if answer.interrupted:
+                if interrupted := answer.interrupted:
                     break
                 if best is not None:
                     further_cost_more = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost
-                    if problem is whole or not look_on or further_cost_more:
+                    if problem is query.problem or not look_on or further_cost_more:
                         break
-            return best
-
-        moment = FIRST_SECONDS + PER_OP * len(whole.graph.ops)
-        best = look(whole.splits_in_turn(), moment if moment < query.seconds else inf)
-        if best is None and moment < query.seconds and not any(answer.interrupted for _, answer in answers.values()):
+            if best is not None or interrupted:
+                break
             # There may be a plan after more than a moment. Methods but "auto" have taken all the time.
-            gave_up = [p for p, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
-            best = look(gave_up, inf)
+            problems = [p for p, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
         return best or [*answers.values()][-1][1]
 
     return cheapest

@@ -236,10 +236,9 @@ def _follow(document: dict[str, Any], query: Query, planner: str) -> Solution | 
     """Verify and simulate another rank's solution here; None if it does not fit."""
     problem, budget, origin = query.problem, query.budget, f"rank {planner}"
     if "record" not in document:
-        status = Status[document["status"]]
+        status, method, message = Status[document["status"]], document["method"], document["message"]
         refusal = None if document["refusal"] is None else Refusal(**document["refusal"])
-        about: dict[str, Any] = {"message": document["message"], "origin": origin, "refusal": refusal}
-        return Solution(status, problem, budget, document["method"], **about)
+        return Solution(status, problem, budget, method, message=message, origin=origin, refusal=refusal)
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))
     record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
     host = None if document["host"] is None else Host(**document["host"])  # links differ as costs do

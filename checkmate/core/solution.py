@@ -242,11 +242,7 @@ Solver = Callable[[Query], Solution]
 
 
 def smallest_budget(count: int, of: str = "", note: str = "") -> str:
-    """Name the budget that works, ``of`` what if it is more than a step, with a note.
-
-    >>> smallest_budget(2_162_592, " for it", ", in parts")
-    'Smallest budget that works for it: 2.17 MB (2_162_592 bytes), in parts.'
-    """
+    """Name the budget that works, ``of`` what if not of a step, with a note."""
     return f"Smallest budget that works{of}: {exact_bytes(count, up=True)}{note}."
 
 

@@ -166,16 +166,13 @@ class PlannedCall(Planned):
                 least = held
             except InfeasibleBudget as error:  # nor does the step before the update fit
                 least = max(held, error.min_budget)
-            raise infeasible(
+            why = (
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(total)}.",
-                total,
-                least,
-                "update",
-                " for it and the step",
+                f"{format_bytes(total)}."
             )
+            raise infeasible(why, total, least, "update", " for it and the step")
         return CompiledStep(self._fn, replace(options, reserve=beside))
 
 
