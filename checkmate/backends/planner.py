@@ -263,22 +263,21 @@ class Planner:
         # Refuse a reserve that leaves nothing.
         options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
         if self.total <= reserve:
-            left = f"leaves nothing of the budget of {format_bytes(self.total)}."
-            smallest = min_budget(problem).peak + reserve
-            raise infeasible(f"The reserve of {format_bytes(reserve)} {left}", self.total, smallest)
-        # The loss in more parts where none fits; on one of the ranks for all; from known plans; a first one; a method.
-        together = ranks.train_together()
+            why = f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}."
+            raise infeasible(why, self.total, min_budget(problem).peak + reserve)
+        # The question.
+        together, budget, seconds = ranks.train_together(), self.total - reserve, options.time_limit
         wait = options.first_seconds if go_on and not together else inf
-        earlier = [plan for known in self._made if (plan := known()) is not None]
-        solver = ranks.one_plan(plan_cache.kept(first_plan(attempt), earlier))
-        look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
-        budget, seconds = self.total - reserve, options.time_limit
         query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
-        solution = cheapest_split(solver, look_on=look_on)(query)
+        # Its way: the loss in more parts where none fits; one of the ranks for all; known plans; a first one; a method.
+        earlier = [plan for known in self._made if (plan := known()) is not None]
+        look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
+        solver = cheapest_split(ranks.one_plan(plan_cache.kept(first_plan(attempt), earlier)), look_on=look_on)
+        solution = solver(query)
         if solution.plan is None:
             # Refuse, with the smallest budget that works.
-            why = ranks.one_plan(lambda query: refused(solution, seconds), "refusal")  # equal on all ranks
-            solution = why(replace(query, problem=solution.problem))
+            refusing = ranks.one_plan(lambda query: refused(solution, seconds), "refusal")  # equal on all ranks
+            solution = refusing(replace(query, problem=solution.problem))
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             in_all = f"{exact_bytes(smallest, up=True)} in all"
