@@ -34,6 +34,11 @@ class InfeasibleBudget(CheckmateError):
         self.min_budget = min_budget
         self.op = op
 
+    def saying(self, words: str, budget: int | None = None, beside: int = 0) -> InfeasibleBudget:
+        """The same refusal with more words, of a larger budget, if so many of its bytes were for something beside."""
+        budget = self.budget if budget is None else budget
+        return InfeasibleBudget(f"{self} {words}", budget=budget, min_budget=self.min_budget + beside, op=self.op)
+
 
 class Unsupported(CheckmateError):
     """A program that cannot be captured or rematerialized; the message says where and what to do instead."""

@@ -119,15 +119,15 @@ class Portfolio:
     @property
     def left(self) -> float:
         """Seconds left: up to ``patience`` without a plan, else up to ``enough``; the smaller the gap, the fewer."""
-        limit = self.incumbent.worth(self.settle) * self.task.clock.limit
+        seconds = self.incumbent.worth(self.settle) * self.task.clock.seconds
         most = self.patience if self.incumbent.R is None else self.enough
-        return min(limit, most) - self.task.clock.elapsed
+        return min(seconds, most) - self.task.clock.elapsed
 
     @property
     def is_open(self) -> bool:
         """Tell whether there is time left and a gap to close."""
         best = self.incumbent
-        if best.is_infeasible or self.left <= OVER * min(self.task.clock.limit, self.patience):
+        if best.is_infeasible or self.left <= OVER * min(self.task.clock.seconds, self.patience):
             return False
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
@@ -216,7 +216,7 @@ def _in_turn(search: Portfolio, task: Task) -> None:
         looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
         for part in (*looked_around, _tilted, _detours):
             if search.is_open:
-                part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
+                part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.seconds)))
         if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
             return
         before = best.cost

@@ -1,4 +1,4 @@
-"""Look for a better plan in another process, while the step runs by the best one yet.
+"""Look for a first plan, and for a better one in another process, while the step runs by the best one yet.
 
 The process is one of `checkmate.solvers.common.processes`, of low priority. It tells each plan that is notably better,
 and keeps plans on disk like any. One runs at a time for each process that trains. If it fails, the step keeps its plan.
@@ -12,20 +12,34 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from checkmate.core.plan import Plan
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution, Solver, Status
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.processes import BackgroundProcess
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.plan_cache import WAVER, UnfinishedSearch
-from checkmate.solvers.solve import solve
+from checkmate.solvers.plan_cache import WORTH_A_PROCESS, Record, is_better, store
+from checkmate.solvers.solve import attempt
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
 
+LONGER = 5  # times as long is looked for a plan where none is found
 TELL_SECONDS = 0.5  # between two looks at what the process has found
+
+
+def first_plan(solver: Solver) -> Solver:
+    """Look for a plan for as long as a query waits; while there is none, for longer, up to all of its seconds."""
+
+    def first(query: Query) -> Solution:
+        seconds = min(query.wait, query.seconds)
+        while True:
+            solution = solver(replace(query, seconds=seconds))
+            if solution.status is not Status.NOT_FOUND or seconds >= min(query.patience, query.seconds):
+                return solution
+            seconds = LONGER * seconds if LONGER * seconds + WORTH_A_PROCESS <= query.seconds else query.seconds
+
+    return first
 
 
 @dataclass(frozen=True)
@@ -44,10 +58,13 @@ class Search(BackgroundProcess):
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
-    def __init__(self, unfinished: UnfinishedSearch) -> None:
-        self.unfinished = unfinished.bare()  # a thread holds it as long as it goes on
-        super().__init__(search, self.unfinished)
-        self.news = News(unfinished.start.cost, unfinished.start.bound, 0.0)  # the last
+    def __init__(self, rest: Query) -> None:
+        # Another process gets no PyTorch objects, and a thread holds none as long as the search goes on.
+        assert isinstance(rest.start, Solution)
+        problem = replace(rest.problem, codegen=None, next_split=None)
+        self.query = replace(rest, problem=problem, start=replace(rest.start, problem=problem, details={}))
+        super().__init__(search, self.query)
+        self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
         self.better: News | None = None  # the last with a plan
         _searches.add(self)
 
@@ -97,13 +114,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_without_the_parents)
 
 
-def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
+def search(query: Query, tell: Callable[[News], None]) -> Solution:
     """Search for better plans, in the child, until the time is over or no notably better plan can exist.
 
     What is found is told at most each `TELL_SECONDS`, and at the end.
     """
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
-    start, told = unfinished.start, unfinished.start.cost
+    assert isinstance(query.start, Solution)
+    start, told = query.start, query.start.cost
+
+    def keep(solution: Solution, seconds: float) -> None:
+        if query.cache:
+            store(Record.of(solution, query.method, query.spent + seconds))
 
     # A thread tells of what the search knows.
     def look() -> None:
@@ -112,25 +134,23 @@ def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Soluti
             if not watched or watched[0].R is None:
                 continue
             best, better = watched[0], None
-            if unfinished.is_better(best.cost, told):
+            if is_better(best.cost, told):
                 known = best.now("auto")
                 told, better = known.cost, known.plan
-                unfinished.keep(known, clock.elapsed)
+                keep(known, clock.elapsed)
             tell(News(best.cost, min(best.bound, best.cost), clock.elapsed, better))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
-    asked: dict[str, Any] = {"time_limit": unfinished.seconds, "gap": unfinished.gap, "settle": WAVER}
-    asked |= {"start": start, "progress": False, "watch": watched.append}
     try:
-        found = solve(unfinished.problem, unfinished.budget, **asked)
+        found = attempt(query, progress=False, watch=watched.append)
     finally:
         over.set()
         looking.join()
     # The answer, kept on disk and told.
     if found.schedule is None or found.cost >= start.cost:  # it never is worse, but for what sums round
         found = replace(start, bound=max(start.bound, min(found.bound, start.cost)))
-    unfinished.keep(found, unfinished.seconds)
-    better = found.plan if unfinished.is_better(found.cost, told) else None
+    keep(found, query.seconds)
+    better = found.plan if is_better(found.cost, told) else None
     tell(News(found.cost, found.bound, clock.elapsed, better, over=True))
     return found

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkmate.core.answer import Table
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
 from checkmate.solvers.auto import auto
 from checkmate.solvers.baselines.checkpointing import checkpoint_all, greedy, last_node, sqrt
 from checkmate.solvers.baselines.dtr import dtr
 from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Remarks
 from checkmate.solvers.host.exact import milp
 from checkmate.solvers.host.poet import poet
 from checkmate.solvers.host.policies import capuchin, offload_all
@@ -64,21 +61,6 @@ class Method:
     def options(self) -> tuple[str, ...]:
         """The names of the options that the method takes."""
         return tuple(self.defaults)
-
-    def solve(
-        self,
-        problem: Problem,
-        budget: int,
-        *,
-        time_limit: float = 60.0,
-        gap: float = 0.0,
-        threads: int = 1,
-        seed: int = 0,
-        **options: Any,
-    ) -> Solution:
-        """Solve by this method alone: options are not checked, and a refusal names no way out."""
-        incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, threads, seed))
-        return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
 
 _TABLE = (

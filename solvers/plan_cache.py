@@ -35,152 +35,97 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Query, Solution, Solver
 from checkmate.errors import InvalidProblem, SolverError
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.solve import attempt
+from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.units import format_seconds
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.solve")
 
-GAP = 1e-4  # asked for
 DERIVE_SECONDS = 3.0  # at most for a step that is no larger than one planned before in this process
 BOUND_SECONDS = 3.0  # at most for a new bound, where costs have changed
 WAVER = 0.01  # of the step: a plan for other costs may be worse by this much; measured costs differ by more
 NEAR = 0.01  # of the room: a budget that differs by less is about the same
-LONGER = 5  # times as long is looked for a plan where none is found
 WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a second to begin
 BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
+SETTLING = {"settle": WAVER}  # for "auto": a gap below that is not worth all the time
 TABLE = "plans_1"  # on disk
 MOST_PLANS, MOST_BYTES = 1000, 2**27  # there
 MOST_READ = 8  # records that are looked through for a plan to begin with, the last used first
 
 
-def begin(
-    problem: Problem,
-    budget: int,
-    *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    earlier: Sequence[Solution] = (),
-    cache: bool = True,
-    wait: float = inf,
-    patience: float = inf,
-) -> tuple[Solution, UnfinishedSearch | None]:
-    """Plan a step without further splits; give the plan, and a search to continue with, None if it could not matter.
+def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
+    """Answer by a known plan: as it is on disk, or with the nearest for the solver to begin with; keep the answer.
 
-    An answer without a plan does not say why: `checkmate.solvers.solve.refused` does. ``origin`` is "plan cache" for a
-    plan as it was on disk; "other costs", "less time" or "another size" where one found for or in these was the start.
+    ``origin`` is "plan cache" for a plan as it was on disk; "other costs", "less time" or "another size" where one
+    found for or in these was the start. Plans are adapted by "auto" only.
+
+    A query that waits for less than its seconds gets the best plan by then, and with it the `Solution.rest`, unless
+    that could not matter or is not worth a process.
 
     Args:
-        method: see `solve`. Plans are adapted by "auto" only.
         earlier: solutions of this process, for other batches of the same step.
-        cache: read plans from disk, and keep this one there.
-        wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
-            not "auto".
-        patience: seconds after which "auto" gives up without a plan.
     """
-    clock = Clock()
-    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.recomputed:
-        return attempt(problem, budget, time_limit=time_limit), None
-    # The largest step so far gets all the time: it is what training spends most on, and of steps in any order few are
-    # larger than all before. Others get little, and a gap as small as that of a step before will do.
-    structure = fingerprints(problem).structure
-    same = [s for s in earlier if s.plan is not None and fingerprints(s.problem).structure == structure]
-    request = _Request(Question.of(problem, budget, method), time_limit, GAP, time_limit)
-    if method == "auto" and any(other.problem.keep_all_cost >= problem.keep_all_cost for other in same):
-        gap = max(GAP, min(other.gap for other in same))
-        request = replace(request, limit=min(time_limit, DERIVE_SECONDS), gap=gap)
-    wait = max(wait, patience) if patience < inf else wait
-    early = method == "auto" and wait + WORTH_A_PROCESS <= request.limit
-    known = lookup(request.question) if cache else None
-    enough = replace(request, gap=max(request.gap, BETTER)) if early else request
-    if known is not None and enough.met_by(known):
-        solution = known.certified(problem, budget)
-        if solution is not None:
-            used(request.question)
-            log.info("plan on disk (%s): %s", request.question.key, solution)
-            return replace(solution, seconds=clock.elapsed), None
-        log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", request.question.key)
-    records = relatives(request.question) if cache else []
-    # Search for as long as is waited for; longer as long as there is no plan.
-    spent = wait if early else request.limit
-    ends: dict[str, Any] = {"patience": patience, "enough": wait if early else inf} if method == "auto" else {}
-    while True:
-        asked = replace(request, limit=spent, time_limit=spent) if spent < request.limit else request
-        solution = _begin(problem, asked, known, same, records, ends)
-        if solution.status is not Status.NOT_FOUND or spent >= min(patience, request.limit):
-            break
-        spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= request.limit else request.limit
-    # Keep the plan, with the time that was allowed for it.
-    spent = min(spent, max(wait, solution.seconds)) if early else spent
-    if cache and solution.plan is not None:
-        kept = min(spent, solution.seconds) if solution.interrupted else spent
-        store(Record.of(solution, method, kept))
-    solution = replace(solution, seconds=clock.elapsed)
-    if spent >= request.limit or solution.plan is None:
-        return solution, None
-    unfinished = UnfinishedSearch(problem, budget, solution, request.limit - spent, request.gap, spent, cache)
-    is_open = not solution.interrupted and unfinished.is_better(solution.bound, solution.cost)
-    return solution, unfinished if is_open else None
+
+    def answered(query: Query) -> Solution:
+        problem, budget, clock = query.problem, query.budget, Clock()
+        by_auto, whole = query.method == "auto", query
+        if budget >= problem.keep_all_peak and by_auto and not problem.limits.recomputed:
+            return solver(replace(query, patience=inf, wait=inf))
+        # The largest step so far gets all the time: it is what training spends most on, and of steps in any order few
+        # are larger than all before. Others get little, and a gap as small as that of a step before will do.
+        same = [(plan, start) for plan in earlier if (start := as_start(plan, problem)) is not None]
+        if by_auto and any(plan.problem.keep_all_cost >= problem.keep_all_cost for plan, _ in same):
+            gap = max(query.gap, min(plan.gap for plan, _ in same))
+            query = replace(query, seconds=min(query.seconds, DERIVE_SECONDS), gap=gap)
+        # A plan is waited for as long as it takes to give up.
+        wait = query.wait if query.patience == inf else max(query.wait, query.patience)
+        goes_on = by_auto and wait + WORTH_A_PROCESS <= query.seconds
+        query = replace(query, wait=wait if goes_on else inf)
+        question = Question.of(problem, budget, query.method)
+        known = lookup(question) if query.cache else None
+        if known is not None and known.meets(query.seconds, max(query.gap, BETTER) if goes_on else query.gap):
+            solution = known.certified(problem, budget)
+            if solution is not None:
+                used(question)
+                log.info("plan on disk (%s): %s", question.key, solution)
+                return replace(solution, seconds=clock.elapsed)
+            log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", question.key)
+        records = relatives(question) if query.cache else []
+        solution = _from_nearest(solver, query, known, same, records) if by_auto else solver(query)
+        if solution.plan is None and query.seconds < min(whole.seconds, query.patience):
+            solution = solver(replace(whole, wait=query.wait, options=SETTLING))
+        # Keep the plan, with the time that was allowed for it.
+        spent = min(query.seconds, max(query.wait, solution.seconds))
+        if query.cache and solution.plan is not None:
+            store(Record.of(solution, query.method, min(spent, solution.seconds) if solution.interrupted else spent))
+        is_open = solution.plan is not None and spent < query.seconds and not solution.interrupted
+        if is_open and is_better(solution.bound, solution.cost):
+            rest = replace(query, seconds=query.seconds - spent, spent=spent, patience=inf, wait=inf)
+            solution = replace(solution, rest=replace(rest, start=solution, options=SETTLING))
+        return replace(solution, seconds=clock.elapsed)
+
+    return answered
 
 
-@dataclass(frozen=True)
-class UnfinishedSearch:
-    """A search that may continue after its best plan was taken."""
-
-    problem: Problem
-    budget: int  # bytes
-    start: Solution  # the plan that was taken
-    seconds: float  # left for planning
-    gap: float  # to stop at
-    spent: float  # seconds that were allowed before
-    cache: bool  # plans are kept on disk
-
-    def is_better(self, cost: float, than: float) -> bool:
-        """Tell whether a plan of this cost is enough better than another to take its place."""
-        return cost <= (1 - BETTER) * than
-
-    def bare(self) -> UnfinishedSearch:
-        """A copy without PyTorch objects, which can be sent to another process."""
-        problem = replace(self.problem, codegen=None, next_split=None)
-        return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
-
-    def keep(self, solution: Solution, seconds: float) -> None:
-        """Keep a plan on disk that was found within this many of the remaining seconds."""
-        if self.cache:
-            store(Record.of(solution, "auto", self.spent + seconds))
+def is_better(cost: float, than: float) -> bool:
+    """Tell whether a plan of this cost is enough better than another to take its place."""
+    return cost <= (1 - BETTER) * than
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A question, with the time to answer it and the gap to stop at."""
-
-    question: Question
-    limit: float  # seconds to look for it
-    gap: float  # to stop at
-    time_limit: float  # seconds, if nothing is found in the limit
-
-    def met_by(self, record: Record) -> bool:
-        """Tell whether a record answers the request: its gap is small enough, or it had as much time."""
-        return record.gap <= self.gap or record.time_limit >= self.limit
-
-
-def _begin(
-    problem: Problem,
-    request: _Request,
+def _from_nearest(
+    solver: Solver,
+    query: Query,
     known: Record | None,
-    earlier: Sequence[Solution],
+    earlier: Sequence[tuple[Solution, Start]],
     records: Sequence[Record],
-    ends: dict[str, Any],
 ) -> Solution:
-    """Solve, starting from the nearest known plan if the method can; ``ends``: options of "auto"."""
-    question, budget = request.question, request.question.budget
-    if question.method != "auto":
-        return attempt(problem, budget, method=question.method, time_limit=request.time_limit)
-    start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
+    """Ask with the nearest known plan to begin with."""
+    problem, budget, question = query.problem, query.budget, Question.of(query.problem, query.budget, query.method)
+    start: Start | None = None if known is None else known.certified(problem, budget)
     origin = "less time"
     # The plan of the same step for other costs and about the same room, with a bound for today's costs.
     names = ("sizes", "method", "checkmate")
@@ -195,30 +140,26 @@ def _begin(
         start, origin = record.certified(problem, budget), "other costs"
         if start is not None:
             # A plan for other costs may be a little worse than what was proven for those.
-            gap = request.gap
-            if request.met_by(record):
+            seconds, gap = min(query.seconds, query.wait), query.gap
+            if will_do := record.meets(seconds, gap):
                 gap = max(gap, record.gap + (0.0 if record.question.costs == question.costs else WAVER))
-            found = attempt(problem, budget, time_limit=min(request.limit, BOUND_SECONDS), gap=gap, start=start)
-            took = format_seconds(found.seconds)
-            log.info("plan for other costs or bytes, with a new bound after %s: %s", took, found)
-            start = start if found.plan is None else found
-            if request.met_by(record) and start.gap <= gap:
+            bound = replace(query, seconds=min(seconds, BOUND_SECONDS), patience=inf, wait=inf)
+            bounded = solver(replace(bound, gap=gap, start=start))
+            took = format_seconds(bounded.seconds)
+            log.info("plan for other costs or bytes, with a new bound after %s: %s", took, bounded)
+            start = start if bounded.plan is None else bounded
+            if will_do and start.gap <= gap:
                 return replace(start, origin=origin)
     if start is None:
         # The plan that was made for a budget as tight as this one; of this process, where there is one.
-        usable: list[tuple[float, Solution | Schedule]] = [(s.budget / s.problem.keep_all_peak, s) for s in earlier]
+        usable = [(plan.budget / plan.problem.keep_all_peak, start) for plan, start in earlier]
         if not usable:
             plans = ((record, record.schedule(problem)) for record in records)
             usable = [(r.question.budget / r.keep_all_peak, plan) for r, plan in plans if plan is not None]
         tight, origin = budget / problem.keep_all_peak, "another size"
         start = min(usable, key=lambda pair: abs(tight - pair[0]), default=(0.0, None))[1]
-    if start is None:
-        return attempt(problem, budget, time_limit=request.limit, settle=WAVER, **ends)
-    asked: dict[str, Any] = {"settle": WAVER, **ends}
-    solution = attempt(problem, budget, time_limit=request.limit, gap=request.gap, start=start, **asked)
-    if solution.plan is None and request.limit < min(request.time_limit, ends["patience"]):
-        return attempt(problem, budget, time_limit=request.time_limit, **asked)
-    return replace(solution, origin=origin)
+    solution = solver(replace(query, start=start, options=SETTLING))
+    return solution if start is None else replace(solution, origin=origin)
 
 
 @dataclass(frozen=True)
@@ -294,6 +235,10 @@ class Record:
         """(cost - bound) / cost."""
         return (self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
 
+    def meets(self, seconds: float, gap: float) -> bool:
+        """Tell whether its gap is no larger than this, or as many seconds were allowed for it."""
+        return self.gap <= gap or self.time_limit >= seconds
+
     def runs(self) -> np.ndarray:
         """R, (T, T) bool."""
         R = np.eye(self.ops, dtype=bool)
@@ -319,10 +264,9 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
-        about: dict[str, Any] = {"method": self.by, "bound": bound, "origin": "plan cache"}
         try:
             found = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
-            return certify(problem, budget, found, **about)
+            return certify(problem, budget, found, method=self.by, bound=bound, origin="plan cache")
         except (SolverError, IndexError):
             return None
 
@@ -409,7 +353,4 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
 
 def as_document(record: Record) -> dict[str, Any]:
     """The record as a JSON document."""
-    document: dict[str, Any] = json.loads(json.dumps(asdict(record)))
-    if not record.steps:
-        del document["steps"], document["boundary"]
-    return document
+    return json.loads(json.dumps(asdict(record)))

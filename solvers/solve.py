@@ -17,7 +17,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
-from checkmate.core.solution import Refusal, Solution, Status, check_problem
+from checkmate.core.solution import Query, Refusal, Solution, Solver, Status, check_problem, smallest_budget
 from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.flat_problem import Tables
@@ -95,71 +95,58 @@ def solve(
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
     check_limits(time_limit, gap)
-    own_patience = options.pop("patience", inf)
     check_method(method, options if start is None else {**options, "start": start})
     refuse_unknown_rules(problem, method)
     check_host(method, has_host=problem.host is not None)
-    within = parse_bytes(budget)
-    about: dict[str, Any] = {"method": method, "gap": gap, "progress": progress, "watch": watch, **options}
-    split = start.problem.splits if isinstance(start, Solution) else problem.splits
+    ends = options if method == "auto" else {}
+    patience, wait = ends.pop("patience", inf), ends.pop("enough", inf)
+    query = Query(problem, parse_bytes(budget), method, time_limit, gap, start, patience, wait, options=options)
     clock = Clock()
-
-    def find(one: Problem, seconds: float, patience: float) -> Solution:
-        begin = start if split == one.splits else None
-        return attempt(one, within, time_limit=seconds, start=begin, patience=min(patience, own_patience), **about)
-
-    solution = cheapest_split(problem, find, time_limit)
-    solution = with_halved(solution) if solution.plan is not None else refused(solution, time_limit=time_limit)
+    solution = cheapest_split(partial(attempt, progress=progress, watch=watch))(query)
+    solution = with_halved(solution) if solution.plan is not None else refused(solution, time_limit)
     return replace(solution, seconds=clock.elapsed)
 
 
 def attempt(
-    problem: Problem,
-    budget: int,
-    *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    gap: float = 1e-4,
-    start: Start | None = None,
-    patience: float = inf,
-    progress: bool | None = None,
-    watch: Callable[[Incumbent], None] | None = None,
-    **options: Any,
+    query: Query, *, progress: bool | None = None, watch: Callable[[Incumbent], None] | None = None
 ) -> Solution:
     """Solve a problem without further splits; an answer without a plan gives no reason.
 
     The question was checked: the method takes the options, follows the rules, and has the second memory that it needs.
-    ``patience``: seconds after which "auto" ends if there is no plan.
     """
-    if start is not None:
-        options["start"] = start if method == "auto" else as_schedule(problem, start)
-    if patience < time_limit and method == "auto":
-        options["patience"] = patience
+    problem, budget, method, options = query.problem, query.budget, query.method, {**query.options}
+    if query.start is not None:
+        options["start"] = query.start if method == "auto" else as_schedule(problem, query.start)
+    if method == "auto":
+        options |= {"patience": query.patience if query.patience < query.seconds else inf, "enough": query.wait}
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
-    task, chosen = Task(problem, budget, Clock(time_limit), gap, **common), METHODS[method]
+    task, chosen = Task(problem, budget, Clock(query.seconds), query.gap, **common), METHODS[method]
     incumbent, clock = Incumbent(task), task.clock
     if watch is not None:
         watch(incumbent)
-    with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
+    with showing(incumbent.line, share=lambda: clock.elapsed / query.seconds, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=inf, seconds=clock.elapsed)
-        elif problem.host is None or chosen.sends:
-            solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
         else:
-            # A method that knows of no second memory: take its plan, and none of its bounds.
-            alone = Incumbent(replace(task, problem=problem.with_host(None)))
-            remarks = _remarks(chosen, alone, options)
-            if alone.R is not None:
-                incumbent.offer(alone.R, method)
+            # Of a method that knows of no second memory take the plan, and none of its bounds.
+            knows = problem.host is None or chosen.sends
+            own = incumbent if knows else Incumbent(replace(task, problem=problem.with_host(None)))
+            remarks = _remarks(chosen, own, options)
+            if not knows and own.R is not None:
+                incumbent.offer(own.R, method)
             solution = incumbent.solution(method, remarks)
     log.info("%s", solution)
     return solution
 
 
-def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
-    """An answer without a plan: the reason, and the budget or rule that would work."""
+def refused(solution: Solution, seconds: float = TIME_LIMIT) -> Solution:
+    """An answer without a plan, with the reason, and the budget or rule that would work.
+
+    Args:
+        seconds: that were allowed to look for a plan, and are for the smallest budget.
+    """
     problem, budget = solution.problem, solution.budget
-    patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if solution.method == "auto" else PATIENCE
+    patience = max(PATIENCE, min(TIME_LIMIT, seconds)) if solution.method == "auto" else PATIENCE
     ends = min_budget(problem, time_limit=patience)
     # The op that is in the way, and why: one may need more alone, with what every schedule holds while it runs.
     alone = budget < problem.unavoidable_bytes.max()
@@ -175,13 +162,13 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
         reason = f"{_name(problem, k)} stands in the way"
         if solution.message and solution.status is not Status.INFEASIBLE:
             reason = solution.message
-        elif solution.seconds >= time_limit:
+        elif solution.seconds >= seconds:
             reason = f"the time was over, after {format_seconds(solution.seconds)}"
     # The budget that works, and what it costs.
     way_out = "Method 'auto' has one."
     if alone or ends.peak > budget:
         halves = " and ".join(split.partition(": ")[0] for split in problem.splits)
-        works = f"Smallest budget that works: {exact_bytes(ends.peak, up=True)}{f', with {halves}' if halves else ''}."
+        works = smallest_budget(ends.peak, note=f", with {halves}" if halves else "")
         below = "it" if ends.proven else exact_bytes(ends.bound)
         way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
     proven = alone or solution.status is Status.INFEASIBLE
@@ -203,10 +190,8 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     return replace(solution, refusal=refusal, message=message)
 
 
-def cheapest_split(
-    problem: Problem, find: Callable[[Problem, float, float], Solution], time_limit: float, *, look_on: bool = True
-) -> Solution:
-    """Plan the problem, or take the cheapest plan of its further splits; the last answer if none has a plan.
+def cheapest_split(solver: Solver, *, look_on: bool = True) -> Solver:
+    """Ask for the problem, or for its further splits: the cheapest plan; the last answer if none has a plan.
 
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
@@ -215,37 +200,44 @@ def cheapest_split(
     need not be recomputed. So the next ones are looked at, too, as long as their ops, each run once, take less time.
 
     Args:
-        find: an answer for a problem as it is, in so many seconds, given up after so many without a plan.
-        time_limit: seconds for the problem, of which each split has a share.
+        solver: is asked for each, in its share of the seconds, with a start that is split like it.
         look_on: after the first split that has a plan.
     """
-    answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
 
-    def look(problems: Iterable[Problem], patience: float) -> Solution | None:
-        """The cheapest plan of the first problems that have one."""
-        clock, best = Clock(time_limit), None
-        for i, one in enumerate(problems):
-            if best is not None and (clock.is_over or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
-                break
-            found = find(one, SHARES[min(i, len(SHARES) - 1)] * time_limit, patience)
-            answers[id(one)] = one, found
-            if found.plan is not None and (best is None or found.cost < best.cost):
-                best = found
-            if found.interrupted:
-                break
-            if best is not None:
-                enough = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost  # further splits take longer
-                if one is problem or not look_on or enough:
+    def cheapest(query: Query) -> Solution:
+        start, best, interrupted = query.start, None, False
+        splits_of_start = start.problem.splits if isinstance(start, Solution) else query.problem.splits
+        answers: dict[int, tuple[Problem, Solution]] = {}  # in the order of splits
+        problems: Iterable[Problem] = query.problem.splits_in_turn()
+        moment = FIRST_SECONDS + PER_OP * len(query.problem.graph.ops)
+        for patience in (moment, inf) if moment < query.seconds else (inf,):
+            clock = Clock(query.seconds)
+            for i, problem in enumerate(problems):
+                if best is not None and (clock.is_over or problem.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
                     break
-        return best
+                share = replace(
+                    query,
+                    problem=problem,
+                    seconds=SHARES[min(i, len(SHARES) - 1)] * query.seconds,
+                    start=start if splits_of_start == problem.splits else None,
+                    patience=min(patience, query.patience),
+                )
+                answers[id(problem)] = problem, (answer := solver(share))
+                if answer.plan is not None and (best is None or answer.cost < best.cost):
+                    best = answer
+                if interrupted := answer.interrupted:
+                    break
+                if best is not None:
+                    further_cost_more = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost
+                    if problem is query.problem or not look_on or further_cost_more:
+                        break
+            if best is not None or interrupted:
+                break
+            # There may be a plan after more than a moment. Methods but "auto" have taken all the time.
+            problems = [p for p, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
+        return best or [*answers.values()][-1][1]
 
-    moment = FIRST_SECONDS + PER_OP * len(problem.graph.ops)
-    best = look(problem.splits_in_turn(), moment if moment < time_limit else inf)
-    if best is None and moment < time_limit and not any(answer.interrupted for _, answer in answers.values()):
-        # There may be a plan after more than a moment. Methods but "auto" have taken all the time.
-        gave_up = [one for one, a in answers.values() if a.status is Status.NOT_FOUND and a.method == "auto"]
-        best = look(gave_up, inf)
-    return best or [*answers.values()][-1][1]
+    return cheapest
 
 
 def with_halved(solution: Solution) -> Solution:
@@ -260,7 +252,7 @@ def with_halved(solution: Solution) -> Solution:
     halved = high, problem.keep_all_cost
     while high - low > max(1, NEAR * high) and not clock.is_over:
         middle = (low + high) // 2
-        found = attempt(problem, middle, time_limit=max(clock.left, TRY_SECONDS), gap=1.0, progress=False)
+        found = attempt(Query(problem, middle, seconds=max(clock.left, TRY_SECONDS), gap=1.0), progress=False)
         if found.plan is not None and found.cost <= solution.cost / 2:
             high, halved = middle, (middle, found.cost)
         else:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -24,13 +25,11 @@ from benchmarks.common.rows import Row
 from benchmarks.hunt.write import load
 from checkmate.backends import plan_swap
 from checkmate.backends.tensor_state import differing
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution
 from checkmate.errors import CheckmateError
 from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import solve
 
@@ -228,10 +227,11 @@ def outcome(text: str) -> Row:
 class _Turns:
     """Stands for a search beside the training, and finds plans of less and less memory."""
 
-    def __init__(self, unfinished: UnfinishedSearch) -> None:
-        self.unfinished, self.failure, self.goes_on = unfinished, "", True
-        self.news, self.better = News(unfinished.start.cost, 0.0, 0.0), cast("News | None", None)
-        problem, most = unfinished.problem, unfinished.problem.keep_all_peak
+    def __init__(self, rest: Query) -> None:
+        assert isinstance(rest.start, Solution)
+        self.cost, self.failure, self.goes_on = rest.start.cost, "", True
+        self.news, self.better = News(self.cost, 0.0, 0.0), cast("News | None", None)
+        problem, most = rest.problem, rest.problem.keep_all_peak
         smallest, runs = least_runs(problem, time_limit=PLANNING)
         plans = [solve(problem, (smallest + most) // 2, time_limit=PLANNING).plan] if smallest < most - 1 else []
         plans += [certify(problem, most, runs, method="auto").plan] if smallest < most else []
@@ -239,7 +239,7 @@ class _Turns:
 
     def offer(self) -> None:
         if self.plans:
-            self.news = self.better = News(self.unfinished.start.cost, 0.0, len(self.plans), self.plans.pop(0))
+            self.news = self.better = News(self.cost, 0.0, len(self.plans), self.plans.pop(0))
 
     def start(self) -> None:
         pass  # nothing runs
@@ -256,19 +256,19 @@ def taking_turns() -> Iterator[Callable[[], None]]:
     """Within the block steps keep everything at first; each call of what it gives has all go on by less memory."""
     made: list[_Turns] = []
 
-    def begin(problem: Problem, budget: int, **options: Any) -> tuple[Solution, UnfinishedSearch]:
-        plan = solve(problem, budget, time_limit=PLANNING)
-        return plan, UnfinishedSearch(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
+    def begin(query: Query) -> Solution:
+        plan = solve(query.problem, query.budget, time_limit=PLANNING)
+        return replace(plan, rest=replace(query, start=plan))
 
-    def search(unfinished: UnfinishedSearch) -> _Turns:
-        made.append(_Turns(unfinished))
+    def search(rest: Query) -> _Turns:
+        made.append(_Turns(rest))
         return made[-1]
 
     def offer() -> None:
         for turns in made:
             turns.offer()
 
-    with patch.object(plan_cache, "begin", begin), patch.object(plan_swap, "Search", search):
+    with patch.object(plan_cache, "kept", lambda *known: begin), patch.object(plan_swap, "Search", search):
         yield offer
 
 

@@ -132,7 +132,7 @@ class Backend:
 
     def limit(self, plan: Solution) -> int:
         """The bytes that a running step may take; its plan may leave some of them to its guards."""
-        return self.planner.limit if isinstance(self.planner, Planner) else plan.budget
+        return self.planner.budget if isinstance(self.planner, Planner) else plan.budget
 
     @contextmanager
     def capturing(self, call: Call) -> Iterator[None]:
@@ -330,11 +330,11 @@ class _Compilation:
         if isinstance(planner, Planner):
             find = partial(planner.plan, go_on=is_swappable(joint))
             try:
-                plan, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+                plan = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
             except InfeasibleBudget as error:
                 raise planner.explained(error) from None
         else:
-            plan, unfinished = planner(problem), None
+            plan = planner(problem)
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
@@ -358,9 +358,9 @@ class _Compilation:
             self.first = FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
             if arena is not None:
                 arena.took = self.first.took
-        if unfinished is not None:
+        if plan.rest is not None:
             self.code = SwappableCode(results)
-            self.search_on = partial(running.go_on, unfinished, self.code, write)
+            self.search_on = partial(running.go_on, plan.rest, self.code, write)
         return modules.forward, modules.backward
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
@@ -369,7 +369,7 @@ class _Compilation:
         if not isinstance(planner, Planner):
             return 0
         if planner.total:
-            return planner.limit
+            return planner.budget
         if fakes:
             raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
         # Free bytes of the device plus those that the step holds already; the least of all ranks.
@@ -385,7 +385,7 @@ class _Compilation:
         least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
         trained = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
         planner.find_budget(there, least, 2 * bytes_of(*trained) if updates is None else 0)
-        return planner.limit
+        return planner.budget
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:

@@ -16,17 +16,15 @@ import torch
 
 from checkmate.backends.static_memory import lives_on
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, infeasible
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory.cuda_allocator import EXPANDABLE, DeviceState, Used, replay, replay_steps
-from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.memory")
 
 TRIES = 4  # plans that are looked for, each with more of the budget set aside, before the lowest of all
 GIVEN, HELD = "allocated_peak", "reserved_peak"  # in the details of a plan: bytes
-Find = Callable[[Problem, int], tuple[Solution, UnfinishedSearch | None]]  # of a problem, and bytes beside the plan
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,11 @@ class Replays:
         log.info("a plan asks for %s; PyTorch's allocator gives %s for it, and holds %s%s", *figures, advice)
 
 
-def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solution, UnfinishedSearch | None]:
+def plan_in_blocks(find: Callable[[Problem, int], Solution], problem: Problem, replays: Replays) -> Solution:
     """Plan with ``find`` until the allocator's blocks stay within the budget.
 
-    ``find`` is asked for another with as much beside it as the allocator gives beyond the last, `TRIES` times at most,
-    and then for the lowest of all.
+    ``find`` plans the problem with some bytes left beside the plan. It is asked for another with as much beside it as
+    the allocator gives beyond the last, `TRIES` times at most, and then for the lowest of all.
 
     Raises:
         InfeasibleBudget: if the allocator gives more than the budget for the lowest plan, too: it says how much.
@@ -106,7 +104,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
     while True:
         # Find a plan; where nothing fits any more beside what was set aside, take the lowest of all.
         try:
-            solution, unfinished = find(problem, beside)
+            solution = find(problem, beside)
         except InfeasibleBudget as error:
             if refused is not None:
                 raise
@@ -118,7 +116,7 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
         given, asked = solution.details.get(GIVEN, 0), solution.peak or 0
         if given <= replays.budget:
             replays.tell(solution)
-            return solution, unfinished
+            return solution
         if refused is not None:
             # The blocks of the lowest plan are above the budget, too.
             reserve = refused.budget - replays.budget
@@ -126,14 +124,11 @@ def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solu
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
             expanding = replays.steps(solution, expanding=True).allocated + reserve
             advice = f", {exact_bytes(expanding, up=True)} with {EXPANDABLE}" if expanding < least else ""
-            raise InfeasibleBudget(
+            why = (
                 f"No schedule fits {format_bytes(refused.budget)} in blocks of PyTorch's allocator: the lowest asks "
-                f"for {exact_bytes(asked + reserve)}, for which it gives more.{note} Smallest budget that works: "
-                f"{exact_bytes(least, up=True)}{advice}.",
-                budget=refused.budget,
-                min_budget=least,
-                op=refused.op,
+                f"for {exact_bytes(asked + reserve)}, for which it gives more.{note}"
             )
+            raise infeasible(why, refused.budget, least, refused.op, note=advice)
         # Set aside what the blocks take beyond the bytes that are asked for.
         tries += 1
         beside = given - asked if tries < TRIES else replays.budget  # nothing is left then

@@ -31,11 +31,10 @@ from checkmate.backends.step_problem import with_guards
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.emit import is_unchecked
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
+from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
-from checkmate.solvers.plan_cache import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.torch_internals.aot import (
     BackwardTokenAOTInput,
@@ -83,7 +82,7 @@ class SwappablePlan:
         self._search: Search | None = None  # None: nothing is open
         self._write: Write | None = None  # None: no plan can take over
 
-    def go_on(self, unfinished: UnfinishedSearch, code: SwappableCode, write: Write, *, taken: int = 0) -> None:
+    def go_on(self, rest: Query, code: SwappableCode, write: Write, *, taken: int = 0) -> None:
         """Begin to search for better plans, whose code replaces the first one's ``code``.
 
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
@@ -93,7 +92,7 @@ class SwappablePlan:
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
         self._looking = threading.Lock()
-        self._search = Search(unfinished)
+        self._search = Search(rest)
         weakref.finalize(self, self._search.end)
         self._search.start()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from math import inf
 from typing import Any, Literal, TypedDict, get_args
@@ -19,14 +19,22 @@ from checkmate.backends import ranks
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution, infeasible
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, rounded_down
 from checkmate.profiling.source import Choice, Source, source_of
 from checkmate.solvers import plan_cache
-from checkmate.solvers.plan_cache import UnfinishedSearch
+from checkmate.solvers.background_search import first_plan
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import cheapest_split, check_host, check_method, refuse_unknown_rules, refused, with_halved
+from checkmate.solvers.solve import (
+    attempt,
+    cheapest_split,
+    check_host,
+    check_method,
+    refuse_unknown_rules,
+    refused,
+    with_halved,
+)
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_budget, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -131,7 +139,7 @@ class Options:
         _ = self.total, self.set_aside, self.host_bytes  # each is read once, or an error
 
     @property
-    def patience(self) -> float:
+    def first_seconds(self) -> float:
         """Seconds to look for a plan before the first step runs."""
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
 
@@ -209,7 +217,7 @@ class Planner:
     batch of an epoch is smaller: earlier plans help.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> Planner(Options(budget="1 kB", reserve="996 B", cache=False)).plan(chain)[0].cost
+    >>> Planner(Options(budget="1 kB", reserve="996 B", cache=False)).plan(chain).cost
     4.0
     """
 
@@ -221,7 +229,7 @@ class Planner:
         self._named: set[str] = set()  # patterns that have named an op of a graph
 
     @property
-    def limit(self) -> int:
+    def budget(self) -> int:
         """Bytes that a running step may take."""
         return self.total - self.reserve
 
@@ -246,46 +254,30 @@ class Planner:
             )
         log.info("%s", self._found)  # as plans are: nothing is wrong, and of a warning each rank would give one
 
-    def plan(
-        self, problem: Problem, beside: int = 0, *, go_on: bool = False
-    ) -> tuple[Solution, UnfinishedSearch | None]:
-        """Find the cheapest plan within the limit less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
+    def plan(self, problem: Problem, beside: int = 0, *, go_on: bool = False) -> Solution:
+        """Find the cheapest plan within the budget less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
 
-        ``go_on``: take the first plan, with a search to go on with if a better one may come. Ranks wait for the best.
+        ``go_on``: take the first plan; its `Solution.rest` is to go on with if a better one may come. Ranks wait for
+        the best.
         """
         # Refuse a reserve that leaves nothing.
         options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
         if self.total <= reserve:
-            smallest = min_budget(problem).peak + reserve
-            raise InfeasibleBudget(
-                f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}. "
-                f"Smallest budget that works: {exact_bytes(smallest, up=True)}.",
-                budget=self.total,
-                min_budget=smallest,
-                op="",
-            )
-        # Find the cheapest plan, on one of the ranks for all, with the loss in more parts if none fits.
-        budget, together = self.total - reserve, ranks.train_together()
-        wait = options.patience if go_on and not together else inf
-        searches: dict[tuple[str, ...], UnfinishedSearch | None] = {}  # to go on with, by how the step is split
-
-        def find(one: Problem, seconds: float, patience: float) -> Solution:
-            earlier = [solution for known in self._made if (solution := known()) is not None]
-
-            def begin() -> Solution:
-                asked: dict[str, Any] = {"method": options.method, "time_limit": seconds, "cache": options.cache}
-                about: dict[str, Any] = {"earlier": earlier, "wait": wait, "patience": patience}
-                solution, searches[one.splits] = plan_cache.begin(one, budget, **asked, **about)
-                return solution
-
-            return ranks.one_plan(begin, one, budget, options.method)
-
+            why = f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}."
+            raise infeasible(why, self.total, min_budget(problem).peak + reserve)
+        # The question.
+        together, budget, seconds = ranks.train_together(), self.total - reserve, options.time_limit
+        wait = options.first_seconds if go_on and not together else inf
+        query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
+        # Its way: the loss in more parts where none fits; one of the ranks for all; known plans; a first one; a method.
+        earlier = [plan for known in self._made if (plan := known()) is not None]
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
-        solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
+        solver = cheapest_split(ranks.one_plan(plan_cache.kept(first_plan(attempt), earlier)), look_on=look_on)
+        solution = solver(query)
         if solution.plan is None:
             # Refuse, with the smallest budget that works.
-            why = partial(refused, solution, time_limit=options.time_limit)  # equal on all ranks, whose costs differ
-            solution = ranks.one_plan(why, solution.problem, budget, f"{options.method}, refused")
+            refusing = ranks.one_plan(lambda query: refused(solution, seconds), "refusal")  # equal on all ranks
+            solution = refusing(replace(query, problem=solution.problem))
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             in_all = f"{exact_bytes(smallest, up=True)} in all"
@@ -293,14 +285,11 @@ class Planner:
             raise InfeasibleBudget(f"{solution.message}{note}", budget=self.total, min_budget=smallest, op=op)
         solution = with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
-        return solution, searches.get(solution.problem.splits)
+        return solution
 
     def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
         """A refusal that says where the bytes come from, if the user named none."""
-        if not self._found:
-            return error
-        said = f"{error} {self._found}"
-        return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
+        return error.saying(self._found) if self._found else error
 
     def _ruled(self, problem: Problem) -> Problem:
         """Apply the rules, except rules that named an op of an earlier graph and name none here."""

@@ -39,8 +39,7 @@ from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, reduc
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.host import Host
 from checkmate.core.plan import Run, Start
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Refusal, Solution, Status
+from checkmate.core.solution import Query, Refusal, Solution, Solver, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers import plan_cache
 from checkmate.solvers.plan_cache import Record
@@ -57,39 +56,47 @@ BEAT_SECONDS = 1.0  # between two signs of life of the rank that plans
 SILENCE_SECONDS = 15.0  # without one, after which that rank counts as gone
 
 
-def one_plan(plan: Callable[[], Solution], problem: Problem, budget: int, method: str) -> Solution:
-    """The solution of ``plan()``, which is called on one of the ranks that ask for the same, or without ranks here.
+def one_plan(solver: Solver, what: str = "plan") -> Solver:
+    """Ask the solver on one of the ranks that ask for the same, or without ranks here.
 
     A plan of another rank comes with that rank's seconds. Where it does not fit, as more is resident here, this rank
     plans for itself, with a warning. A SolverError says that the rank that plans fails, has ended or does not answer.
 
-    >>> from checkmate.solvers.solve import solve
+    Args:
+        what: the solver gives: answers to the same query may be a plan, and the reason why there is none.
+
+    >>> from checkmate.solvers.solve import attempt
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> one_plan(lambda: solve(chain, 4), chain, 4, "auto").cost
+    >>> one_plan(attempt)(Query(chain, 4)).cost
     4.0
     """
-    store = _store()
-    if store is None:
-        return plan()
-    try:
-        return _one_plan(store, plan, problem, budget, method)
-    except dist.DistError as error:
-        raise SolverError(
-            "Ranks agree on a plan through the store of their process group, which does not answer: the process that "
-            f"keeps it, rank 0 in most jobs, has ended or cannot be reached. Look at what that one said last. ({error})"
-        ) from error
+
+    def agreed(query: Query) -> Solution:
+        store = _store()
+        if store is None:
+            return solver(query)
+        try:
+            return _one_plan(store, solver, query, what)
+        except dist.DistError as error:
+            raise SolverError(
+                "Ranks agree on a plan through the store of their process group, which does not answer: the process "
+                "that keeps it, rank 0 in most jobs, has ended or cannot be reached. Look at what that one said last. "
+                f"({error})"
+            ) from error
+
+    return agreed
 
 
-def _one_plan(store: Any, plan: Callable[[], Solution], problem: Problem, budget: int, method: str) -> Solution:
+def _one_plan(store: Any, solver: Solver, query: Query, what: str) -> Solution:
     # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
-    prints, rank = fingerprints(problem), str(dist.get_rank())
-    there = None if problem.host is None else problem.host.budget
-    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
+    problem, rank = query.problem, str(dist.get_rank())
+    prints, host = fingerprints(problem), None if problem.host is None else problem.host.budget
+    asked = [prints.structure, prints.sizes, query.budget, query.method, what, host, problem.graph.links, __version__]
     question = f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
     key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
     planner = store.compare_set(f"{key}/planner", "", rank).decode()
     if planner == rank:
-        return _plan_for_all(plan, store, key, method)
+        return _plan_for_all(solver, query, store, key)
     # Wait for its answer, for as long as it gives signs of life.
     log.info("Rank %s plans this step; waiting for its plan.", planner)
     looked = heard = time.monotonic()
@@ -109,11 +116,11 @@ def _one_plan(store: Any, plan: Callable[[], Solution], problem: Problem, budget
     document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
     if "failure" in document:
         raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-    found = _follow(document, problem, budget, planner)
-    if found is None:
+    followed = _follow(document, query, planner)
+    if followed is None:
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
-        return plan()
-    return found
+        return solver(query)
+    return followed
 
 
 def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
@@ -205,10 +212,10 @@ def _giving_signs(store: Any, key: str) -> Iterator[None]:
         thread.join()
 
 
-def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str) -> Solution:
+def _plan_for_all(solver: Solver, query: Query, store: Any, key: str) -> Solution:
     try:
         with _giving_signs(store, key):
-            solution = plan()
+            solution = solver(query)
     except BaseException as error:
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise
@@ -217,7 +224,7 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
         about = {"status": solution.status.name, "method": solution.method, "message": solution.message}
         answer = {**about, "refusal": None if solution.refusal is None else asdict(solution.refusal)}
     else:
-        record = plan_cache.as_document(Record.of(solution, method, solution.seconds))
+        record = plan_cache.as_document(Record.of(solution, query.method, solution.seconds))
         host = solution.problem.host
         answer = {"record": record, "seconds": solution.problem.seconds.tolist()}
         answer["host"] = None if host is None else asdict(host)
@@ -225,14 +232,13 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
     return solution
 
 
-def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
+def _follow(document: dict[str, Any], query: Query, planner: str) -> Solution | None:
     """Verify and simulate another rank's solution here; None if it does not fit."""
-    origin = f"rank {planner}"
+    problem, budget, origin = query.problem, query.budget, f"rank {planner}"
     if "record" not in document:
-        status = Status[document["status"]]
+        status, method, message = Status[document["status"]], document["method"], document["message"]
         refusal = None if document["refusal"] is None else Refusal(**document["refusal"])
-        about: dict[str, Any] = {"message": document["message"], "origin": origin, "refusal": refusal}
-        return Solution(status, problem, budget, document["method"], **about)
+        return Solution(status, problem, budget, method, message=message, origin=origin, refusal=refusal)
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))
     record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
     host = None if document["host"] is None else Host(**document["host"])  # links differ as costs do

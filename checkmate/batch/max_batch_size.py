@@ -34,16 +34,15 @@ from checkmate.batch.size_search import (
 )
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
-from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution, infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
-from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.search.adapt import as_start
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import check_limits, check_method, solve
+from checkmate.solvers.solve import attempt, check_limits, check_method, solve
 from checkmate.statusline import showing
-from checkmate.units import exact_bytes, format_bytes, parse_budget
+from checkmate.units import format_bytes, parse_budget
 
 log = logging.getLogger("checkmate.batch")
 
@@ -201,9 +200,9 @@ class _Search:
                 raise self._refusal(search.high)
             self.best, self.beyond = search.low, search.high
             # So far the first plan under the cap was taken: look for a better one.
-            known, limit = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
-            if not self.interrupted and known.gap > GAP and limit > 0:
-                found = solve(known.problem, self.budget, time_limit=limit, gap=GAP, start=known, progress=False)
+            known, seconds = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
+            if not self.interrupted and known.gap > GAP and seconds > 0:
+                found = solve(known.problem, self.budget, time_limit=seconds, gap=GAP, start=known, progress=False)
                 if found.plan is not None and found.cost <= known.cost:
                     self.best = replace(search.low, solution=found)
             if steps is None or self.interrupted:
@@ -250,24 +249,18 @@ class _Search:
         # Bisect for the smallest budget that works under the cap.
         least = min_budget(problem).peak
         known = problem.keep_all_peak if self.max_overhead is not None else least
-        low, limit = max(self.budget, least - 1), self.time_limit / ATTEMPTS
+        low, seconds = max(self.budget, least - 1), self.time_limit / ATTEMPTS
         while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
             middle = (low + known) // 2
-            found = plan_within(problem, middle, attempt.cap, time_limit=limit)
+            found = plan_within(problem, middle, attempt.cap, time_limit=seconds)
             low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
         # Say what stands in the way.
         largest = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
         op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
-        known += self.above
-        return InfeasibleBudget(
-            f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
-            f"{exact_bytes(known, up=True)}.",
-            budget=self.total,
-            min_budget=known,
-            op=op,
-        )
+        refusal = f"Not even size {size} fits {format_bytes(self.budget)}: {why}."
+        return infeasible(refusal, self.total, known + self.above, op, " for it")
 
     def compare(self, names: Sequence[str]) -> None:
         """Find the largest sizes of other methods, under the same cap."""
@@ -316,9 +309,8 @@ class _Search:
         """Plan a size for the curve, starting from a known plan; None if no plan fits."""
         problem = None if trace else self.problems.estimate(size)
         problem = self.problems.at(size) if problem is None else problem
-        known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
-        limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
-        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, start=known)
+        seconds = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
+        found = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=as_start(start, problem))
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
         self.note(attempt)
         if attempt.fits:
@@ -330,7 +322,7 @@ class _Search:
         if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
             problem = self.problems.at(size)
             cap = most_seconds(problem, self.max_overhead)
-            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(problem, self.budget), cap, traced=True)
+            self.kept = Attempt(size, attempt(Query(problem, self.budget, KEEP_ALL), progress=False), cap, traced=True)
         if self.kept is not None:
             self.points[self.kept.size] = self.kept.point
             if KEEP_ALL in self.baselines:

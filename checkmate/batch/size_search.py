@@ -22,11 +22,9 @@ import numpy as np
 from checkmate.batch import LARGEST
 from checkmate.batch.result import SizePoint
 from checkmate.batch.sized_problems import SizedProblems
-from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.search.adapt import Start
+from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
+from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.solvers.solve import attempt, refused
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
@@ -95,7 +93,7 @@ def plan_within(
             return found
         first = found if first is None or is_beyond(first, cap) else first  # proven only if it is for each
     assert first is not None
-    return first if is_beyond(first, cap) else refused(first, time_limit=time_limit)
+    return first if is_beyond(first, cap) else refused(first, time_limit)
 
 
 def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
@@ -108,7 +106,8 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
         # that is closed, there is nothing more to find.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
-        found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
+        query = Query(problem, budget, seconds=max(left, 0.01), gap=gap, start=start)
+        found = attempt(query, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
         if decided or left <= TINY * time_limit or found.interrupted:
@@ -257,21 +256,18 @@ class SizeSearch:
     def _try(self, size: int, problem: Problem, seconds: float, known: Attempt | None, *, traced: bool) -> Attempt:
         """The method's answer at a size; it may start from the plan of a smaller size that is ``known`` to fit."""
         cap = most_seconds(problem, self.max_overhead)
-        start = None if known is None else known.solution
-        if start is not None and not same_ops(start.problem, problem):
-            start = None  # the graph may change with the size
+        start = None if known is None else as_start(known.solution, problem)
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
-            solution = METHODS[KEEP_ALL].solve(problem, self.budget)
-        elif self.method == AUTO:
+        if self.method == AUTO and problem.keep_all_peak > self.budget:
             solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
         else:
-            solution = METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
-        attempt = Attempt(size, solution, cap, traced)
-        self.report(attempt)
+            method = KEEP_ALL if self.method == AUTO else self.method
+            solution = attempt(Query(problem, self.budget, method, seconds, gap=0.0), progress=False)
+        tried = Attempt(size, solution, cap, traced)
+        self.report(tried)
         if solution.interrupted:
             self.interrupted, self.deadline = True, 0.0
-        return attempt
+        return tried
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:

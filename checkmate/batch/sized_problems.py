@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from checkmate.core.fingerprint import same_ops
-from checkmate.core.graph import Graph
+from checkmate.core.fingerprint import renumbered
 from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Problem, Profile
 
@@ -61,7 +60,7 @@ class SizedProblems:
         else:
             apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
             sizes = [*nearest[:1], *(apart or nearest[1:])[:1]]
-        alike = [n for n in sizes if _numbered_as(self.traced[sizes[0]], self.traced[n]) is not None]
+        alike = [n for n in sizes if renumbered(self.traced[n], self.traced[sizes[0]]) is not None]
         if len(alike) < 2 or sizes[1] not in alike:
             return None
         # Lagrange's polynomials of these sizes at the one asked for, which sum up to 1
@@ -69,34 +68,9 @@ class SizedProblems:
         return _mixed([self.traced[n] for n in alike], shares)
 
 
-def _numbered_as(like: Problem, problem: Problem) -> tuple[list[int], list[int]] | None:
-    """The problem with its ops and values numbered as another's, by their names; None if the ops differ.
-
-    The order may change with the size: which half of a gradient comes first depends on which is larger, for example.
-    """
-    if same_ops(like, problem):
-        return [*range(len(like.graph.ops))], [*range(len(like.graph.values))]
-    if _by_name(like.graph) != _by_name(problem.graph):
-        return None
-    ops = {op.name: k for k, op in enumerate(problem.graph.ops)}
-    values = {value.name: v for v, value in enumerate(problem.graph.values)}
-    return [ops[op.name] for op in like.graph.ops], [values[value.name] for value in like.graph.values]
-
-
-def _by_name(graph: Graph) -> tuple[object, ...]:
-    """The graph with names in place of numbers."""
-    names = [value.name for value in graph.values]
-    ops = {
-        op.name: (op.target, op.phase, op.pinned is None, *([names[v] for v in vs] for vs in (op.inputs, op.outputs)))
-        for op in graph.ops
-    }
-    overwritten = {names[v]: graph.ops[k].name for v, k in graph.overwritten_by.items()}
-    return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names)
-
-
 def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
     """A problem with the first graph and weighted sums of all figures; None if the ops differ."""
-    numbered = [numbers for p in problems if (numbers := _numbered_as(problems[0], p)) is not None]
+    numbered = [numbers for p in problems if (numbers := renumbered(p, problems[0])) is not None]
     if len(numbered) < len(problems):
         return None
 
@@ -110,8 +84,8 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
         values = [problem.graph.values[v].name for v in (way.over, way.makes) if v is not None]
         return problem.graph.ops[way.op].name, *values
 
-    graph, renumbered = problems[0].graph, [*zip(problems, numbered, strict=True)]
-    sizes = whole(np.array([p.graph.values[v].size_bytes for v in values]) for p, (_, values) in renumbered)
+    graph, in_order = problems[0].graph, [*zip(problems, numbered, strict=True)]
+    sizes = whole(np.array([p.graph.values[v].size_bytes for v in values]) for p, (_, values) in in_order)
     # The ways that all problems have.
     workspaces, ways = [{key(p, way): way.workspace for way in p.profile.ways} for p in problems], []
     for way in problems[0].profile.ways:
@@ -119,8 +93,8 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem | None:
         if all(name in of for of in workspaces) and (way.makes is None or sizes[way.makes] == sizes[way.over]):
             ways.append(replace(way, workspace=int(whole(of[name] for of in workspaces))))
     profile = Profile(
-        seconds=total(p.seconds[ops] for p, (ops, _) in renumbered),
-        workspace_bytes=whole(p.workspace[ops] for p, (ops, _) in renumbered),
+        seconds=total(p.seconds[ops] for p, (ops, _) in in_order),
+        workspace_bytes=whole(p.workspace[ops] for p, (ops, _) in in_order),
         resident_bytes=int(whole(p.resident for p in problems)),
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),

@@ -12,9 +12,9 @@ from typing import Any
 
 from checkmate.core import files
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Status
+from checkmate.core.solution import Query, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.solve import attempt
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 
@@ -74,7 +74,9 @@ def examine() -> Examination:
     chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     facts["solver"] = "HiGHS works"
     try:
-        answer = METHODS["milp"].solve(chain, 3, time_limit=10.0)
+        answer = attempt(Query(chain, 3, "milp", seconds=10.0))
+        if failed := answer.details.get("failed"):
+            raise SolverError(failed[0])
         if answer.status is not Status.OPTIMAL or answer.cost != 4.0:
             wrong.append(f"the solver's answer to a small problem is wrong: {answer!r}")
             facts["solver"] = "answers wrongly"

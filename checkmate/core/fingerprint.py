@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import astuple, dataclass
 from weakref import WeakKeyDictionary
 
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 
 _known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
@@ -52,8 +53,38 @@ def fingerprints(problem: Problem) -> Fingerprints:
 
 
 def same_ops(a: Problem, b: Problem) -> bool:
-    """Tell whether two problems have the same ops on the same values; bytes and seconds may differ."""
+    """Tell whether two problems have the same ops on the same values in one order; bytes and seconds may differ."""
     return fingerprints(a).structure == fingerprints(b).structure
+
+
+def renumbered(problem: Problem, like: Problem) -> tuple[list[int], list[int]] | None:
+    """The ops and the values of a step, in the order of the same step at another size; None if that has other ops.
+
+    The order may change with the size: which gradients come last depends on their bytes. Names stay.
+
+    >>> step = Problem.from_dag([[], [], [0, 1]], seconds=[1, 2, 3], sizes=[4, 4, 4])
+    >>> other = Problem(step.graph.in_order([1, 0, 2]), step.profile)
+    >>> same_ops(other, step), renumbered(other, step)
+    (False, ([1, 0, 2], [0, 1, 2]))
+    """
+    if same_ops(problem, like):
+        return [*range(len(like.graph.ops))], [*range(len(like.graph.values))]
+    if len(problem.graph.ops) != len(like.graph.ops) or _by_name(problem.graph) != _by_name(like.graph):
+        return None
+    ops = {op.name: k for k, op in enumerate(problem.graph.ops)}
+    values = {value.name: v for v, value in enumerate(problem.graph.values)}
+    return [ops[op.name] for op in like.graph.ops], [values[value.name] for value in like.graph.values]
+
+
+def _by_name(graph: Graph) -> tuple[object, ...]:
+    """The graph with names in place of numbers."""
+    names = [value.name for value in graph.values]
+    ops = {
+        op.name: (op.target, op.phase, op.pinned is None, *([names[v] for v in vs] for vs in (op.inputs, op.outputs)))
+        for op in graph.ops
+    }
+    overwritten = {names[v]: graph.ops[k].name for v, k in graph.overwritten_by.items()}
+    return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names)
 
 
 def _hash(what: object) -> str:

@@ -1,13 +1,15 @@
-"""The answer of a solver: a plan with its cost, a bound that proves how good it is, and a message.
+"""The question to a solver, and its answer: a plan with its cost, a bound that proves how good it is, and a message.
 
 On the main path, 14 of 16: see docs/idea.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from checkmate.core.answer import area_picture, facts_html
@@ -16,7 +18,8 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.simulator import simulate
 from checkmate.core.timing import Timing, timing, walk
-from checkmate.units import format_bytes, format_seconds
+from checkmate.errors import InfeasibleBudget
+from checkmate.units import exact_bytes, format_bytes, format_seconds
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
@@ -48,6 +51,23 @@ class Status(Enum):
 
     def __repr__(self) -> str:
         return f"Status.{self.name}"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question to a solver: the cheapest plan of a problem within a budget."""
+
+    problem: Problem
+    budget: int  # bytes
+    method: str = "auto"
+    seconds: float = 60.0  # to look for it
+    gap: float = 1e-4  # (cost - bound) / cost at which to stop
+    start: Solution | Schedule | None = None  # a known plan to begin with
+    patience: float = inf  # seconds after which "auto" ends if there is no plan
+    wait: float = inf  # seconds after which "auto" ends if there is one
+    spent: float = 0.0  # seconds that were allowed before
+    cache: bool = False  # plans are read from disk, and the answer is kept there
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,7 @@ class Solution:
     interrupted: bool = False  # by Ctrl-C, before the method had come to its end
     stuck: int | None = None  # the op at which a method had nothing left to evict
     refusal: Refusal | None = None  # where there is no plan
+    rest: Query | None = None  # the question for the time that is left, if a better plan may come
 
     @property
     def gap(self) -> float:
@@ -215,6 +236,20 @@ class Solution:
         if self.problem.profile.estimated:
             facts.append(("costs", self.problem.profile.source))
         return [*facts, ("solved in", format_seconds(self.seconds))]
+
+
+Solver = Callable[[Query], Solution]
+
+
+def smallest_budget(count: int, of: str = "", note: str = "") -> str:
+    """Name the budget that works, ``of`` what if not of a step, with a note."""
+    return f"Smallest budget that works{of}: {exact_bytes(count, up=True)}{note}."
+
+
+def infeasible(why: str, budget: int, smallest: int, op: str = "", of: str = "", note: str = "") -> InfeasibleBudget:
+    """The error for a budget that is too small: why it is, and the budget that works, as `smallest_budget` says it."""
+    words = f"{why} {smallest_budget(smallest, of, note)}"
+    return InfeasibleBudget(words, budget=budget, min_budget=smallest, op=op)
 
 
 def check_problem(problem: object) -> None:

@@ -21,11 +21,11 @@ from checkmate.batch.size_search import (
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.capture.nodes import storage
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution
 from checkmate.errors import Unsupported
 from checkmate.fitting.answer import LargestSizes
 from checkmate.fitting.memory_parts import as_plain, without_parts
-from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.solve import attempt
 from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 
 TRY_SECONDS = 0.5  # to plan an estimated size
@@ -147,6 +147,6 @@ def largest_sizes(
         planned, found = (0, None) if best is None else (best.size, best.solution)
         checked = all(search.low is None or not search.is_open for search in searches)
     if found is None and planned:
-        found = METHODS[KEEP_ALL].solve(estimated(planned), room)
+        found = attempt(Query(estimated(planned), room, KEEP_ALL), progress=False)
     seconds, overhead = (None, None) if found is None else (found.cost, max(0.0, found.overhead))
     return LargestSizes(given, plain, keep_all, planned, tuple(sorted(problems.traced)), checked, seconds, overhead)

@@ -6,7 +6,7 @@ import time
 
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Query, Solution
 from checkmate.fitting.answer import NOT_ASKED, MemoryOption
 from checkmate.fitting.memory_parts import without_parts
 from checkmate.fitting.target_device import TargetDevice, written
@@ -87,11 +87,12 @@ def planned(problem: Problem, budget: int, patience: float, *, improve: float = 
         improve: seconds more to look for a better one.
     """
 
-    def find(one: Problem, seconds: float, patience: float) -> Solution:
-        found = attempt(one, budget, time_limit=seconds, patience=patience, gap=ANY_GAP, progress=False)
-        if found.plan is None or found.gap <= GAP or not improve:
-            return found
-        better = attempt(one, budget, time_limit=improve, gap=GAP, start=found, progress=False)
-        return better if better.plan is not None and better.cost <= found.cost else found
+    def improved(query: Query) -> Solution:
+        first = attempt(query, progress=False)
+        if first.plan is None or first.gap <= GAP or not improve:
+            return first
+        better = attempt(Query(query.problem, budget, seconds=improve, gap=GAP, start=first), progress=False)
+        return better if better.plan is not None and better.cost <= first.cost else first
 
-    return cheapest_split(problem, find, patience, look_on=bool(improve))
+    solver = cheapest_split(improved, look_on=bool(improve))
+    return solver(Query(problem, budget, seconds=patience, gap=ANY_GAP))

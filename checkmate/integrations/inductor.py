@@ -21,7 +21,7 @@ from typing import Any
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from checkmate.errors import InfeasibleBudget
+from checkmate.core.solution import infeasible
 from checkmate.integrations import step_graph
 from checkmate.integrations.step_graph import read_joint_graph
 from checkmate.solvers import kept_ops
@@ -48,7 +48,7 @@ class KnapsackSolver(CustomKnapsackSolver):
 
     Raises:
         BudgetError: if the budget is no number of bytes.
-        InfeasibleBudget: while a step is compiled, if no plan stays within the budget; it names the smallest peak.
+        InfeasibleBudget: while a step is compiled, if no plan stays within the budget; it names the smallest.
 
     >>> import torch
     >>> solver = KnapsackSolver("8 GB")
@@ -107,14 +107,9 @@ class KnapsackSolver(CustomKnapsackSolver):
             budget = least.peak + int(share * (highest - least.peak))
         if (choice := fewest_seconds(plans, budget)) is None:
             least = least_peak(plans)
-            raise InfeasibleBudget(
-                f"No plan of what is saved and what is made again once stays within {exact_bytes(budget)}. The "
-                f"smallest peak that was found is {exact_bytes(least.peak, up=True)}; with nothing made again it is "
-                f"{exact_bytes(highest)}.",
-                budget=budget,
-                min_budget=least.peak,
-                op=plans.problem.graph.ops[least.at].name,
-            )
+            why = f"No plan of what is saved and what is made again once stays within {exact_bytes(budget)}."
+            note = f", and {exact_bytes(highest)} with nothing made again"
+            raise infeasible(why, budget, least.peak, plans.problem.graph.ops[least.at].name, note=note)
         return choice
 
     def uuid(self) -> tuple[bytes, int | None]:

@@ -27,6 +27,7 @@ from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.max_batch_size import max_batch_size
 from checkmate.batch.result import LargestBatch
 from checkmate.compiler import CompiledStep, Planned
+from checkmate.core.solution import infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.torch_internals.dynamo import OptimizedModule
@@ -165,16 +166,13 @@ class PlannedCall(Planned):
                 least = held
             except InfeasibleBudget as error:  # nor does the step before the update fit
                 least = max(held, error.min_budget)
-            raise InfeasibleBudget(
+            why = (
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(total)}. Smallest budget that works for it and the step: "
-                f"{exact_bytes(least, up=True)}.",
-                budget=total,
-                min_budget=least,
-                op="update",
+                f"{format_bytes(total)}."
             )
+            raise infeasible(why, total, least, "update", " for it and the step")
         return CompiledStep(self._fn, replace(options, reserve=beside))
 
 
@@ -248,14 +246,9 @@ def largest_batch(
             options = {"largest": len(rows), **options}
             return max_batch_size(lambda: one_of, batches, max(1, total - beside), **options)
     except InfeasibleBudget as error:
-        least = error.min_budget + beside
-        raise InfeasibleBudget(
-            f"{error} Beside a step training keeps {kept}: {exact_bytes(least, up=True)} in all, of a budget of "
-            f"{format_bytes(total)}.",
-            budget=total,
-            min_budget=least,
-            op=error.op,
-        ) from None
+        in_all = exact_bytes(error.min_budget + beside, up=True)
+        words = f"Beside a step training keeps {kept}: {in_all} in all, of a budget of {format_bytes(total)}."
+        raise error.saying(words, total, beside) from None
     finally:
         module.train(was_training)
 

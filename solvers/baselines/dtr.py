@@ -73,7 +73,7 @@ def dtr(task: Task, incumbent: Incumbent, *, heuristic: str | None = None) -> Re
     told_for: dict[str, int] = {}  # bytes, for that plan
     stuck, out_of_time = None, False
     for i, name in enumerate(names):
-        clock = replace(task.clock, limit=task.clock.limit * (i + 1) / len(names))
+        clock = replace(task.clock, seconds=task.clock.seconds * (i + 1) / len(names))
         # Tell the runtime the budget, and then by bisection more or less, as its plan fits or not. Where everything can
         # be kept, tell it that there is no pressure: it would evict for what it holds of pinned ops beyond their use.
         low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak

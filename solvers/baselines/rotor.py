@@ -70,7 +70,7 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
         except NotAChain as reason:
             reasons.append(str(reason))
             continue
-        if segments in tried or (tried and task.clock.elapsed >= task.clock.limit / 2):
+        if segments in tried or (tried and task.clock.elapsed >= task.clock.seconds / 2):
             continue
         tried.append(segments)
         table = Table.of(measure(problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)

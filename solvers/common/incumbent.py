@@ -188,7 +188,7 @@ class Incumbent:
 
     def line(self) -> str:
         """Describe the overhead, the gap and the time in a line for the terminal."""
-        return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
+        return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.seconds:g} s"
 
     def _is_within(self, peak: int) -> bool:
         self.least_peak = peak if self.least_peak is None else min(peak, self.least_peak)

@@ -15,14 +15,14 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Clock:
-    """Counts seconds since it was made, up to a limit.
+    """Counts seconds since it was made, up to so many.
 
     >>> clock = Clock(60.0)
     >>> clock.is_over, 17 < clock.share(0.3).left <= 18
     (False, True)
     """
 
-    limit: float = float("inf")  # seconds
+    seconds: float = float("inf")
     began: float = field(default_factory=lambda: time.perf_counter())
 
     @property
@@ -32,13 +32,13 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds up to the limit, 0.0 beyond it."""
-        return max(0.0, self.limit - self.elapsed)
+        """Seconds that are left, 0.0 once it is over."""
+        return max(0.0, self.seconds - self.elapsed)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the limit has been reached."""
-        return self.elapsed >= self.limit
+        """Tell whether no second is left."""
+        return self.elapsed >= self.seconds
 
     def share(self, part: float) -> Clock:
         """A clock that begins now, with this share of the seconds left."""

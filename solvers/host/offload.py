@@ -113,7 +113,7 @@ class SentSets:
     def is_open(self) -> bool:
         """Tell whether there is time left and a gap to close."""
         best, clock = self.incumbent, self.task.clock
-        if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.limit:
+        if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.seconds:
             return False
         return best.R is None or best.gap > self.task.gap
 
@@ -139,7 +139,7 @@ class SentSets:
         # Find a plan soon that sends these values and keeps the others within the budget.
         fetching, plan = with_fetches(task.problem, key[0]), None
         if task.budget - room >= fetching.problem.unavoidable_bytes.max():
-            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.limit)))
+            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.seconds)))
             inner = Incumbent(replace(task, problem=fetching.problem, budget=task.budget - room, clock=clock, gap=1e-3))
             try:
                 self.recompute(inner.task, inner)

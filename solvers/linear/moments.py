@@ -148,7 +148,7 @@ def moment_bound(
         gap = max(task.gap, coarse)
         best = _round(replace(task, gap=gap), incumbent, at, best, on_runs, spanned=bool(loose))
         incumbent.prove(best.value)
-        in_time = clock.elapsed < LAST_MODEL * clock.limit
+        in_time = clock.elapsed < LAST_MODEL * clock.seconds
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
             return best
         if loose:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from checkmate.core import simulator
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import fingerprints, renumbered, same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
@@ -45,6 +45,21 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
     if wrong := simulator.check_plan(simulator.lower(problem, schedule), plain):
         raise ValueError(f"The start is a schedule of another problem: {wrong[0]}.")
     return schedule
+
+
+def as_start(known: Solution, problem: Problem) -> Start | None:
+    """A known plan of a step, to begin with at another size; None if there is none that is valid there.
+
+    Where the order of ops is another one there, each op takes along what runs again in its stage.
+    """
+    numbers = renumbered(known.problem, problem)
+    if numbers is None or known.schedule is None:
+        return None
+    if same_ops(known.problem, problem):
+        return known
+    ops = np.array(numbers[0])
+    schedule = Schedule.from_runs(problem.graph, np.tril(known.schedule.R[np.ix_(ops, ops)]))
+    return None if simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem)) else schedule
 
 
 def proven_by(problem: Problem, budget: int, start: Start) -> float:

@@ -187,7 +187,7 @@ CHAIN = checkmate.Problem.from_dag(DEPS, [1] * 16, [8] * 16, forward=9)  # from 
 
 def planned(budget: int, *more: int) -> Solution:
     planner = Planner(Options(budget=f"{budget} B", cache=False))
-    return plan_in_blocks(planner.plan, CHAIN, Stand(budget, *more))[0]
+    return plan_in_blocks(planner.plan, CHAIN, Stand(budget, *more))
 
 
 @pytest.fixture(scope="module")

@@ -191,4 +191,7 @@ def test_bytes_that_are_named_are_not_looked_for(there: There) -> None:
     with pytest.raises(checkmate.InfeasibleBudget) as error:
         checkmate.compile(Loss(), budget=1000)(batch())
     assert "what there is" not in str(error.value)
+    with pytest.raises(checkmate.InfeasibleBudget, match=r"reserve of 2\.00 kB leaves nothing of") as error:
+        checkmate.compile(Loss(), budget=1000, reserve=2000)(batch())
+    assert f"Smallest budget that works: {exact_bytes(error.value.min_budget, up=True)}." in str(error.value)
     assert there.asked == []

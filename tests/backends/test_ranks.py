@@ -20,7 +20,7 @@ import checkmate
 from benchmarks.networks import dags
 from checkmate.backends import ranks
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Query, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.solve import min_budget, solve
 
@@ -49,7 +49,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
     def ask(rank: int, plan: Any, budget: int = BUDGET, method: str = "auto") -> Solution:
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        return ranks.one_plan(plan, plan.problem, budget, method)
+        return ranks.one_plan(lambda query: plan())(Query(plan.problem, budget, method))
 
     return ask
 
@@ -166,7 +166,7 @@ def test_a_store_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_store", lambda: gone)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     with pytest.raises(SolverError, match=r"keeps it, rank 0 in most jobs, has ended .*\(connection reset\)"):
-        ranks.one_plan(Planner(PROBLEM), PROBLEM, BUDGET, "auto")
+        ranks.one_plan(Mock())(Query(PROBLEM, BUDGET))
 
 
 def test_a_changed_answer_is_refused(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_process_among_imagined_ones_plans_for_itself() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         planner = Planner(PROBLEM)
-        assert ranks.one_plan(planner, PROBLEM, BUDGET, "auto").plan is not None
+        assert ranks.one_plan(lambda query: planner())(Query(PROBLEM, BUDGET)).plan is not None
         assert planner.calls == 1
     finally:
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 
 from checkmate import SolverError
 from checkmate.cli import doctor
+from checkmate.solvers.catalogue import METHODS
 
 Patch = pytest.MonkeyPatch
 
@@ -59,7 +60,7 @@ def test_another_project_of_the_name_is_told(tmp_path: Path, monkeypatch: Patch,
 
 def test_a_solver_that_fails_and_a_cache_that_cannot_be_written_are_named(monkeypatch: Patch, tmp_path: Path) -> None:
     fails = Mock(side_effect=SolverError("no license"))
-    monkeypatch.setitem(doctor.METHODS, "milp", replace(doctor.METHODS["milp"], run=fails))
+    monkeypatch.setitem(METHODS, "milp", replace(METHODS["milp"], run=fails))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     found = doctor.examine()

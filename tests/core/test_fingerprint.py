@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.networks import dags
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import fingerprints, renumbered, same_ops
 from checkmate.core.problem import Problem
 
 PLAIN = dags.vgg(2)
@@ -34,3 +34,22 @@ def test_a_change_shows_where_it_matters_and_nowhere_else() -> None:
     ):
         found, plain = asdict(fingerprints(changed)), asdict(fingerprints(PLAIN))
         assert {name for name in found if found[name] != plain[name]} == differ, differ
+
+
+def test_ops_in_another_order_are_those_of_the_same_step_and_other_ops_are_not() -> None:
+    graph = PLAIN.graph
+    reads = {(k - 1, k) for k, op in enumerate(graph.ops) for v in op.inputs if graph.values[v].producer == k - 1}
+    for k in range(1, len(graph.ops)):
+        if (k - 1, k) in reads or graph.ops[k - 1].phase != graph.ops[k].phase:
+            continue
+        order = [*range(len(graph.ops))]
+        order[k - 1 : k + 1] = [k, k - 1]
+        other = Problem(graph.in_order(order), PLAIN.profile)
+        assert not same_ops(other, PLAIN)
+        ops, values = renumbered(other, PLAIN)
+        assert [other.graph.ops[i].name for i in ops] == [op.name for op in graph.ops]
+        assert [other.graph.values[v].name for v in values] == [value.name for value in graph.values]
+    for changed in ({"target": "other"}, {"name": "another"}, {"pinned": "draws random numbers"}):
+        one = _changed(op=changed)
+        assert (renumbered(one, other), same_ops(one, PLAIN)) == (None, "name" in changed)
+    assert renumbered(dags.vgg(3), PLAIN) is None

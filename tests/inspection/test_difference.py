@@ -11,12 +11,12 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
-from checkmate.solvers.catalogue import METHODS
 from tests.inspection.test_timeline import _chain
+from tests.solvers.checks import by
 from tests.support.by_hand import solution_of
 from tests.support.sampling import in_turn, long
 
-next_use = METHODS["next-use"].solve
+next_use = by("next-use")
 
 
 def test_by_hand() -> None:

@@ -20,13 +20,13 @@ from checkmate.core.problem import Profile
 from checkmate.inspection import peak as peaks
 from checkmate.inspection.peak import Remaking, explain_peak
 from checkmate.inspection.timeline import timeline
-from checkmate.solvers.catalogue import METHODS
 from tests.inspection.test_timeline import _chain
+from tests.solvers.checks import by
 from tests.support import oracle
 from tests.support.by_hand import solution_of
 from tests.support.sampling import in_turn, long
 
-next_use = METHODS["next-use"].solve
+next_use = by("next-use")
 
 
 def test_the_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

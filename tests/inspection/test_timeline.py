@@ -17,12 +17,12 @@ from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
-from checkmate.solvers.catalogue import METHODS
+from tests.solvers.checks import by
 from tests.support.by_hand import plan_of, random_schedule
 from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn, long
 
-next_use = METHODS["next-use"].solve
+next_use = by("next-use")
 
 
 def _chain() -> Problem:

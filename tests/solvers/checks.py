@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,9 +27,21 @@ def check(solution: Solution) -> None:
     assert solution.seconds > 0
 
 
+def by(method: str) -> Callable[..., Solution]:
+    """Solve by a method itself: options are not checked, and a refusal names no way out."""
+
+    def solve(
+        problem: Problem, budget: int, *, time_limit: float = 60.0, gap: float = 0.0, seed: int = 0, **options: object
+    ) -> Solution:
+        incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, seed=seed))
+        return incumbent.solution(method, METHODS[method].run(incumbent.task, incumbent, **options))
+
+    return solve
+
+
 def solve(method: str, problem: Problem, budget: int, **options: object) -> Solution:
     """Solve by a method itself; a plan is verified, and that there is none is explained."""
-    solution = METHODS[method].solve(problem, budget, **options)
+    solution = by(method)(problem, budget, **options)
     assert solution.method.partition(" (")[0] == method
     if solution.plan is not None:
         check(solution)

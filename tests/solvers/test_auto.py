@@ -10,12 +10,12 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.solution import Status
 from checkmate.solvers.auto import STAGES, Portfolio, Stage
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.greedy import GRID, next_use
+from tests.solvers.checks import by
 
-auto = METHODS["auto"].solve
+auto = by("auto")
 
 CHAIN = dags.unit_chain(8)
 
@@ -49,7 +49,7 @@ def test_patience_ends_the_look_for_a_first_plan_and_not_for_better_ones(monkeyp
     monkeypatch.setattr("checkmate.solvers.auto.next_use", passes)
     auto(CHAIN, 5, time_limit=20, patience=0.4)
     passes.assert_called_once()
-    assert passes.call_args.args[0].clock.limit == pytest.approx(1.0, rel=0.1)
+    assert passes.call_args.args[0].clock.seconds == pytest.approx(1.0, rel=0.1)
     assert 0.1 < passes.call_args.kwargs["patience"] <= 0.2
 
 
@@ -59,7 +59,7 @@ def test_passes_that_were_cut_short_run_again(monkeypatch: pytest.MonkeyPatch, p
     clocks = []
 
     def look(task: Task, incumbent: Incumbent, **patience: float) -> Remarks:
-        clocks.append(task.clock.limit)
+        clocks.append(task.clock.seconds)
         remarks = next_use(task, incumbent, **patience)
         return replace(remarks, details={**remarks.details, "passes": passes})
 

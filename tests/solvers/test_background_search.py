@@ -11,20 +11,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import getsource
+from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkmate import Problem, Solution, solve
 from checkmate.core.simulator import check_plan, cost
+from checkmate.core.solution import Query
 from checkmate.solvers import background_search, plan_cache
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import processes
-from checkmate.solvers.plan_cache import BETTER, UnfinishedSearch, begin
+from checkmate.solvers.plan_cache import BETTER
 from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.solve import attempt
 from tests.solvers.steps import layers
-from tests.support.offers import begin_poorly
+from tests.support.offers import begin_poorly, plan
 from tests.support.processes import ROOT, run_fresh_python
 
 PATIENCE = 100.0  # seconds that nothing here takes
@@ -36,19 +38,19 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
 
 
-def _open() -> UnfinishedSearch:
+def _open() -> Query:
     """A search that goes on for as long as a test takes."""
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan = solve(problem, budget, method="next-use", time_limit=0.1)
-    return UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False)
+    return Query(problem, budget, seconds=600.0, start=plan)
 
 
 SEARCHING = f"""
 import time
 from checkmate import Problem, Solution, solve
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.plan_cache import UnfinishedSearch
+from checkmate.core.solution import Query
 UNET = {str(UNET)!r}
 {getsource(_open)}
 search = Search(_open())
@@ -92,25 +94,25 @@ def _state(pid: int) -> str:
 def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     problem = layers(8, size=4)
     budget = least_runs(problem, time_limit=0.5)[0] + 8
-    unfinished = replace(begin_poorly(problem, budget)[1], cache=True)
+    query = replace(begin_poorly(problem, budget).rest, cache=True)
     best = solve(problem, budget)
-    assert best.cost < (1 - BETTER) * unfinished.start.cost
-    search = Search(unfinished)
+    assert best.cost < (1 - BETTER) * query.start.cost
+    search = Search(query)
     search.start()
     assert (search.wait(PATIENCE), search.failure) == (True, "")
     assert not check_plan(search.better.plan, problem, budget)
     assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
     record = plan_cache.lookup(plan_cache.Question.of(problem, budget, "auto"))
-    assert (record.cost, record.time_limit) == (best.cost, unfinished.spent + unfinished.seconds)
+    assert (record.cost, record.time_limit) == (best.cost, query.spent + query.seconds)
 
 
 @pytest.mark.slow
 def test_what_fails_in_the_process_is_told_in_its_words() -> None:
-    search = Search(replace(begin_poorly(layers(8, size=4), 100)[1], seconds=-1.0))
+    search = Search(replace(begin_poorly(layers(8, size=4), 100).rest, method="magic"))
     search.start()
     assert search.wait(PATIENCE)
-    assert search.failure.startswith("Its process ended with code 1: ValueError: time_limit is a positive")
+    assert search.failure.startswith("Its process ended with code 1: KeyError: 'magic'")
 
 
 def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
@@ -118,11 +120,11 @@ def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
     problem = layers(8, size=4)
     budget = least_runs(problem, time_limit=0.5)[0] + 8
     best, told = solve(problem, budget), list[News]()
-    found = background_search.search(replace(begin_poorly(problem, budget)[1], start=best), told.append)
+    found = background_search.search(replace(begin_poorly(problem, budget).rest, start=best), told.append)
     assert (found.cost, told[-1].over) == (best.cost, True)
     assert [news.plan for news in told] == [None] * len(told)
-    unfinished = begin_poorly(replace(layers(8, size=4), codegen=lambda plan: None), 100)[1]
-    assert unfinished.bare().problem.codegen is unfinished.bare().start.problem.codegen is None
+    query = Search(begin_poorly(replace(layers(8, size=4), codegen=lambda plan: None), 100).rest).query
+    assert query.problem.codegen is query.start.problem.codegen is None
 
 
 def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() -> None:
@@ -131,28 +133,27 @@ def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() 
     found = solve(problem, budget, time_limit=1.0)
     close = replace(found, bound=(1 - BETTER / 2) * found.cost)
     plan_cache.store(plan_cache.Record.of(close, "auto", 1.0))
-    plan, unfinished = begin(problem, budget, wait=1.0)
-    assert (plan.origin, plan.cost, unfinished) == ("plan cache", found.cost, None)
+    again = plan(problem, budget, wait=1.0)
+    assert (again.origin, again.cost, again.rest) == ("plan cache", found.cost, None)
 
 
-def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quick(*args: Any, **options: Any) -> Solution:
-        return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=interrupted)
+def test_planning_that_begins_early_says_what_is_open() -> None:
+    def quick(query: Query) -> Solution:
+        return replace(attempt(replace(query, seconds=0.1)), interrupted=interrupted)
 
     interrupted = False
-    monkeypatch.setattr(plan_cache, "attempt", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
-    plan, unfinished = begin(problem, budget, wait=0.1, time_limit=20.0)
-    assert unfinished.start is plan
-    assert unfinished.seconds + unfinished.spent == 20.0
-    assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
-    assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
-    assert begin(layers(8, size=4), 100, wait=0.1)[1] is None  # closed at once
+    first = plan(problem, budget, wait=0.1, seconds=20.0, solver=quick)
+    assert (first.rest.start.plan, first.rest.wait) == (first.plan, inf)
+    assert first.rest.seconds + first.rest.spent == 20.0
+    assert plan(problem, budget, wait=0.1, seconds=1.0, solver=quick).rest is None  # not worth a process
+    assert plan(problem, budget, wait=0.1, seconds=3.0, method="next-use", solver=quick).rest is None
+    assert plan(layers(8, size=4), 100, wait=0.1, solver=quick).rest is None  # closed at once
     interrupted = True  # Ctrl-C before the first step ends planning
-    plan, unfinished = begin(problem, budget + 1, wait=0.1)
-    assert plan.gap > BETTER
-    assert unfinished is None
+    first = plan(problem, budget + 1, wait=0.1, solver=quick)
+    assert first.gap > BETTER
+    assert first.rest is None
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ class TestProcess:
 
     def test_one_runs_at_a_time(self, search: Search) -> None:
         first = _pid(search)
-        second = Search(search.unfinished)
+        second = Search(search.query)
         second.start()
         assert (second.process, second.goes_on) == (None, True)
         search.end()
@@ -193,7 +194,7 @@ class TestProcess:
         child = os.fork()
         if child == 0:
             search.end()
-            another = Search(search.unfinished)
+            another = Search(search.query)
             another.start()
             waits = search.goes_on or not search.wait(0) or _pid(another) == pid
             another.end()

@@ -28,6 +28,7 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.frontier import BUDGETS
 from checkmate.solvers.solve import min_budget
+from tests.solvers.checks import by
 from tests.support.oracle import optima, random_problem
 from tests.support.paper_equations import violations
 from tests.support.sampling import in_turn
@@ -48,7 +49,7 @@ def check(found: Frontier, problem: Problem) -> None:
 
 @functools.cache
 def optimal(budget: int) -> Solution:
-    return METHODS["milp"].solve(CHAIN, budget)
+    return by("milp")(CHAIN, budget)
 
 
 def add_method(

@@ -15,11 +15,13 @@ import pytest
 from benchmarks.networks import dags
 from checkmate import InvalidProblem, Problem, Profile, Solution, Status, solve
 from checkmate.core import files
+from checkmate.core.solution import Query
 from checkmate.solvers import plan_cache
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store
 from checkmate.solvers.solve import attempt, min_budget
 from tests.solvers.checks import begun, check, runs, takes_less_than
+from tests.support import offers
 from tests.support.budgets import recomputing
 from tests.support.offers import plan
 
@@ -31,10 +33,14 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def solves(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Note the calls of each solve."""
+    """Note the queries of each solve."""
     noted = Mock(wraps=attempt)
-    monkeypatch.setattr(plan_cache, "attempt", noted)
+    monkeypatch.setattr(offers, "attempt", noted)
     return noted
+
+
+def _queries(solves: Mock) -> list[Query]:
+    return [call.args[0] for call in solves.call_args_list]
 
 
 def _problem(batch: int = 8) -> Problem:
@@ -58,30 +64,30 @@ R, T = SOLUTION.schedule.R, len(PROBLEM.graph.ops)
 
 def test_the_second_time_nothing_is_solved(solves: Mock) -> None:
     """Every method has its own plans; without the cache all is anew."""
-    first = plan(_problem(), BUDGET, time_limit=5)
+    first = plan(_problem(), BUDGET, seconds=5)
     with takes_less_than(1):
-        again = plan(_problem(), BUDGET, time_limit=5)
+        again = plan(_problem(), BUDGET, seconds=5)
     assert solves.call_count == 1
     check(again)
     assert (again.origin, again.problem is first.problem) == ("plan cache", False)
     assert (again.cost, again.bound, again.peak, again.status) == (first.cost, first.bound, first.peak, first.status)
     for _ in range(2):
-        assert plan(_problem(), BUDGET, method="next-use", time_limit=1).method == "next-use"
+        assert plan(_problem(), BUDGET, method="next-use", seconds=1).method == "next-use"
     assert solves.call_count == 2
-    plan(_problem(), BUDGET, time_limit=5, cache=False)
-    assert [call.kwargs.get("start") for call in solves.call_args_list] == [None] * 3
+    plan(_problem(), BUDGET, seconds=5, cache=False)
+    assert [query.start for query in _queries(solves)] == [None] * 3
 
 
 def test_without_the_cache_nothing_is_written() -> None:
     """A plan that keeps everything is not written either."""
-    plan(PROBLEM, BUDGET, time_limit=5, cache=False)
+    plan(PROBLEM, BUDGET, seconds=5, cache=False)
     assert plan(PROBLEM, PROBLEM.keep_all_peak).status is Status.OPTIMAL
     assert not files.folder().exists()
 
 
 def test_a_small_gap_is_worth_little_of_the_time(solves: Mock) -> None:
-    found = plan(PROBLEM, BUDGET, time_limit=5)
-    assert [call.kwargs["settle"] for call in solves.call_args_list] == [plan_cache.WAVER]
+    found = plan(PROBLEM, BUDGET, seconds=5)
+    assert [query.options["settle"] for query in _queries(solves)] == [plan_cache.WAVER]
     best = begun(PROBLEM, BUDGET, 100.0)
     search = Portfolio(best.task, best, settle=0.01, known=None)
     assert best.worth(search.settle) == 1.0  # there is no plan yet
@@ -100,34 +106,34 @@ def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: Mock) -> 
     bad = solve(problem, budget, method="next-use", time_limit=0.1)
     store(Record.of(bad, "auto", 0.1))
     assert bad.gap > 0.01
-    same = plan(dags.gpt(2), budget, time_limit=0.1)
+    same = plan(dags.gpt(2), budget, seconds=0.1)
     assert (same.origin, same.cost, solves.call_count) == ("plan cache", bad.cost, 0)
-    better = plan(dags.gpt(2), budget, time_limit=3)
+    better = plan(dags.gpt(2), budget, seconds=3)
     assert better.origin == "less time"
     assert better.gap < bad.gap
-    assert (plan(dags.gpt(2), budget, time_limit=3).origin, solves.call_count) == ("plan cache", 1)
+    assert (plan(dags.gpt(2), budget, seconds=3).origin, solves.call_count) == ("plan cache", 1)
 
 
 def test_other_costs_get_a_new_bound_and_the_old_is_not_claimed() -> None:
-    first = plan(PROBLEM, BUDGET, time_limit=5)
+    first = plan(PROBLEM, BUDGET, seconds=5)
     cheaper, other = _with_costs(PROBLEM, 0.97), _with_costs(PROBLEM, 30.0)
-    again = plan(cheaper, BUDGET, time_limit=5)
+    again = plan(cheaper, BUDGET, seconds=5)
     check(again)
     assert again.origin == "other costs"
     assert again.bound <= solve(cheaper, BUDGET, time_limit=5).cost < first.bound
     assert again.gap <= plan_cache.WAVER + 1e-4
     for both_are_kept in (_with_costs(PROBLEM, 0.97), _problem()):
-        assert plan(both_are_kept, BUDGET, time_limit=5).origin == "plan cache"
+        assert plan(both_are_kept, BUDGET, seconds=5).origin == "plan cache"
     # very different costs are planned for
-    assert plan(other, BUDGET, time_limit=5).cost <= solve(other, BUDGET, time_limit=5).cost * (1 + plan_cache.WAVER)
+    assert plan(other, BUDGET, seconds=5).cost <= solve(other, BUDGET, time_limit=5).cost * (1 + plan_cache.WAVER)
 
 
 def test_a_few_resident_bytes_more_need_no_new_plan() -> None:
     """Other bytes that are allocated on a GPU vary from start to start."""
-    first = plan(PROBLEM, BUDGET + 64, time_limit=5)
+    first = plan(PROBLEM, BUDGET + 64, seconds=5)
     assert first.peak <= BUDGET
     more = Problem(PROBLEM.graph, replace(PROBLEM.profile, resident_bytes=PROBLEM.resident + 64))
-    again = plan(more, BUDGET + 64, time_limit=5)
+    again = plan(more, BUDGET + 64, seconds=5)
     assert (again.cost, again.bound) == (first.cost, pytest.approx(first.bound))
     assert list(again.details["found"]) == ["start"]
 
@@ -136,63 +142,78 @@ def test_a_few_resident_bytes_more_need_no_new_plan() -> None:
 def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: int, solves: Mock) -> None:
     large, small = _problem(8), _problem(batch)
     budget = recomputing(large, 0.2)
-    first = plan(large, budget, time_limit=5)
-    second = plan(small, budget, time_limit=5, earlier=[first])
+    first = plan(large, budget, seconds=5)
+    second = plan(small, budget, seconds=5, earlier=[first])
     check(second)
     assert second.cost <= solve(small, budget, time_limit=5).cost * (1 + max(1e-4, first.gap) + 1e-9)
     if budget < small.keep_all_peak:
-        assert solves.call_args.kwargs["time_limit"] == plan_cache.DERIVE_SECONDS
+        assert _queries(solves)[-1].seconds == plan_cache.DERIVE_SECONDS
         assert second.origin == "another size"
+
+
+def test_a_smaller_batch_whose_ops_have_another_order_is_planned_from_the_one_before(solves: Mock) -> None:
+    """Which gradients come last depends on their bytes."""
+    large, small = _problem(8), _problem(7)
+    ops, values = small.graph.ops, small.graph.values
+    k = next(
+        k for k in range(small.graph.forward_length + 1, T) if k - 1 not in {values[v].producer for v in ops[k].inputs}
+    )
+    order = [*range(k - 1), k, k - 1, *range(k + 1, T)]
+    profile = Profile(small.seconds[order], small.workspace[order], small.resident)
+    small = Problem(small.graph.in_order(order), profile)
+    budget = recomputing(large, 0.2)
+    first = plan(large, budget, seconds=5)
+    second = plan(small, budget, seconds=5, earlier=[first])
+    check(second)
+    assert (second.origin, _queries(solves)[-1].seconds) == ("another size", plan_cache.DERIVE_SECONDS)
+    start = _queries(solves)[-1].start
+    assert np.array_equal(start.R.sum(axis=0), first.schedule.R.sum(axis=0)[order])
 
 
 def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: Mock) -> None:
     small, large = _problem(8), _problem(9)
     budget = recomputing(large, 0.2)
-    first = plan(small, budget, time_limit=5)
-    second = plan(large, budget, time_limit=5, earlier=[first])
+    first = plan(small, budget, seconds=5)
+    second = plan(large, budget, seconds=5, earlier=[first])
     check(second)
-    assert [solves.call_args.kwargs[name] for name in ("time_limit", "start")] == [5, first]
+    assert (_queries(solves)[-1].seconds, _queries(solves)[-1].start) == (5, first)
     assert second.cost <= solve(large, budget, time_limit=5).cost * (1 + 1e-4)
 
 
 def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solves: Mock) -> None:
     for batch in (8, 6):
-        found = plan(_problem(batch), recomputing(_problem(batch), 0.4), time_limit=5)
+        found = plan(_problem(batch), recomputing(_problem(batch), 0.4), seconds=5)
     check(found)
-    assert (solves.call_args.kwargs["time_limit"], found.origin) == (5, "another size")
+    assert (_queries(solves)[-1].seconds, found.origin) == (5, "another size")
 
 
-def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_plain_planning_finds_is_found_where_adapting_fails() -> None:
     large, small = _problem(8), _problem(7)
     budget = recomputing(large, 0.2)
-    first = plan(large, budget, time_limit=5)
+    first = plan(large, budget, seconds=5)
 
-    def fails(problem: Problem, budget: int, **options: object) -> Solution:
-        if "start" in options:
-            return Solution(Status.NOT_FOUND, problem, budget, "auto")
-        return attempt(problem, budget, **options)
+    def fails(query: Query) -> Solution:
+        return attempt(query) if query.start is None else Solution(Status.NOT_FOUND, small, budget, "auto")
 
-    monkeypatch.setattr(plan_cache, "attempt", fails)
-    check(plan(small, budget, time_limit=5, earlier=[first]))
+    check(plan(small, budget, seconds=5, earlier=[first], solver=fails))
 
 
 def test_no_plan_is_no_plan_and_is_not_kept() -> None:
-    solution = plan(PROBLEM, 10, time_limit=1)
+    solution = plan(PROBLEM, 10, seconds=1)
     assert solution.status is Status.INFEASIBLE
     assert solution.refusal.min_budget > 10
     with files.rows(plan_cache.TABLE) as kept:
         assert kept.beginning("") == {}
 
 
-def test_where_no_plan_is_found_it_is_looked_for_five_times_as_long_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_plan_is_found_it_is_looked_for_five_times_as_long_each_time() -> None:
     seconds: list[float] = []
 
-    def begin(problem: Problem, asked: Any, *others: Any) -> Solution:
-        seconds.append(asked.limit)
-        return Solution(Status.NOT_FOUND, problem, BUDGET, "auto")
+    def fails(query: Query) -> Solution:
+        seconds.append(query.seconds)
+        return Solution(Status.NOT_FOUND, query.problem, query.budget, "auto")
 
-    monkeypatch.setattr(plan_cache, "_begin", begin)
-    plan_cache.begin(PROBLEM, BUDGET, time_limit=60, cache=False, wait=0.5)
+    plan(PROBLEM, BUDGET, cache=False, wait=0.5, solver=fails)
     assert seconds == [0.5, 2.5, 12.5, 60]
 
 
@@ -206,14 +227,14 @@ def test_a_hostile_plan_is_not_followed(caplog: pytest.LogCaptureFixture) -> Non
         record = replace(Record.of(good, "auto", 100.0), again=again, bound=good.cost)
         _keep(record.question, None)
         store(record)
-        solution = plan(dags.gpt(2), budget, time_limit=2)
+        solution = plan(dags.gpt(2), budget, seconds=2)
         check(solution)
         assert "breaks the rules or the budget" in caplog.text
         assert solution.gap > 0 or solution.status is Status.OPTIMAL
         caplog.clear()
     _keep(record.question, None)
     store(replace(record, question=replace(record.question, budget=budget + 1)))
-    check(plan(dags.gpt(2), budget, time_limit=2))
+    check(plan(dags.gpt(2), budget, seconds=2))
 
 
 def test_an_interrupted_plan_is_kept_as_one_of_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +242,10 @@ def test_an_interrupted_plan_is_kept_as_one_of_little_time(monkeypatch: pytest.M
     budget = recomputing(problem, 0.1)
     with monkeypatch.context() as patch:
         patch.setattr("checkmate.solvers.linear.highs.run", Mock(side_effect=KeyboardInterrupt))
-        first = plan(problem, budget, time_limit=20)
+        first = plan(problem, budget, seconds=20)
     assert first.interrupted
     assert lookup(Question.of(problem, budget, "auto")).time_limit < 19
-    assert plan(dags.gpt(2), budget, time_limit=4).cost <= first.cost
+    assert plan(dags.gpt(2), budget, seconds=4).cost <= first.cost
 
 
 def test_what_is_stored_is_found_exactly() -> None:

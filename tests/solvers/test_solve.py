@@ -18,7 +18,7 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import BudgetError, Problem, Solution, SolverError, Status, solve
-from checkmate.core.solution import Refusal
+from checkmate.core.solution import Query, Refusal
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
@@ -94,7 +94,7 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     assert (refused.status, refused.plan, refused.gap) == (Status.INFEASIBLE, None, math.inf)
     least, op = refused.refusal.min_budget, problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
     assert refused.refusal.op == op
-    assert all(said in refused.message for said in (op, exact_bytes(least)))
+    assert all(said in refused.message for said in (op, exact_bytes(least, up=True)))
     assert least == min_budget(problem).peak == checkmate.min_budget(problem).peak >= floor
     check(solve(problem, least, time_limit=5))
 
@@ -278,8 +278,8 @@ WHOLE = _problem(1, [9, 9, 9, 9, 9], "", TIGHT)
 
 
 def test_the_cheapest_split_is_taken_and_none_where_all_fits() -> None:
-    assert attempt(WHOLE, 8, time_limit=1).plan is None
-    cheapest = min(attempt(one, 8, time_limit=1).cost for one in (TIGHT, ROOMY, SMALL))
+    assert attempt(Query(WHOLE, 8, seconds=1)).plan is None
+    cheapest = min(attempt(Query(one, 8, seconds=1)).cost for one in (TIGHT, ROOMY, SMALL))
     assert solve(WHOLE, 8, time_limit=1).cost == cheapest
     for budget in (45, 36):
         assert solve(WHOLE, budget, time_limit=1).problem is WHOLE
@@ -295,33 +295,33 @@ def test_all_splits_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = Mock(wraps=attempt)
     monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempts)
     assert solve(WHOLE, 2, time_limit=1).plan is None
-    assert [call.kwargs["time_limit"] for call in attempts.call_args_list] == [1, 1 / 2, 1 / 4, 1 / 8]
+    assert [call.args[0].seconds for call in attempts.call_args_list] == [1, 1 / 2, 1 / 4, 1 / 8]
 
 
 def test_no_problem_takes_all_the_time_where_the_next_split_has_a_plan_at_once() -> None:
-    asked: list[tuple[Problem, float]] = []
+    asked: list[Query] = []
 
-    def find(one: Problem, seconds: float, patience: float) -> Solution:
-        asked.append((one, patience))
-        return Solution(Status.NOT_FOUND, one, 8, "auto") if one is WHOLE else attempt(one, 8, time_limit=1)
+    def solver(query: Query) -> Solution:
+        asked.append(query)
+        return Solution(Status.NOT_FOUND, WHOLE, 8, "auto") if query.problem is WHOLE else attempt(query)
 
-    assert cheapest_split(WHOLE, find, 60.0, look_on=False).problem is TIGHT
-    moment = asked[0][1]
+    assert cheapest_split(solver, look_on=False)(Query(WHOLE, 8)).problem is TIGHT
+    moment = asked[0].patience
     assert moment < 1
-    assert [(one.splits, patience) for one, patience in asked] == [((), moment), (("tight",), moment)]
+    assert [(query.problem.splits, query.patience) for query in asked] == [((), moment), (("tight",), moment)]
 
 
 def test_where_none_has_a_plan_after_a_moment_those_given_up_are_looked_at_for_long() -> None:
     asked: list[tuple[str, float]] = []
 
-    def find(one: Problem, seconds: float, patience: float) -> Solution:
-        name = one.splits[0] if one.splits else ""
-        asked.append((name, seconds if patience == math.inf else 0.0))
-        if name == "roomy" and patience == math.inf:
-            return attempt(one, 8, time_limit=1)
-        return Solution(Status.INFEASIBLE if name == "tight" else Status.NOT_FOUND, one, 8, "auto")
+    def solver(query: Query) -> Solution:
+        name = query.problem.splits[0] if query.problem.splits else ""
+        asked.append((name, query.seconds if query.patience == math.inf else 0.0))
+        if name == "roomy" and query.patience == math.inf:
+            return attempt(query)
+        return Solution(Status.INFEASIBLE if name == "tight" else Status.NOT_FOUND, query.problem, 8, "auto")
 
-    assert cheapest_split(WHOLE, find, 60.0).problem is ROOMY
+    assert cheapest_split(solver)(Query(WHOLE, 8)).problem is ROOMY
     assert asked == [("", 0.0), ("tight", 0.0), ("roomy", 0.0), ("small", 0.0), ("", 60.0), ("roomy", 30.0)]
 
 
@@ -351,6 +351,6 @@ def test_the_budget_that_halves_is_found_in_a_few_tries(monkeypatch: pytest.Monk
     attempts = Mock(wraps=attempt)
     monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempts)
     solution = solve(dags.unit_chain(8), 3)
-    tried = [call.args[1] for call in attempts.call_args_list]
+    tried = [call.args[0].budget for call in attempts.call_args_list]
     assert solution.details["halved"][0] in tried
     assert len(tried) == len({*tried}) > 1

@@ -21,10 +21,10 @@ from checkmate.core.graph import Graph
 from checkmate.core.simulator import lower_runs
 from checkmate.memory import measure_peak
 from checkmate.profiling import cost_cache
-from checkmate.solvers import plan_cache
 from checkmate.solvers.common.incumbent import certify
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between, recomputing
+from tests.support.offers import plan_by
 from tests.support.plainly import assert_as_plain
 from tests.support.sampling import few, long, slow
 from tests.support.stepping import Trained, assert_same, train
@@ -317,7 +317,7 @@ def _late_first(graph: Graph, ops: list[int]) -> list[int]:
 def test_ops_that_run_again_in_another_order_and_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[checkmate.Solution] = []
 
-    def begin(problem: checkmate.Problem, budget: int, **options: object) -> tuple[checkmate.Solution, None]:
+    def begin(problem: checkmate.Problem, budget: int) -> checkmate.Solution:
         graph = problem.graph
         first = graph.forward_length
         free = [k for k, op in enumerate(graph.ops[:first]) if op.pinned is None]
@@ -326,9 +326,9 @@ def test_ops_that_run_again_in_another_order_and_twice(monkeypatch: pytest.Monke
         before = {first: again + free, first + 1: again}
         stages = [[*before.get(t, ()), t] for t in range(len(graph.ops))]
         plans.append(certify(problem, budget, lower_runs(problem, stages), method="auto"))
-        return plans[-1], None
+        return plans[-1]
 
-    monkeypatch.setattr(plan_cache, "begin", begin)
+    plan_by(monkeypatch, begin)
     torch.manual_seed(0)
     branches = [nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.GELU()) for _ in range(4)]
 

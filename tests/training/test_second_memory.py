@@ -124,7 +124,7 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
             for i in range(3):
                 run(*batch(seed=i)).backward()
                 for search in searches:
-                    begun = search.unfinished.start
+                    begun = search.query.start
                     sent = as_run(begun.problem, with_transfers(begun.problem, begun.plan, np.random.default_rng(i)))
                     search.news = search.better = News(begun.cost, 0.0, float(i), sent)
                 left.append([p.grad for p in one.parameters()])

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.backends import capture_cache, plan_swap, planner
+from checkmate.core.solution import Query
 from checkmate.memory import measure_peak
-from checkmate.solvers import plan_cache
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
-from tests.support.offers import Offers, begin_poorly, offered
+from tests.support.offers import Offers, begin_poorly, offered, plan_by
 from tests.support.stepping import grads_of
 from tests.support.whole_steps import Scored
 
@@ -213,7 +213,7 @@ def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> No
 
 @pytest.mark.long
 def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "begin", begin_poorly)
+    plan_by(monkeypatch, begin_poorly)
     plain, (module, step) = _net(), _compiled(share=0.7)
     found = [_train(module, step, [], steps=2)]
     first = step.plans[0]
@@ -248,11 +248,11 @@ def test_the_line_says_that_training_has_begun(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
-    def begin(problem: checkmate.Problem, budget: int, *, wait: float, **options: object) -> tuple[Any, None]:
-        waits.append(wait)
-        return checkmate.solve(problem, budget, time_limit=1.0), None
+    def begin(query: Query) -> checkmate.Solution:
+        waits.append(query.wait)
+        return checkmate.solve(query.problem, query.budget, time_limit=1.0)
 
-    monkeypatch.setattr(planner.plan_cache, "begin", begin)
+    monkeypatch.setattr(planner.plan_cache, "kept", lambda *known: begin)
     chain = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     for together in (False, True):
         monkeypatch.setattr(planner.ranks, "train_together", lambda together=together: together)

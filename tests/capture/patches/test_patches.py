@@ -11,6 +11,8 @@ import torch
 import checkmate
 import checkmate.capture.patches as room
 from checkmate.capture.patches import OURS, PATCHES, PROCESS, WITHIN
+from checkmate.core.solution import Query
+from checkmate.solvers.solve import attempt
 from tests.support.processes import run_fresh_python
 
 aten = torch.ops.aten
@@ -40,12 +42,12 @@ def _changed() -> tuple[dict[Any, Any], bool]:
 def test_what_is_changed_while_a_step_is_captured_is_undone_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def solving(*args: Any, **options: Any) -> Any:
+    def solving(query: Query) -> Any:
         seen.append(_changed())
-        return checkmate.solve(*args, **options)
+        return attempt(query)
 
     before = _changed()
-    monkeypatch.setattr("checkmate.solvers.plan_cache.attempt", solving)
+    monkeypatch.setattr("checkmate.backends.planner.attempt", solving)
     step = checkmate.compile(lambda x: x.prod(0).square().sum(), budget="1 MB", method="next-use", cache=False)
     step(torch.ones(3, 4, requires_grad=True)).backward()
     (within,) = seen

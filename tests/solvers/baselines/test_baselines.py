@@ -8,8 +8,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate import Problem, Status
 from checkmate.solvers.baselines.dtr import HEURISTICS
-from checkmate.solvers.catalogue import METHODS
-from tests.solvers.checks import solve
+from tests.solvers.checks import by, solve
 from tests.solvers.steps import STEPS, random_chain
 from tests.support.oracle import random_problem
 from tests.support.sampling import every, in_turn, long
@@ -28,7 +27,7 @@ def test_never_below_the_integer_optimum_of_uneven_chains(seed: int) -> None:
     problem = random_chain(seed, layers=4)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
     for budget in np.linspace(low, high, 4).astype(int).tolist():
-        best = METHODS["milp"].solve(problem, budget, gap=0.0).cost
+        best = by("milp")(problem, budget, gap=0.0).cost
         costs = {f"{name} {options}": solve(name, problem, budget, **options).cost for name, options in OPTIONS}
         assert min(costs.values()) >= best * (1 - 1e-9)
 
@@ -73,7 +72,7 @@ def test_short_unit_chains_against_the_integer_optimum(layers: int) -> None:
     """Rotor's persistent schedules are optimal there; no score of DTR is far off where it has a byte to spare."""
     problem = dags.unit_chain(layers)
     for budget in range(3, problem.keep_all_peak + 1):
-        best = METHODS["milp"].solve(problem, budget, gap=0.0).cost
+        best = by("milp")(problem, budget, gap=0.0).cost
         assert solve("rotor", problem, budget).cost == best
         for name, options in OPTIONS:
             cost = solve(name, problem, budget, **options).cost

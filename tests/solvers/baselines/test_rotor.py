@@ -9,9 +9,8 @@ import pytest
 
 from checkmate import Problem, Status
 from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import peak_of
-from tests.solvers.checks import solve
+from tests.solvers.checks import by, solve
 from tests.solvers.steps import STEPS, random_chain
 from tests.support.sampling import in_turn
 
@@ -144,7 +143,7 @@ def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     for seed in range(12):
         problem = random_chain(seed, layers=4, most=4)
         for budget in range(int(problem.unavoidable_bytes.max()), problem.keep_all_peak + 1):
-            solution, best = solve("rotor", problem, budget), METHODS["milp"].solve(problem, budget, time_limit=20)
+            solution, best = solve("rotor", problem, budget), by("milp")(problem, budget, time_limit=20)
             hits.append(solution.plan is best.plan is None or solution.cost <= best.cost + 1e-9)
     assert sum(hits) > len(hits) * 2 / 3
 

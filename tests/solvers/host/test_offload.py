@@ -155,12 +155,12 @@ def test_a_budget_that_is_named_has_a_plan_on_a_slow_machine_too(seconds: float)
 def test_a_plan_that_sends_is_remembered_and_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(FAST)
-    first, again = (plan(problem, 8 * 6, time_limit=5) for _ in range(2))
+    first, again = (plan(problem, 8 * 6, seconds=5) for _ in range(2))
     assert first.plan.sent
     assert (again.plan, again.cost, again.origin) == (first.plan, first.cost, "plan cache")
     assert solve(problem, 8 * 6, start=first).details["found"] == {"start": first.cost}
     slower = problem.with_host(Host(10**6, send=1.0, fetch=1.0))
-    assert plan(slower, 8 * 6, time_limit=1).origin != "plan cache"
+    assert plan(slower, 8 * 6, seconds=1).origin != "plan cache"
 
 
 def test_a_frontier_has_plans_that_send_and_a_method_without_transfers_proves_nothing_about_them() -> None:

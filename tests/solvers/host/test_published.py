@@ -11,7 +11,7 @@ from checkmate.core.plan import Fetch, Run, Send
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.policies import Policy, candidates, every_swap
-from tests.solvers.checks import check
+from tests.solvers.checks import by, check
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
 
 # four layers and their backward, a second each; op 8 reads what op 0 made, 7 and 1, 6 and 2, 5 and 3
@@ -27,7 +27,7 @@ def test_plans_are_valid_and_above_the_cheapest(method: str) -> None:
     for problem in (*problems, *(random_problem_with_host(seed, most_ops=5) for seed in (0, 3))):
         for budget in (problem.keep_all_peak, problem.keep_all_peak - 1):
             cheapest, _ = cheapest_plan(problem, budget)
-            solution = METHODS[method].solve(problem, budget, time_limit=20)
+            solution = by(method)(problem, budget, time_limit=20)
             assert solution.bound / (1 + 1e-6) <= cheapest <= solution.cost * (1 + 1e-9)
             if solution.plan is not None:
                 check(solution)

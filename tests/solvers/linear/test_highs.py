@@ -17,16 +17,16 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.errors import SolverError
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
+from tests.solvers.checks import by
 from tests.support.processes import run_fresh_python
 from tests.support.pulp_engine import broken
 from tests.support.sampling import in_turn
 
-milp = METHODS["milp"].solve
+milp = by("milp")
 
 
 def knapsack(seed: int = 0, n: int = 12) -> Model:

@@ -16,14 +16,13 @@ from benchmarks.networks import dags
 from checkmate import Graph, Op, Problem, Profile, Schedule, SolverError, Status, Value, solve
 from checkmate.core import simulator
 from checkmate.core.inplace import InPlace
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import FORMULATIONS, build, without_spare
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
-from tests.solvers.checks import runs, takes_less_than
+from tests.solvers.checks import by, runs, takes_less_than
 from tests.support.oracle import (
     PLAIN_AND_WAYS,
     Make,
@@ -36,7 +35,7 @@ from tests.support.oracle import (
 from tests.support.paper_equations import bytes_in_memory, peak
 from tests.support.sampling import every, in_turn, long, slow
 
-milp = METHODS["milp"].solve
+milp = by("milp")
 
 GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}  # budget -> cost of the chain of 8 layers, unit costs and sizes
 # where each op of the backward may write over the gradient that it reads

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from benchmarks.networks import dags
 from checkmate import Schedule, Status
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
-from tests.solvers.checks import all_runs, runs, solve, wrong
+from tests.solvers.checks import all_runs, by, runs, solve, wrong
 from tests.support.oracle import Make, all_schedules, random_problem, random_problem_with_overwrites
 from tests.support.paper_equations import peak, violations
 from tests.support.sampling import in_turn
@@ -46,7 +45,7 @@ OF_A_CHAIN: dict[str, tuple[int, float, tuple[Status, float, float]]] = {
 @pytest.mark.parametrize("case", OF_A_CHAIN)
 def test_what_is_said_of_a_chain(case: str) -> None:
     budget, seconds, said = OF_A_CHAIN[case]
-    solution = METHODS["lp-rounding"].solve(dags.unit_chain(8), budget, time_limit=seconds)
+    solution = by("lp-rounding")(dags.unit_chain(8), budget, time_limit=seconds)
     assert (solution.status, solution.cost, solution.bound) == said
 
 
