@@ -27,7 +27,7 @@ from benchmarks.networks.batches import Batch, Step, classifier, images
 from benchmarks.networks.convolutional import VGG16, DenseNet, MobileNetV2, resnet18, resnet50
 from benchmarks.networks.linear import ViT
 from benchmarks.networks.pixels import UNet
-from checkmate.backends import step_problem
+from checkmate.backends import passes, step_problem
 from checkmate.capture import rewrite
 from checkmate.core.answer import Table
 from checkmate.profiling.roofline import DEVICES
@@ -97,7 +97,7 @@ def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
     """Trace a graph as PyTorch has it: its ops, in its order, none of which writes over an input."""
     with (
         patch.object(rewrite, "split_convolutions", lambda *_: None),
-        patch.object(rewrite, "forget_inputs", lambda _: None),
+        patch.object(passes, "forget_inputs", lambda _: None),
         patch.object(step_problem, "late_results", lambda graph, **options: None),
     ):
         problem = problem_of(name, device)

@@ -17,10 +17,10 @@ from torch import nn
 from typing_extensions import ParamSpec, Unpack
 
 from checkmate.backends import ranks
-from checkmate.backends.capture_cache import CaptureCache, capture
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
-from checkmate.backends.plan_swap import Planning
+from checkmate.backends.plan_swap import Planning, SwappablePlan
 from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.refused_backwards import watch_backward
@@ -152,9 +152,13 @@ def new_backend(planner: Planner, second_memories: SecondMemories | None, update
 
 
 class Planned:
-    """The plans of a step, captured by one backend or several."""
+    """The plans of a step, captured for one kind of call or several."""
 
-    _backends: Sequence[Backend]
+    _caches: Sequence[CaptureCache]
+
+    @property
+    def _plans(self) -> list[SwappablePlan]:
+        return [plan for cache in self._caches for plan in cache.plans]
 
     @property
     def plans(self) -> list[Solution]:
@@ -162,12 +166,12 @@ class Planned:
 
         With ``accumulate`` those of all calls but the last of an update come first.
         """
-        return [plan for backend in self._backends for plan in backend.plans]
+        return [one.plan for one in self._plans]
 
     @property
     def planning(self) -> list[Planning]:
         """The state of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        return [one.known for backend in self._backends for one in backend.running]
+        return [one.known for one in self._plans]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended.
@@ -175,15 +179,12 @@ class Planned:
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        for one in [one for backend in self._backends for one in backend.running]:
-            if not one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return False
-        return True
+        return all(one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for one in self._plans)
 
     def memory(self) -> ArenaReport:
         """Report the arenas and the second memory of the last step; prints as a table."""
-        second_memories = self._backends[0].second_memories  # all of a step have one
-        arenas = (arena for backend in self._backends for arena in backend.arenas)
+        second_memories = self._caches[0].backend.second_memories  # all of a step have one
+        arenas = (step.arena for cache in self._caches for step in cache.steps if step.arena is not None)
         return report(arenas, () if second_memories is None else second_memories.uses())
 
 
@@ -192,9 +193,9 @@ class CompiledStep(Planned, Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
         self._fn, self._options = fn, options
-        self._backend = new_backend(Planner(options), options.second_memories) if backend is None else backend
-        self._backends, self._verify = [self._backend], options.verify
-        self._run = CaptureCache(fn, self._backend, options.max_plans)
+        backend = new_backend(Planner(options), options.second_memories) if backend is None else backend
+        self._run, self._verify = CaptureCache(fn, backend, options.max_plans), options.verify
+        self._caches = [self._run]
         if self._verify is None and not is_tried():
             self._run.before = self._compare_if_it_fits
         self._ready = False
@@ -211,27 +212,7 @@ class CompiledStep(Planned, Generic[P, R]):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
         if not self._ready:
-            refuse_lazy(self._fn, args)
-            ranks.refuse_inner(self._fn, args)
-            self._ready = True
-        if self._verify:
-            log.info("%s", self._compare(args, kwargs))
-            self._verify = False
-        return self._guarded(*args, **kwargs)
-
-    def _compare_if_it_fits(self, args: Any, kwargs: Any) -> None:
-        try:
-            log.info("%s", self._compare(args, kwargs))
-        except torch.OutOfMemoryError:
-            log.warning("There is no memory for a plain step: this one is not compared with it.")
-
-    def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
-        anew = functools.partial(capture, self._fn)
-        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, anew, calls)
-
-    def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_grad_enabled():
-            return self._fn(*args, **kwargs)
+            self._begin(args, kwargs)
         try:
             result: R = self._run(*args, **kwargs)
         except Exception as error:
@@ -241,6 +222,28 @@ class CompiledStep(Planned, Generic[P, R]):
             raise reason.with_traceback(None) from reason.__cause__
         watch_backward(result)
         return result
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """Before the first call, refuse what cannot be planned, and compare it with plain PyTorch if so wished."""
+        refuse_lazy(self._fn, args)
+        ranks.refuse_inner(self._fn, args)
+        self._ready = True  # for the calls that are compared
+        if self._verify:
+            try:
+                log.info("%s", self._compare(args, kwargs))
+            except BaseException:
+                self._ready = False
+                raise
+
+    def _compare_if_it_fits(self, args: Any, kwargs: Any) -> None:
+        try:
+            log.info("%s", self._compare(args, kwargs))
+        except torch.OutOfMemoryError:
+            log.warning("There is no memory for a plain step: this one is not compared with it.")
+
+    def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
+        anew = functools.partial(CaptureCache, self._fn)
+        return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
 
 
 class _OfItsStep:

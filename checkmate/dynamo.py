@@ -17,7 +17,6 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.planner import Options, no_option
-from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.patches.is_compiling import warn
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.compiler import compile
@@ -80,11 +79,10 @@ def backend(
     if any(isinstance(given, torch.SymInt) for given in inputs):
         raise Unsupported("Sizes were left open; a plan is for fixed ones: torch.compile(..., dynamic=False).")
     warn(told_yes)
-    planning = compile(module.forward, **options)._backend
-    run = planning(module, inputs)
-    for plan in planning.plans:
-        log.info("%s", plan)
-    return letting_go(run, module)
+    step = compile(module.forward, **options)._run.backend.compile(module, inputs)
+    if step.training is not None:
+        log.info("%s", step.training.plan)
+    return step.run
 
 
 backend.answer = Answer()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.backends.capture_cache import capture
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
@@ -87,9 +87,9 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     # Capture; the exception above ends it.
     try:
         with quietly(), drawing_nothing(), as_captured(), _planned_on(costs, fakes):
-            backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, overlap=options.overlap)
-            backend.second_memories = options.second_memories
-            capture(fn, backend)(*args, **kwargs)
+            about: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
+            backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, **about)
+            CaptureCache(fn, backend)(*args, **kwargs)
     except Exception as error:
         if not problems and not isinstance(error, _Captured):  # with a problem, it is `_Captured` explained by Dynamo
             reason = explained(error, fn)

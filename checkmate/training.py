@@ -174,8 +174,9 @@ class TrainingStep(Planned):
         inserts = [self.inserts]
         if self._accumulate > 1:
             inserts.insert(0, Insert(self._updates, last=False))  # of all calls of an update but the last
-        self._backends = [new_backend(self._planner, self._second_memories, insert) for insert in inserts]
-        self._steps = [CompiledStep(self.loss_fn, self._options, backend) for backend in self._backends]
+        backends = [new_backend(self._planner, self._second_memories, insert) for insert in inserts]
+        self._steps = [CompiledStep(self.loss_fn, self._options, backend) for backend in backends]
+        self._caches = [step._run for step in self._steps]
 
     @property
     def inserts(self) -> Insert:

@@ -139,11 +139,12 @@ def attempt(
     return solution
 
 
-def refused(solution: Solution, seconds: float = TIME_LIMIT) -> Solution:
+def refused(solution: Solution, seconds: float = TIME_LIMIT, reserve: int = 0) -> Solution:
     """An answer without a plan, with the reason, and the budget or rule that would work.
 
     Args:
         seconds: that were allowed to look for a plan, and are for the smallest budget.
+        reserve: bytes that are set aside beside the plan, which the budgets in the message include.
     """
     problem, budget = solution.problem, solution.budget
     patience = max(PATIENCE, min(TIME_LIMIT, seconds)) if solution.method == "auto" else PATIENCE
@@ -168,9 +169,10 @@ def refused(solution: Solution, seconds: float = TIME_LIMIT) -> Solution:
     way_out = "Method 'auto' has one."
     if alone or ends.peak > budget:
         halves = " and ".join(split.partition(": ")[0] for split in problem.splits)
-        works = smallest_budget(ends.peak, note=f", with {halves}" if halves else "")
-        below = "it" if ends.proven else exact_bytes(ends.bound)
-        way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem)}"
+        note = f", of which {format_bytes(reserve)} are reserved" if reserve else ""
+        works = smallest_budget(ends.peak + reserve, note=f", with {halves}{note}" if halves else note)
+        below = "it" if ends.proven else exact_bytes(ends.bound + reserve)
+        way_out = f"{works} No plan fits below {below}.{_what_it_costs(problem, reserve)}"
     proven = alone or solution.status is Status.INFEASIBLE
     claim = f"No schedule fits {format_bytes(budget)}: {reason}."
     if not proven:
@@ -180,9 +182,10 @@ def refused(solution: Solution, seconds: float = TIME_LIMIT) -> Solution:
     refusal = Refusal(ends.peak, problem.graph.ops[k].name, f"{failures}{reason}", without)
     # Name the rules that ask for more bytes, and how many.
     saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
-    parts = [f"without {text}, {format_bytes(without[pattern], up=True)} would do" for pattern, text in saving.items()]
-    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
-        parts.append(f"without any rule, {format_bytes(free, up=True)}{'' if parts else ' would do'}")
+    written = {pattern: format_bytes(count + reserve, up=True) for pattern, count in without.items()}
+    parts = [f"without {text}, {written[pattern]} would do" for pattern, text in saving.items()]
+    if without.get("", ends.peak) < min((without[pattern] for pattern in saving), default=ends.peak):
+        parts.append(f"without any rule, {written['']}{'' if parts else ' would do'}")
     rules = " No rule is in the way: the smallest budget is no smaller without them." if without else ""
     if parts:
         rules = f" Rules are in the way: {'; '.join(parts)}."
@@ -301,7 +304,7 @@ def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> R
         return Remarks(f"{method.name} failed", {"failed": [str(error)]})
 
 
-def _what_it_costs(problem: Problem) -> str:
+def _what_it_costs(problem: Problem, reserve: int) -> str:
     """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
     if problem.host is not None:  # waits for links are known only once it is planned
         return ""
@@ -314,7 +317,8 @@ def _what_it_costs(problem: Problem) -> str:
     slow = f" There a step takes {times:.1f} times as long"
     if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
         return f"{slow}."
-    return f"{slow}; with {format_bytes(roomier.budget, up=True)}, {roomier.cost / problem.keep_all_cost:.1f} times."
+    budget = format_bytes(roomier.budget + reserve, up=True)
+    return f"{slow}; with {budget}, {roomier.cost / problem.keep_all_cost:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:

@@ -18,26 +18,28 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from checkmate.backends import ranks
-from checkmate.backends.compilation import Backend, Call
+from checkmate.backends.compilation import Backend, Call, CapturedStep, run_generated_code
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.plan_swap import SwappablePlan
 from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
+from checkmate.capture.around import surrounded
 from checkmate.capture.autocast import within_region
 from checkmate.capture.guards import GuardFailed
 from checkmate.capture.joint import Joint
-from checkmate.capture.meta_tensors import letting_go
+from checkmate.capture.meta_tensors import Descriptions
 from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
+from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.core.solution import format_gap
@@ -66,15 +68,11 @@ class _NothingToPlan(Exception):
     """Raised by captured code that needs no gradient: plain PyTorch runs it."""
 
 
-def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """Compile ``fn`` with a backend, in a new code object, since Dynamo keeps compiled code with the code object."""
-    run = _compiled(_copy_of(fn), backend)
+def _hand_back(*inputs: Any) -> Any:
+    raise _NothingToPlan
 
-    def capturing(*args: Any, **kwargs: Any) -> Any:
-        with showing(traced_since_now("capturing")), backend.capturing(Call((fn, args, kwargs))), collecting_seldom():
-            return run(*args, **kwargs)
 
-    return capturing
+_NOTHING = CapturedStep(_hand_back)
 
 
 @contextmanager
@@ -118,20 +116,15 @@ def _drop(code: types.CodeType) -> None:
         vars(one).update(root=None, diff_guard_root=None, closure_vars=None, code_parts=[], verbose_code_parts=None)
 
 
-def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
-    """Let Dynamo compile a step by a backend; ``hands_back``: raise `_NothingToPlan` if nothing is planned."""
-    alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
+def _compiled(own: types.FunctionType, answer: Answer, compile: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
+    """Let Dynamo compile a step by a function of its graph and inputs; Dynamo keeps the reference until it is reset."""
 
     def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        known = alive()
+        known = compile()
         assert known is not None
-        planned = len(known.running)
-        run = known(module, inputs, **options)
-        if not hands_back:
-            return run
-        return letting_go(run if len(known.running) > planned else _hand_back, module)
+        return known(module, inputs)
 
-    compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
+    compile_graph.answer = answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
 
     @functools.wraps(run)
@@ -140,34 +133,53 @@ def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = F
         with dynamo_config.patch(skip_nnmodule_hook_guards=False):
             return run(*args, **kwargs)
 
-    captured = knowing_selections(with_recurrent_modules(guarding_hooks), backend.answer)
-    return plain_if_possible(captured, backend.answer)
+    captured = knowing_selections(with_recurrent_modules(guarding_hooks), answer)
+    return plain_if_possible(captured, answer)
 
 
 @dataclass(eq=False)
-class _Capture:
+class _Entry:
+    """A captured step of the cache."""
+
     kind: Any  # of the calls that it may be for
     own: types.FunctionType
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
-    running: list[SwappablePlan]
     because: Reason | None  # the value for which an earlier capture was not for its call
-    numbers: frozenset[str] = frozenset()  # numbers that are inputs, by Dynamo's names
-    answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
+    numbers: frozenset[str]  # numbers that are inputs, by Dynamo's names
     used: int = 0  # at which call, the last time
     draws: bool = False  # from the generators of Python or NumPy
+    step: CapturedStep = _NOTHING
+
+    def end(self) -> None:
+        """End the search for a better plan."""
+        if self.step.training is not None:
+            self.step.training.end()
 
 
 class CaptureCache:
-    """A cache of captures of a function, one for each kind of call; ``most`` of them are kept."""
+    """A cache of captures of a function, one for each kind of call; ``most`` of them are kept.
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
-        self._fn, self._backend, self._most = fn, backend, most
+    Where there is nothing to plan, plain PyTorch runs the function, but if the backend lowers modules in its own way.
+    """
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int = 64) -> None:
+        self._fn, self.backend, self._most = fn, backend, most
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        self._kept: list[_Capture] = []
+        self._kept: list[_Entry] = []
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
         self._warned = False
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
+
+    @property
+    def steps(self) -> list[CapturedStep]:
+        """The captured steps that train, in the order of capture."""
+        return [one.step for one in self._kept if one.step.training is not None]
+
+    @property
+    def plans(self) -> list[SwappablePlan]:
+        """The plans by which these run now."""
+        return [step.training for step in self.steps if step.training is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the capture for this call; make it if there is none."""
@@ -175,7 +187,7 @@ class CaptureCache:
         kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
-            if any(_goes_another_way(known.answers, answers) for answers in found):
+            if any(_goes_another_way(known.step.answers, answers) for answers in found):
                 continue
             state = other_random_states() if known.draws else None
             try:
@@ -184,7 +196,7 @@ class CaptureCache:
                 draw_again_from(state)
                 other = other or answer
                 if answer.place is not None:
-                    found.append((*known.answers[: answer.place], answer.now))
+                    found.append((*known.step.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
                 draw_again_from(state)
@@ -216,7 +228,8 @@ class CaptureCache:
             # With the numbers of then, what is captured has to be what was captured then.
             then = constants(known.own)
             values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-            earlier = joint_of(known.running[-1].plan.problem) if known.running else None
+            training = known.step.training
+            earlier = None if training is None else joint_of(training.plan.problem)
 
             def check(joint: Joint) -> None:
                 if earlier is None or _with(values, joint) != _with(values, earlier):
@@ -248,34 +261,35 @@ class CaptureCache:
                     raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
                 self._forget(kept[0])
         # Capture it in a code object of its own, and run it.
-        backend = self._backend
-        own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
-        made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
-
+        own, state = _copy_of(self._fn), other_random_states()
+        made = _Entry(kind, own, run(own), because, frozenset(numbers))
         capturing = traced_since_now("capturing")
 
         def doing() -> str:
-            if len(backend.running) == planned:
+            if made.step.training is None:
                 return capturing()
-            known = backend.running[-1].known
+            known = made.step.training.known
             return f"training; planning goes on, gap {format_gap(known.gap)}" if known.goes_on else "first run"
 
+        def compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            made.step = step = self.backend.compile(module, inputs, call)
+            if step.training is None and self.backend.lower is run_generated_code:
+                made.step = replace(step, run=surrounded(_hand_back, [Descriptions(module)]))
+            return made.step.run
+
         try:
-            ours = backend.capturing(call)
-            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), ours, collecting_seldom():
-                result = _compiled(own, backend, hands_back=True)(*args, **kwargs)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), collecting_seldom():
+                result = _compiled(own, self.backend.answer, weakref.ref(compile))(*args, **kwargs)
         except _NothingToPlan:
             made.draws = _have_drawn(state)
             draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
-            backend.forget(backend.running[planned:])
+            made.end()
             raise
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         # Keep what was captured.
-        made.answers = call.answers
-        made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
         made.used = next(self._calls)
@@ -294,13 +308,13 @@ class CaptureCache:
             )
         return result
 
-    def _of_kind(self, kind: Any) -> list[_Capture]:
+    def _of_kind(self, kind: Any) -> list[_Entry]:
         """The captures for calls of a kind, the last used first."""
         return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
 
-    def _forget(self, one: _Capture) -> None:
+    def _forget(self, one: _Entry) -> None:
         self._kept.remove(one)
-        self._backend.forget(one.running)
+        one.end()
         _drop(one.own.__code__)  # at once, and not when garbage is collected
 
 
@@ -319,10 +333,6 @@ def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ..
 
 def _have_drawn(before: tuple[Any, Any]) -> bool:
     return pickle.dumps(other_random_states()) != pickle.dumps(before)
-
-
-def _hand_back(*inputs: Any) -> Any:
-    raise _NothingToPlan
 
 
 def _kind(given: Any) -> Any:

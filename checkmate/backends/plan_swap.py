@@ -6,9 +6,9 @@ while gradients are accumulated, which shows in parameters that have gradients a
 forward.
 
 All plans of a step give the same bits. AOTAutograd compiles once, and takes as saved tensors whatever the forward
-returns after the results, however many these are; the backward gets them back. Here one tensor goes before them, whose
-length says by which plan the forward ran: so a backward runs the code of its own forward, whenever it comes. While it
-lives, the graph of that call may still be differentiated. Its memory is not PyTorch's, and counts in no peak.
+returns after the results, however many these are; the backward gets them back. Here a token goes before them, whose
+length says by which plan the forward ran (`checkmate.codegen.call_token`): so a backward runs the code of its own
+forward, whenever it comes. While it lives, the graph of that call may still be differentiated.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from checkmate.backends.step_problem import with_guards
+from checkmate.capture.around import Around
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import Run, takes_one_list
+from checkmate.codegen.call_token import call_token
 from checkmate.codegen.emit import is_unchecked
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status, format_gap
 from checkmate.errors import SolverError
@@ -74,7 +75,7 @@ class Planning:
         )
 
 
-class SwappablePlan:
+class SwappablePlan(Around):
     """A captured graph with its present plan, which may change before a call until planning has ended."""
 
     def __init__(self, plan: Solution) -> None:
@@ -119,22 +120,15 @@ class SwappablePlan:
         with showing(lambda: f"planning: {self.known}"):
             return self._search.wait(timeout)
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a compiled function so that a better plan can be installed before each call."""
+    def before(self, inputs: list[Any]) -> None:
+        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
+        if self._write is not None and self._looking.acquire(blocking=False):  # else another thread does
+            try:
+                self._swap(inputs)
+            finally:
+                self._looking.release()
 
-        @wraps(run)
-        def changing(*args: Any) -> Any:
-            if self._write is not None and self._looking.acquire(blocking=False):  # else another thread does
-                try:
-                    self._before(args)
-                finally:
-                    self._looking.release()
-            return run(*args)
-
-        return changing
-
-    def _before(self, args: Sequence[Any]) -> None:
-        """Install a better plan before a forward, if no backward is pending and no gradient accumulates."""
+    def _swap(self, args: Sequence[Any]) -> None:
         assert self._search is not None
         over, news = not self._search.goes_on, self._search.better
         leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
@@ -196,7 +190,7 @@ class SwappableCode:
         self._results = results  # how many of the forward's outputs are not saved tensors
         self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by the number of the plan
         self._calls = itertools.count()
-        self._alive: dict[int, weakref.ref[np.ndarray]] = {}  # by call: dies with what the call has saved
+        self._alive: set[int] = set()  # calls whose saved tensors live
         self.now = 0  # the plan by which the forward runs
 
     @property
@@ -224,10 +218,10 @@ class SwappableCode:
     def _forward(self, inputs: list[Any]) -> Any:
         ((number, run),) = self._runs["forward"].items()
         results = run(inputs)
-        # Mark the call by a tensor whose length is the plan's number, not empty: hooks may ask for its maximum.
-        call, memory = next(self._calls), np.zeros(number + 1, dtype=np.float32)
-        self._alive[call] = weakref.ref(memory, lambda _: self._alive.pop(call, None))
-        return [*results[: self._results], torch.from_numpy(memory), *results[self._results :]]
+        call = next(self._calls)
+        self._alive.add(call)
+        token = call_token(call, partial(self._alive.discard, call), length=number + 1)
+        return [*results[: self._results], token, *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:
         number = len(inputs.pop(0)) - 1

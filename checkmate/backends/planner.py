@@ -275,14 +275,12 @@ class Planner:
         solver = cheapest_split(ranks.one_plan(plan_cache.kept(first_plan(attempt), earlier)), look_on=look_on)
         solution = solver(query)
         if solution.plan is None:
-            # Refuse, with the smallest budget that works.
-            refusing = ranks.one_plan(lambda query: refused(solution, seconds), "refusal")  # equal on all ranks
+            # Refuse, with the smallest budget that works, which is equal on all ranks.
+            refusing = ranks.one_plan(lambda query: refused(solution, seconds, reserve), "refusal")
             solution = refusing(replace(query, problem=solution.problem))
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
-            in_all = f"{exact_bytes(smallest, up=True)} in all"
-            note = f" {format_bytes(reserve)} are reserved beside that, {in_all}." if reserve else ""
-            raise InfeasibleBudget(f"{solution.message}{note}", budget=self.total, min_budget=smallest, op=op)
+            raise InfeasibleBudget(solution.message, budget=self.total, min_budget=smallest, op=op)
         solution = with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
         return solution

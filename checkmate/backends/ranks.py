@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.backends.error_messages import WRAP_OUTSIDE
 from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import held_modules
+from checkmate.capture.around import Around
 from checkmate.capture.device import device_of
 from checkmate.capture.nodes import is_collective
 from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, reduce_in_place, same_on_all
@@ -65,6 +65,7 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
     Args:
         what: the solver gives: answers to the same query may be a plan, and the reason why there is none.
 
+    >>> from checkmate import Problem
     >>> from checkmate.solvers.solve import attempt
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> one_plan(attempt)(Query(chain, 4)).cost
@@ -123,38 +124,35 @@ def _one_plan(store: Any, solver: Solver, query: Query, what: str) -> Solution:
     return followed
 
 
-def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
-    """Before a compiled function gathers parameters again, check with the other ranks that all will.
+class SameExchanges(Around):
+    """Before a step gathers parameters again, check with the other ranks that all will.
 
     A rank whose plan is another, as its batch is smaller, would wait for the others in vain, or take what was sent for
     something else.
     """
-    # List the plan's exchanges in order, and the groups that gather parameters again.
-    joint = joint_of(plan.problem)
-    assert plan.plan is not None
-    order = [step.op for step in plan.plan.steps if isinstance(step, (Run, Start))]  # also where it is waited for
-    talking = [n for k in order if (n := joint.nodes[k]) is not None and is_collective(n)]
-    groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN)
-    if not (groups and train_together()):
-        return run
-    # Before each call a group compares its exchanges, as one number.
-    device = device_of(joint.module.graph)
-    said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
-    numbers = {group: as_number([what for what in said if what[0] == group]) for group in groups}
 
-    @wraps(run)
-    def keeping(*args: Any) -> Any:
-        for group, number in numbers.items():
-            if not same_on_all(number, device, _resolve_process_group(group)):
+    def __init__(self, plan: Solution) -> None:
+        # List the plan's exchanges in order, and the groups that gather parameters again.
+        joint = joint_of(plan.problem)
+        assert plan.plan is not None
+        order = [step.op for step in plan.plan.steps if isinstance(step, (Run, Start))]  # also where it is waited for
+        talking = [n for k in order if (n := joint.nodes[k]) is not None and is_collective(n)]
+        groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN) if train_together() else {}
+        # A group compares its exchanges, as one number.
+        self._device = device_of(joint.module.graph)
+        said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
+        self.numbers = {group: as_number([what for what in said if what[0] == group]) for group in groups}
+
+    def before(self, inputs: list[Any]) -> None:
+        """Compare them in each group."""
+        for group, number in self.numbers.items():
+            if not same_on_all(number, self._device, _resolve_process_group(group)):
                 raise Unsupported(
                     f"The ranks follow different plans: rank {dist.get_rank()} gathers parameters in another order, or "
                     "more often, than another rank. Nothing has run. Have all ranks call the step with the same shapes "
                     "and budget; or have each parameter gathered once: "
                     'rules={"_c10d_functional.gather_parameter": 1}.'
                 )
-        return run(*args)
-
-    return keeping
 
 
 def train_together() -> bool:

@@ -102,7 +102,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
     """Measure the bytes of the guards before the step, beside resident ones; refuse them above the limit."""
     device, given = main_device(inputs), joint_of(plan.problem).number_bytes  # which are made anew at each call
-    taken = given + aside(partial(measure_peak, partial(guards.check, inputs), device)).peak
+    taken = given + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(guards.places))

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.capture.around import Around
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
-from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.nodes import target_name
+from checkmate.capture.nodes import is_write, memory_of, needed_by, target_name, up_to, written_by
 from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
@@ -196,15 +195,15 @@ class _Watch(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class DataGuards:
-    """The guards of a captured step, in order."""
+class DataGuards(Around):
+    """The guards of a captured step, in order, which are checked before each call."""
 
     module: fx.GraphModule
     inputs: tuple[int, ...] = ()  # positions among the step's
     answers: tuple[bool | int, ...] = ()  # when it was captured
     places: tuple[str, ...] = ()  # in the user's code
 
-    def check(self, inputs: Sequence[Any]) -> None:
+    def before(self, inputs: Sequence[Any]) -> None:
         """Evaluate the guards in order for these inputs; raise `GuardFailed` for the first that fails."""
         with torch.no_grad(), autocast_as_found():
             self.module(*[inputs[i] for i in self.inputs])
@@ -250,16 +249,3 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
 def depends_on_inputs(node: fx.Node) -> bool:
     """Tell whether a node of a graph is computed from its inputs."""
     return any(n.op == "placeholder" for n in needed_by(node))
-
-
-def checking_guards(run: Callable[..., Any], guards: DataGuards) -> Callable[..., Any]:
-    """Wrap a compiled function so that it checks its guards first, and runs only if all hold."""
-    if not guards.answers:
-        return run
-
-    @wraps(run)
-    def checking(*inputs: Any) -> Any:
-        guards.check(inputs)
-        return run(*inputs)
-
-    return checking

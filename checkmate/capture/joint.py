@@ -74,7 +74,7 @@ class Joint:
 
 
 def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> Joint:
-    """Read a joint graph of AOTAutograd, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
+    """Read a joint graph of AOTAutograd, as the rewrites of `checkmate.backends.passes` leave it, or made of that.
 
     Args:
         block_bytes: the allocator rounds every size up to a multiple of these.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.fx as fx
 
+from checkmate.capture.around import Around
 from checkmate.memory import meter
 from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, MetaTensorDescriber
 
@@ -41,22 +41,21 @@ def meta_as(device: torch.device) -> Iterator[None]:
         yield
 
 
-def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
-    """A compiled function that, at its first run, frees objects that only capture and measurement needed.
+class Descriptions(Around):
+    """Free, before the first call of a step, objects that only capture and measurement needed.
 
     That is the fake tensors by which Dynamo describes its graph: they keep autograd's nodes, and these the numbers that
     tensors were multiplied by, each in a real tensor of eight bytes, which no plan knows. What malloc keeps goes back
     to the machine.
     """
-    described: list[fx.GraphModule] = [module]
 
-    @wraps(run)
-    def letting_go_first(*inputs: Any) -> Any:
-        while described:
-            parts = [part for part in described.pop().modules() if isinstance(part, fx.GraphModule)]
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._described = [module]
+
+    def before(self, inputs: list[Any]) -> None:
+        """Free them once."""
+        while self._described:
+            parts = [part for part in self._described.pop().modules() if isinstance(part, fx.GraphModule)]
             for node in (node for part in parts for node in part.graph.nodes):
                 node.meta.pop("example_value", None)
             meter.trim()
-        return run(*inputs)
-
-    return letting_go_first

@@ -1,4 +1,4 @@
-"""Properties of a node of a joint graph, from its fake tensors and schema: view, write, random draw."""
+"""Properties of a node of a graph, from its fake tensors and schema: view, write, random draw, dependencies."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from checkmate.capture.random_draws import DRAWS, draws
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_leaves
 
+Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
 LINK = "checkmate_link"  # in the meta of a node: what carries it beside other ops, as in `Op.link`
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
@@ -205,3 +206,53 @@ def is_convolution(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Tell whether it communicates with other ranks, or waits for that."""
     return isinstance(node.target, (OpOverload, PlannedOp)) and node.target.namespace in _COLLECTIVES
+
+
+# Of Dynamo's graph: what a node depends on.
+
+
+def up_to(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes of the graph in order, up to this one."""
+    for n in node.graph.nodes:
+        yield n
+        if n is node:
+            return
+
+
+def needed_by(node: fx.Node, reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
+    """The node, the nodes it is computed from, and earlier writes to any of them."""
+    needed, memory = set[fx.Node](), set[int]()
+    writers = [n for n in up_to(node) if is_write(n)]
+    todo = [node]
+    while todo:
+        while todo:
+            n = todo.pop()
+            if n not in needed:
+                needed.add(n)
+                memory.update(memory_of(n))
+                todo += reads(n)
+        todo = [n for n in writers if n not in needed and any(memory_of(a) & memory for a in written_by(n))]
+    return needed
+
+
+def is_write(node: fx.Node) -> bool:
+    """Tell whether the name of a function or method says that it writes; `guards.evaluate` finds other writes."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        node.target is operator.setitem
+        or (getattr(operator, name, None) is node.target and name.startswith("i"))  # iadd
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("out") is not None
+        or bool(node.kwargs.get("inplace"))
+    )
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node may write to, if it `is_write`."""
+    out = tree_leaves(node.kwargs.get("out"))
+    return [a for a in (*node.args[:1], *out) if isinstance(a, fx.Node)]
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    """The storages of a node's tensors, from Dynamo's fake tensors."""
+    return {storage(t) for t in tensors(node.meta.get("example_value")) if t.layout is torch.strided}

@@ -21,8 +21,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.dependencies import needed_by
-from checkmate.capture.nodes import input_position, leaf_nodes, tensors, viewed
+from checkmate.capture.nodes import input_position, leaf_nodes, needed_by, tensors, viewed
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node

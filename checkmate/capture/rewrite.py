@@ -11,10 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.cudnn import expose_cudnn
 from checkmate.capture.device import WAVERS
-from checkmate.capture.higher_order.triton_kernels import make_what_they_write
-from checkmate.capture.inplace.shape_only import forget_inputs
 from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_convolution, is_random, tensors
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
@@ -37,49 +34,24 @@ from checkmate.torch_internals.dispatcher import OpOverload
 aten = torch.ops.aten
 
 
-def prepare(
-    graph: fx.Graph,
-    *,
-    on_cpu: bool = True,
-    in_two: Callable[[fx.Node], bool] | None = None,
-    again: Callable[[fx.Node], bool] | None = None,
-    repeats: Callable[[fx.Node], bool] | None = None,
-) -> None:
-    """Rewrite a joint graph in place, pass by pass.
-
-    Args:
-        graph: dropout is rewritten in it so that its mask can be kept and the rest recomputed.
-        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
-        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
-        again: whether an op on CUDA draws the same numbers again; None: each does.
-        repeats: whether a convolution on CUDA, or a kernel of Triton's, has the same bits whenever it runs; None: each
-            has.
-    """
-    # Ops as eager PyTorch runs them.
-    expose_dropout(graph)
-    draw_as_in_place(graph)
-    expose_cudnn(graph)
-    # Fewer ops, that read and keep less.
-    forget_running_statistics(graph)
-    skip_idle_views(graph)
-    lay_out_at_once(graph)
+def expose_workspaces(graph: fx.Graph) -> None:
+    """Have each layer of an LSTM return the workspace for its backward, also where gradients are not enabled."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
-        node.target = lstm_layer  # which leaves the workspace for its backward where gradients are not enabled, too
-    make_what_they_write(graph, repeats)
-    gather_copies(graph)
-    sum_what_masks_select(graph)
+        node.target = lstm_layer
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase nodes that nobody reads, without draws and other effects."""
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
-    split_convolutions(graph, in_two)
-    # Draws may run again, unless a trial gave other bits.
-    if on_cpu:
-        forget_inputs(graph)
-        save_states(graph)  # of draws that somebody reads
-    save_device_states(graph, again)
-    if repeats is not None:
-        for node in filter(is_convolution, graph.nodes):
-            on_accelerator = any(made.device.type != "cpu" for made in tensors(node.meta["val"]))
-            node.meta[WAVERS] = on_accelerator and not repeats(node)
-    graph.lint()
+
+
+def note_wavering(graph: fx.Graph, repeats: Callable[[fx.Node], bool] | None) -> None:
+    """Note of each convolution on an accelerator whether it may have other bits when it runs again."""
+    if repeats is None:
+        return
+    for node in filter(is_convolution, graph.nodes):
+        on_accelerator = any(made.device.type != "cpu" for made in tensors(node.meta["val"]))
+        node.meta[WAVERS] = on_accelerator and not repeats(node)
 
 
 def expose_dropout(graph: fx.Graph) -> None:

@@ -18,10 +18,13 @@ from torch.fx.graph import CodeGen
 from checkmate.capture.nodes import PlannedOp, target_name
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
+from checkmate.errors import CheckmateError
 from checkmate.torch_internals import kernels
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # of inputs in one list
+_SAY_WHERE = "_say_where"
+_EXCEPT = ("    except Exception as error:", f"        {_SAY_WHERE}(error)", "        raise")
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
@@ -82,30 +85,25 @@ def boxed(module: fx.GraphModule) -> Run:
         bound[short] = _BINDINGS.get(op, op._op)
         return f"{short}("
 
-    # Make the function, which says where an op that fails comes from.
+    # Make the function, which says where an op that fails comes from. It is one function: each call of another takes
+    # longer than many an op.
     file = f"<checkmate {id(module):x}>"
-    exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
-    forward = ending_calls(module.graph, partial(bound["forward"], module))
-
-    @takes_one_list
-    def run(inputs: list[Any]) -> Any:
-        try:
-            return forward(inputs)
-        except Exception as error:
-            _say_where(error, module.graph, file)
-            raise
-
-    return run
+    head, body = _OP_CALL.sub(bind, code.src).split(":\n", 1)
+    bound[_SAY_WHERE] = partial(_say_where, graph=module.graph, file=file)
+    lines = [f"{head}:", "    try:", *(f"    {line}" for line in body.splitlines()), *_EXCEPT]
+    exec(compile("\n".join(lines), file, "exec"), bound)
+    return takes_one_list(ending_calls(module.graph, partial(bound["forward"], module)))
 
 
 def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
-    """Add the line of the user's code to the error message of an op."""
+    """Add the line of the user's code to the error message of an op; an error of checkmate's has said where."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
-    if at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
+    if isinstance(error, CheckmateError) or at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
-    made = re.match(r"\s*(\w+)(?::.*?)? = ", graph.python_code("self").src.splitlines()[frames[at][1] - 1])
+    line = graph.python_code("self").src.splitlines()[frames[at][1] - 2]  # what runs has a `try` before it
+    made = re.match(r"\s*(\w+)(?::.*?)? = ", line)
     node = nodes.get(made.group(1)) if made else None
     if node is None:
         return

@@ -25,6 +25,7 @@ import torch
 import torch.fx as fx
 from torch.autograd.graph import get_gradient_edge
 
+from checkmate.capture.around import Around
 from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import arrivals, created, hand_over_in_order, is_before, reachable, verdicts
@@ -334,35 +335,37 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
     return without_dead_code(module, graph)
 
 
-def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
+class FanOut(Around):
     """Pass inputs with several contributions to a compiled function as aliases, to hand these over one by one.
 
     Where they cannot, and something else contributes first, the backward is refused.
     """
-    if not (sharing.apart or sharing.together):
-        return run
 
-    @wraps(run)
-    def fanning(*args: Any) -> Any:
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+
+    def before(self, inputs: list[Any]) -> Any:
+        """Pass inputs through a `Fan`; note them, and the edges to those whose contributions come as a sum."""
         if not torch.is_grad_enabled():
-            return run(*args)
-        # Pass inputs through a `Fan`.
-        given = list(args)
-        inputs = [args[shared.position] for shared in sharing.apart for _ in range(shared.count)]
-        aliases = Fan.apply(tuple(shared.count for shared in sharing.apart), *inputs) if inputs else ()
-        for shared, alias in zip(sharing.apart, aliases, strict=True):
-            given[shared.position] = alias
-        # Refuse, in the backward, what cannot be handed over one by one.
-        original = {id(given[s.position]): args[s.position] for s in sharing.apart}
-        known = [args[shared.position] for shared in sharing.together if shared is not UNKNOWN]
-        edges = [get_gradient_edge(tensor)[:2] for tensor in known]  # a write moves them
-        results = run(*given)
-        if sharing.together:
-            for function in compiled_functions(results, given):
-                before_backward(function, partial(_refuse_together, sharing.together, edges))
-        return type(results)(original.get(id(result), result) for result in results)
+            return None
+        apart, together = self._sharing.apart, self._sharing.together
+        originals = [inputs[shared.position] for shared in apart]
+        repeated = [tensor for tensor, shared in zip(originals, apart, strict=True) for _ in range(shared.count)]
+        aliases = Fan.apply(tuple(shared.count for shared in apart), *repeated) if repeated else ()
+        for shared, alias in zip(apart, aliases, strict=True):
+            inputs[shared.position] = alias
+        edges = [get_gradient_edge(inputs[s.position])[:2] for s in together if s is not UNKNOWN]  # a write moves them
+        return {id(alias): original for alias, original in zip(aliases, originals, strict=True)}, edges
 
-    return fanning
+    def after(self, note: Any, args: Sequence[Any], results: Any) -> Any:
+        """Give originals for aliases; refuse, in the backward, what cannot be handed over one by one."""
+        if note is None:
+            return results
+        original, edges = note
+        if self._sharing.together:
+            for function in compiled_functions(results, args):
+                before_backward(function, partial(_refuse_together, self._sharing.together, edges))
+        return type(results)(original.get(id(result), result) for result in results)
 
 
 def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:

@@ -4,9 +4,8 @@ Each call has a store of its own, so that calls of which several are begun befor
 know nothing of each other. A store that a call gives back serves the next one; where a plan has more elsewhere than the
 store has room for, a larger one takes its place.
 
-Forward and backward of one call share a `Call`, whatever other calls begin between them. A small tensor goes from the
-one to the other among the saved ones and says which call it is: its memory is not PyTorch's, and counts in no peak.
-When that tensor is gone, nobody can ask for the backward any more, and what waits is let go of.
+Forward and backward of one call share a `Call`, whatever other calls begin between them. A token goes from the one to
+the other (`checkmate.codegen.call_token`); when it is gone, what waits is let go of.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from checkmate.codegen.call_token import call_token
 from checkmate.core.graph import Graph
 from checkmate.core.host import Host
 from checkmate.errors import HostError, Unsupported
@@ -176,10 +175,8 @@ class SecondMemory:
                 store = open_store(self.where, capacity, self.device)
             self._used.add(store)
         number = next(_numbers)
-        memory = np.array([number], dtype=np.int64)
         _here.call = _calls[number] = Call(store, self)
-        weakref.finalize(memory, _leave, number).atexit = False
-        return torch.from_numpy(memory)
+        return call_token(number, partial(_leave, number))
 
     def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
         """End a call: stop its transfers and free its bytes.

@@ -11,12 +11,13 @@ So a captured step leaves in the region, for each weight that it converts, what 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from checkmate.capture.around import Around
 from checkmate.capture.autocast import Copies, autocast_as_found, is_kept, within_region
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions
 from checkmate.errors import Unsupported
@@ -29,14 +30,16 @@ _USERS = "checkmate: backwards of steps"  # in the meta data of a copy's node of
 _ANEW = "checkmate.compile captures such a call anew; a backend that torch.compile calls by its name is not asked to."
 
 
-def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
-    """Wrap a compiled function for calls within an autocast region; its converted weights may be found later."""
-    if not any(copies.kept):
-        return run
+class SharedCopies(Around):
+    """Leave in an autocast region within which a step is called what becomes the copies of its weights."""
 
-    @wraps(run)
-    def sharing(*args: Any) -> Any:
-        if copies.kept != [*map(is_kept, args)]:
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def before(self, inputs: list[Any]) -> dict[str, Any]:
+        """The nodes of autograd in which gradients of weights meet in this region, by the name of the weight."""
+        copies = self._copies
+        if copies.kept != [*map(is_kept, inputs)]:
             raise Unsupported(
                 "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
                 f"captured and is none now, or the other way round. {_ANEW}"
@@ -46,14 +49,13 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
                 "The step enters autocast, and was captured within another region of it, which keeps the converted "
                 f"weights, and is called outside of one now, or the other way round. {_ANEW}"
             )
+        nodes: dict[str, Any] = {}
         if not (within_region() and torch.is_grad_enabled()):
-            return run(*args)
-        # The nodes of autograd in which gradients of weights meet in this region, by the name of the weight.
-        nodes = {}
+            return nodes
         with autocast_as_found():
             torch.set_autocast_cache_enabled(True)
             for i, dtype in copies.converted.items():
-                weight, name = args[i], copies.names[i]
+                weight, name = inputs[i], copies.names[i]
                 torch.set_autocast_enabled(weight.device.type, True)
                 torch.set_autocast_dtype(weight.device.type, dtype)
                 with _Lookup(name) as lookup:
@@ -67,15 +69,15 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
                 if not is_present:
                     raise _changed(name)
                 nodes[name] = copy.grad_fn
-        # In a backward, ask whether it runs these too, or other steps that have used them.
-        results = run(*args)
-        for function in compiled_functions(results, args):
-            for node in nodes.values():
-                node.metadata.setdefault(_USERS, []).append(weakref.ref(function))
-            before_backward(function, partial(_refuse_shared, nodes))
-        return results
+        return nodes
 
-    return sharing
+    def after(self, note: dict[str, Any], args: Sequence[Any], results: Any) -> Any:
+        """In a backward, ask whether it runs these too, or other steps that have used them."""
+        for function in compiled_functions(results, args) if note else ():
+            for node in note.values():
+                node.metadata.setdefault(_USERS, []).append(weakref.ref(function))
+            before_backward(function, partial(_refuse_shared, note))
+        return results
 
 
 def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:

@@ -11,7 +11,9 @@ would call its hooks with None, so this one does not.
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -20,14 +22,23 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.around import Around
 from checkmate.capture.nodes import leaf_nodes, storages, written
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.writing_over import IN_PLACE_OF
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
+from checkmate.torch_internals.aot import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    TangentAOTInput,
+    _is_tangent,
+    runtime_wrappers,
+)
 from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_leaves
 
+log = logging.getLogger("checkmate.codegen")
 aten = torch.ops.aten
 _OVERWRITTEN = (
     "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient. It "
@@ -36,6 +47,7 @@ _OVERWRITTEN = (
 )
 _WRITTEN = re.compile(r"modified by an inplace operation: (?:\[(\S+) (\[.*?\])\])?")  # as autograd says it
 _Known = tuple[fx.Node | None, bool]  # replacement, None: undefined; depends on a gradient
+_here = threading.local()  # .told: of the step whose backward runs on this thread
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -54,11 +66,13 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
     # Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
     # saved nothing.
     backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
+    told: list[torch.Size] = []  # shapes of gradients that were laid out anew
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
         defined = [i for i, grad in enumerate(tree_leaves(grads)) if grad is not None]  # and no tensor: it is held here
         if not defined:
             return (None,) * len(ctx.needs_input_grad)
+        before, _here.told = getattr(_here, "told", None), told
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
@@ -74,8 +88,34 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
             if "second time" not in str(error) or max(defined) >= written:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
+        finally:
+            _here.told = before
 
     compiled.backward = staticmethod(unless_undefined)
+
+
+def _tell_of_layouts() -> None:
+    """Log where AOTAutograd lays out anew a gradient that comes to a result of a step of ours, once for each step."""
+    lay_out = runtime_wrappers.coerce_to_expected_memory_format
+
+    @wraps(lay_out)
+    def telling(gradient: torch.Tensor, memory_format: Any) -> torch.Tensor:
+        result: torch.Tensor = lay_out(gradient, memory_format)
+        told = getattr(_here, "told", None)
+        if result is not gradient and told == []:
+            told.append(gradient.shape)
+            log.warning(
+                "The gradient that comes to a result of the compiled step, of shape %s, is expanded or transposed, and "
+                "is laid out anew, beside the budget. Plain PyTorch computes with it as it is: last bits of gradients "
+                "may differ. Compute the loss within the step: compile a function that returns it.",
+                tuple(gradient.shape),
+            )
+        return result
+
+    runtime_wrappers.coerce_to_expected_memory_format = telling
+
+
+put_in_place("layouts of gradients", _tell_of_layouts)
 
 
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:
@@ -103,23 +143,18 @@ def _is_detached(node: fx.Node) -> bool:
     return node.target == aten.detach.default
 
 
-def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+class Unreached(Around):
     """Keep a step's backward from inputs without a gradient: neither their hooks nor their makers run."""
-    if not positions:
-        return run
-    left = {*positions}
 
-    @wraps(run)
-    def leaving(*args: Any) -> Any:
-        # Where no input gets one, results still need a gradient, of which nothing comes.
-        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad and i not in left for i, arg in enumerate(args)):
-            return run(*args)
-        given = [*args]
-        for i in positions:
-            given[i] = args[i].detach() if isinstance(args[i], torch.Tensor) and args[i].requires_grad else args[i]
-        return run(*given)
+    def __init__(self, positions: Sequence[int]) -> None:
+        self._positions = {*positions}
 
-    return leaving
+    def before(self, inputs: list[Any]) -> None:
+        """Detach them; where no input gets a gradient, results still need one, of which nothing comes."""
+        needing = [i for i, given in enumerate(inputs) if isinstance(given, torch.Tensor) and given.requires_grad]
+        if not self._positions.issuperset(needing):
+            for i in self._positions.intersection(needing):
+                inputs[i] = inputs[i].detach()
 
 
 def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
@@ -133,18 +168,18 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
         front = {following for f in front for following, _ in f.next_functions}
 
 
-def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], list[Any]], None]) -> Any:
-    """Wrap a compiled function to give these its results and autograd nodes after each call."""
+class Watches(Around):
+    """Give these the results and autograd nodes of each call."""
 
-    @wraps(run)
-    def watching(*args: Any) -> Any:
-        results = run(*args)
+    def __init__(self, *watches: Callable[[Sequence[Any], list[Any]], None]) -> None:
+        self._watches = watches
+
+    def after(self, note: None, args: Sequence[Any], results: Any) -> Any:
+        """Call them."""
         functions = [*compiled_functions(results, args)]
-        for watch in watches:
+        for watch in self._watches:
             watch(results, functions)
         return results
-
-    return watching
 
 
 def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:

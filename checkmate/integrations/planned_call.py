@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from checkmate.backends.compilation import Backend
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.planner import Options, Planner
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.max_batch_size import max_batch_size
@@ -125,8 +125,8 @@ class PlannedCall(Planned):
         self.stands_aside = False  # nothing is planned here, but in a part of it
 
     @property
-    def _backends(self) -> Sequence[Backend]:  # type: ignore[override]
-        return () if self._step is None else self._step._backends
+    def _caches(self) -> Sequence[CaptureCache]:  # type: ignore[override]
+        return () if self._step is None else self._step._caches
 
     def begin(self, loop: Loop) -> None:
         """Begin another training loop: plans for the last one do not hold."""

@@ -8,12 +8,14 @@ _DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
 _PASSES = "torch._functorch._aot_autograd.graph_compile:"
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 _FIRST_CALL = "the first call of a few ops of complex numbers, such as pinv, has other numbers"
+_LAYOUTS = "nobody is told where a gradient from outside is laid out anew"
 _EACH_NUMBER = "numbers that change are no inputs: each is captured"
 _PARTITIONERS = "torch._functorch.partitioners"
 _PEAKS = "Inductor's memory budget does not go by the peak"
 
 NAMES = Table(
     Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
+    Name("runtime_wrappers", f"{_RUNTIME}:", "gradients that come to results, laid out anew", _LAYOUTS),
     Name("_FirstInvocationContext", _RUNTIME, "looks at custom ops in the first call", _FIRST_CALL),
     Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
     Name("tracing", "torch._guards", "sets it, or none", "attention that is compiled is refused"),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.cuda_blocks import Replays
 from checkmate.backends.tensor_state import differing, same_bits
@@ -92,7 +93,7 @@ class Certificate:
 def compare_with_plain(
     plain: Callable[..., Any],
     compiled: Callable[..., Any],
-    backend: Backend,
+    cache: CaptureCache,
     args: Any,
     kwargs: Any,
     capture: Callable[[Backend], Callable[..., Any]],
@@ -112,15 +113,15 @@ def compare_with_plain(
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
         raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
     reach = Reach((plain, args, kwargs))
-    device = reach.device
+    device, backend = reach.device, cache.backend
 
     def run(step: Callable[..., Any], calls: int = calls) -> StepState:
         return reach.run(partial(_differentiated, reach, lambda: step(*args, **kwargs), calls))
 
     def place() -> str:
-        if not backend.plans:
+        if not cache.plans:
             return ""
-        found = first_difference(capture, backend.plans[-1], partial(run, calls=1), plain)
+        found = first_difference(capture, cache.plans[-1].plan, partial(run, calls=1), plain)
         if found is not None:
             return f" The first value that differs is {found}"
         return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
@@ -129,7 +130,7 @@ def compare_with_plain(
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     # The bits.
     expected, found, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, place)
-    plan = backend.plans[-1] if backend.plans else None
+    plan = cache.plans[-1].plan if cache.plans else None
     # A step that returns more than a loss begins its backward outside of the plan, with whatever is allocated there.
     is_loss = [t.ndim for t in expected.outputs.values()] == [0]
     followed = plan if calls == 1 and is_loss else None

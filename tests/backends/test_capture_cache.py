@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkmate
-from checkmate.backends.capture_cache import SELDOM, capture
+from checkmate.backends.capture_cache import SELDOM, CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
@@ -76,7 +76,7 @@ def test_garbage_is_looked_for_seldom_while_a_step_is_captured() -> None:
     x = torch.randn(4, requires_grad=True)
     for step in (lambda x: x.square().sum(), lambda x: x.square().sum().exp()):
         with nullcontext() if not within else pytest.raises(Exception, match="no modules"):
-            capture(step, Backend(plan))(x)
+            CaptureCache(step, Backend(plan))(x)
         assert gc.get_threshold() == before
     assert [most for most, *_ in within] == [SELDOM[0]] * 2
 

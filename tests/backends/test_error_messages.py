@@ -51,6 +51,8 @@ def test_infeasible_budget_names_the_way_out(net: nn.Module) -> None:
         with pytest.raises(checkmate.InfeasibleBudget, match="reserve") as caught:
             checkmate.compile(step, budget=smallest, reserve=reserve)(X, Y)
         assert caught.value.min_budget == smallest + reserve
+        (named,) = re.findall(r"Smallest budget that works: ([\d.]+ \w+) \(", str(caught.value))
+        assert 0 <= checkmate.parse_bytes(named) - caught.value.min_budget < 10_000
 
 
 def test_a_batch_norm_over_ranks_that_averages_over_all_batches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import checkmate
-from checkmate.backends import compilation
+from checkmate.backends import compilation, passes
 from tests.support.plainly import assert_refused
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -48,7 +48,7 @@ def test_they_are_refused(name: str, before: bool, monkeypatch: pytest.MonkeyPat
     if before:
         monkeypatch.setattr(compilation, "aot_autograd", trace)
     else:
-        monkeypatch.setattr(compilation, "refuse_sizes_of_data", lambda module: None)
+        monkeypatch.setattr(passes, "refuse_sizes_of_data", lambda module: None)
     with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(SIZES_OF_DATA[name], X, Y)
 

@@ -186,11 +186,11 @@ def test_on_cuda_dropout_is_one_kernel_and_stays() -> None:
     """The fused kernel draws from a stream of its own: the mask that it made is kept, and nothing draws again."""
     graph = _dropout_graph("cuda:0")
     before = [(n.op, n.target) for n in graph.nodes]
-    rewrite.prepare(graph)
+    rewrite.expose_dropout(graph)
     assert [(n.op, n.target) for n in graph.nodes] == before
     (dropout,) = graph.find_nodes(op="call_function", target=aten.native_dropout.default)
     assert is_random(dropout)
-    rewrite.prepare(graph := _dropout_graph("cpu"))
+    rewrite.expose_dropout(graph := _dropout_graph("cpu"))
     assert not graph.find_nodes(op="call_function", target=aten.native_dropout.default)
 
 

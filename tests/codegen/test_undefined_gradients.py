@@ -170,3 +170,25 @@ def test_a_batch_of_gradients_is_refused() -> None:
     with pytest.raises(checkmate.Unsupported, match="Take the gradients one after another"):
         torch.autograd.grad(step(x), [*net.parameters()], rows, is_grads_batched=True)
     assert_alike(lambda run: [torch.autograd.grad(run(x), [*net.parameters()], row) for row in rows], step, net)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "sums of rows": (lambda y: y.sum(-1).square().sum(), True),
+    "a product with the transposed": (lambda y: (y.t() @ torch.ones(len(y), 3)).square().sum(), False),
+    "cross entropy": (lambda y: F.cross_entropy(y, torch.arange(len(y)) % 8), False),
+}
+
+
+@pytest.mark.parametrize(("loss", "is_told"), LOSSES.values(), ids=LOSSES)
+def test_a_gradient_that_is_laid_out_anew_is_told_once(
+    loss: Callable[[Tensor], Tensor], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels sum an expanded gradient in another order; one loss within the step is a gradient of one number."""
+    net, x = nn.Linear(16, 8), torch.randn(64, 16)
+    step = _compiled(net)
+    for _ in range(2):
+        loss(step(x)).backward()
+    _compiled(lambda x: loss(net(x)))(x).backward()
+    told = [record.getMessage() for record in caplog.records if "laid out anew" in record.getMessage()]
+    assert len(told) == is_told
+    assert all("of shape (64, 8)" in message for message in told)

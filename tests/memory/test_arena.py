@@ -83,7 +83,7 @@ def in_arena(step: Callable[..., Any], budget: int | str = "460 kB") -> Any:
 
 
 def counts(step: Any) -> list[Counts]:
-    return [arena.counts for arena in step._backend.arenas]
+    return [captured.arena.counts for captured in step._run.steps]
 
 
 def train(model: nn.Module, step: Any, data: list[Any], **options: Any) -> Any:
@@ -439,7 +439,7 @@ def test_a_result_outlives_its_step() -> None:
     for batch in batches(3):
         loss, hidden = step(*batch)
         loss.backward()
-    arenas = list(step._backend.arenas)
+    arenas = [captured.arena for captured in step._run.steps]
     kept = [hidden.detach(), *grads_of(model)]
     then = clones(kept)
     del step, loss, hidden, arenas

@@ -38,7 +38,7 @@ def test_without_a_compiler_that_works_a_step_runs_as_it_did(
     assert [r.name for r in caplog.records] == ["checkmate.memory"]
     assert caplog.records[0].getMessage().startswith("No arena: ")
     assert_same_bits(loss, model(x).square().sum())
-    assert [arena.counts.steps for arena in step._backend.arenas] == [0]
+    assert [captured.arena.counts.steps for captured in step._run.steps] == [0]
     assert why in (build.wait() or "")
     if compiler == "nowhere++":
         assert build.ARENA.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"

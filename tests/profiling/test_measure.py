@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import checkmate
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.devices import KERNELS
@@ -68,7 +69,7 @@ def _nodes(step: object, *args: Tensor) -> list[torch.fx.Node]:
         found.extend(node for node in joint_of(problem).nodes if node is not None)
         return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
 
-    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=DEVICES["laptop"]))(*args)
+    CaptureCache(step, Backend(plan, profile=DEVICES["laptop"]))(*args)
     return found
 
 

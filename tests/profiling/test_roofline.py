@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem, Unsupported
+from checkmate.backends import passes
 from checkmate.capture import rewrite
 from checkmate.profiling.data_sheets import device_named
 from checkmate.profiling.roofline import DEVICES, STATED, Device
@@ -113,7 +114,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
 @pytest.mark.parametrize("name", ["mlp", long("resnet18"), long("gpt2-sdpa")])
 def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for masks that a CPU may draw again and a GPU may not, and for inputs that only a CPU does without."""
-    monkeypatch.setattr(rewrite, "forget_inputs", lambda graph: None)
+    monkeypatch.setattr(passes, "forget_inputs", lambda graph: None)
     monkeypatch.setattr(rewrite, "WORTH_BYTES", 2**40)
     _, step, batch = CASES[name].make(0)
     measured = checkmate.trace(step, *batch)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import checkmate
-from checkmate.backends.capture_cache import capture
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.capture import rewrite
 from checkmate.capture.random_draws import WORTH_BYTES
@@ -107,14 +107,15 @@ def check(spec: Spec, budget: float, method: str) -> None:
         expected, _ = run(plain, plain, spec, metered=False)
     except RuntimeError:  # a write to what the backward needs
         return
-    backend = Backend(solve_within(budget, method))
-    step = capture(program, backend)
+    step = CaptureCache(program, Backend(solve_within(budget, method)))
     worth = spec.seed % 2 * WORTH_BYTES  # small masks are drawn again too in half
     with offering_ways(), patch.object(rewrite, "WORTH_BYTES", worth):
         found, peak = run(program, step, spec, metered=spec.extra == "none")
 
     assert_same_bits(found, expected)
-    (plan,) = backend.plans
+    (captured,) = step.steps
+    assert captured.training is not None
+    plan = captured.training.plan
     assert plan.peak is not None
     if spec.extra == "none":
         assert peak + plan.problem.resident == plan.peak <= plan.budget

@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from checkmate.capture.around import Around
 from checkmate.capture.autocast import is_converted
 from checkmate.capture.nodes import input_position, viewed
 from checkmate.capture.sharded.collectives import join_waits
@@ -73,7 +73,7 @@ class Layout:
 
 
 @dataclass(eq=False)
-class Shards:
+class Shards(Around):
     """The inputs of a captured step that are shards, by position."""
 
     layouts: dict[int, Layout] = field(default_factory=dict)
@@ -136,16 +136,10 @@ class Shards:
         again = all(layout.is_even for layout in self.layouts.values())  # else the steps of ranks differ
         join_waits(graph, parameters, again=again, overlap=overlap)
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled function for whole tensors."""
-        if not self.layouts:
-            return run
-
-        @wraps(run)
-        def taking_apart(*args: Any) -> Any:
-            return run(*(_Shard.apply(arg, self, i) if i in self.layouts else arg for i, arg in enumerate(args)))
-
-        return taking_apart
+    def before(self, inputs: list[Any]) -> None:
+        """Take whole tensors apart before each call."""
+        for i in self.layouts:
+            inputs[i] = _Shard.apply(inputs[i], self, i)
 
 
 class _Whole(torch.autograd.Function):

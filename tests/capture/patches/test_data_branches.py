@@ -316,8 +316,8 @@ def test_what_cannot_be_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         y = x.cos() if x[0] > 0 else x
         return (weight * (y.sin() if x[1] > 0 else y)).sum()
 
-    run, asked, plain = compiled(step), list[DataGuards](), DataGuards.check
-    monkeypatch.setattr(DataGuards, "check", lambda self, inputs: (asked.append(self), plain(self, inputs))[1])
+    run, asked, plain = compiled(step), list[DataGuards](), DataGuards.before
+    monkeypatch.setattr(DataGuards, "before", lambda self, inputs: (asked.append(self), plain(self, inputs))[1])
 
     def answers(*signs: bool) -> list[tuple[bool | int, ...]]:
         del asked[:]

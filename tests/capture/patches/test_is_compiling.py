@@ -117,7 +117,7 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
         run(X)
     assert len(tries) == 2
     assert not caplog.records
-    assert not run._backend.answer.compiled
+    assert not run._run.backend.answer.compiled
 
 
 def test_what_a_budget_refuses_is_not_tried_again() -> None:

@@ -31,7 +31,7 @@ def test_a_share_is_of_what_is_left_and_a_part_has_a_clock_of_its_own(wall: Simp
     task = Task(dags.unit_chain(3), 5, Clock(10.0), gap=0.1, threads=2, seed=7)
     wall.now += 4.0
     share, part = task.clock.share(0.5), task.within(2.0, gap=0.05)
-    assert (share.limit, share.elapsed) == (3.0, 0.0)
+    assert (share.seconds, share.elapsed) == (3.0, 0.0)
     assert (part.problem is task.problem, part.budget, part.threads, part.seed) == (True, 5, 2, 7)
     assert (part.gap, part.clock.left, task.gap, task.clock.left) == (0.05, 2.0, 0.1, 6.0)
     wall.now += 3.0
