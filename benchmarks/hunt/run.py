@@ -333,7 +333,7 @@ def _where(error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error, without what differs from program to program."""
+    """The text of an error, without what differs from program to program or by the folder."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = re.sub(r"0x[0-9a-f]+|\d[\d_.]*", "#", line)
+    line = re.sub(r"0x[0-9a-f]+|\d[\d_.]*", "#", line.replace(f"{Path(__file__).parents[2]}/", ""))
     return re.sub(r"\[[#, ]*\]|\([#, ]*\)", "[#]", line)[:200]

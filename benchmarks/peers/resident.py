@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ def one(asked: Row) -> list[Row]:
 
 def rows_of(name: str, rows: str) -> Iterator[Row]:
     """Measure what the last rows of a network have."""
-    yield from measure(latest(read(Path(rows)))[name], partial(print, f"{name}:", file=sys.stderr, flush=True))
+    yield from measure(latest(read(RESULTS / rows))[name], partial(print, f"{name}:", file=sys.stderr, flush=True))
 
 
 BENCHMARK = Benchmark(
@@ -96,7 +95,7 @@ BENCHMARK = Benchmark(
     rows_of,
     {"network": "{model}", "way": "{family}", "knob": "{knob}", "process": "{process:_}|{error}"},
     names=NETWORKS,
-    options={"rows": (str(RESULTS / "peers.jsonl"), "of the comparison")},
+    options={"rows": ("peers.jsonl", "of the comparison, in benchmarks/results")},
 )
 
 if __name__ == "__main__":
