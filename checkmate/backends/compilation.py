@@ -205,7 +205,7 @@ class _Compilation:
         return CapturedStep(surrounded(run, [*self._around()]), guards.answers, training, self.arena)
 
     def _around(self) -> Iterator[Around]:
-        """List what is done around each call, from the outside in."""
+        """List the parts around each call, from the outside in."""
         yield Descriptions(self.module)
         if self.guards.answers:
             yield self.guards

@@ -1,6 +1,6 @@
-"""What a captured graph goes through: checks of Dynamo's graph, and rewrites of the joint graph of AOTAutograd.
+"""The passes over a captured graph: checks of Dynamo's graph, and rewrites of the joint graph of AOTAutograd.
 
-Who adds a pass adds a line. What is done around each call is listed in `checkmate.backends.compilation`.
+Who adds a pass adds a line. The parts around each call are listed in `checkmate.backends.compilation`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done around each call of a captured step."""
+"""Parts around each call of a captured step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Around:
-    """Something that is done before and after each call of a compiled function."""
+    """A part that runs before and after each call of a compiled function."""
 
     def before(self, inputs: list[Any]) -> Any:
-        """Replace inputs in their list, or raise, before the call; what it returns is handed to `after`."""
+        """Replace inputs in their list, or raise; give a note for `after`."""
 
     def after(self, note: Any, args: Sequence[Any], results: Any) -> Any:
         """Give the results in their place; ``args`` are the inputs as the call had them, ``note`` is from `before`."""
@@ -19,7 +19,7 @@ class Around:
 
 
 def surrounded(run: Callable[..., Any], parts: Sequence[Around]) -> Callable[..., Any]:
-    """Wrap a compiled function: what is before it runs in this order, what is after it in the reverse.
+    """Wrap a compiled function in parts: those before it run in this order, those after it in the reverse.
 
     >>> class Doubled(Around):
     ...     def before(self, inputs):

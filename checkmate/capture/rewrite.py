@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def expose_workspaces(graph: fx.Graph) -> None:
-    """Have each layer of an LSTM return the workspace for its backward, also where gradients are not enabled."""
+    """Return the workspace of each LSTM layer for its backward, also where gradients are not enabled."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         node.target = lstm_layer
 

@@ -72,7 +72,7 @@ class SharedCopies(Around):
         return nodes
 
     def after(self, note: dict[str, Any], args: Sequence[Any], results: Any) -> Any:
-        """In a backward, ask whether it runs these too, or other steps that have used them."""
+        """Register, for each backward, the question whether it runs these nodes or other steps that used them."""
         for function in compiled_functions(results, args) if note else ():
             for node in note.values():
                 node.metadata.setdefault(_USERS, []).append(weakref.ref(function))

@@ -150,7 +150,7 @@ class Unreached(Around):
         self._positions = {*positions}
 
     def before(self, inputs: list[Any]) -> None:
-        """Detach them; where no input gets a gradient, results still need one, of which nothing comes."""
+        """Detach them, unless no input would need a gradient then: results still need one."""
         needing = [i for i, given in enumerate(inputs) if isinstance(given, torch.Tensor) and given.requires_grad]
         if not self._positions.issuperset(needing):
             for i in self._positions.intersection(needing):
