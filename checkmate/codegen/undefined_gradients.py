@@ -11,12 +11,9 @@ would call its hooks with None, so this one does not.
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch.fx as fx
 
 from checkmate.capture.around import Around
 from checkmate.capture.nodes import leaf_nodes, storages, written
+from checkmate.capture.patches.small_changes import here
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.writing_over import IN_PLACE_OF
 from checkmate.errors import Unsupported
@@ -32,13 +30,10 @@ from checkmate.torch_internals.aot import (
     PlainAOTInput,
     TangentAOTInput,
     _is_tangent,
-    runtime_wrappers,
 )
 from checkmate.torch_internals.dispatcher import OpOverload
-from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_leaves
 
-log = logging.getLogger("checkmate.codegen")
 aten = torch.ops.aten
 _OVERWRITTEN = (
     "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient. It "
@@ -47,7 +42,6 @@ _OVERWRITTEN = (
 )
 _WRITTEN = re.compile(r"modified by an inplace operation: (?:\[(\S+) (\[.*?\])\])?")  # as autograd says it
 _Known = tuple[fx.Node | None, bool]  # replacement, None: undefined; depends on a gradient
-_here = threading.local()  # .told: of the step whose backward runs on this thread
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -72,7 +66,7 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
         defined = [i for i, grad in enumerate(tree_leaves(grads)) if grad is not None]  # and no tensor: it is held here
         if not defined:
             return (None,) * len(ctx.needs_input_grad)
-        before, _here.told = getattr(_here, "told", None), told
+        before, here.told = getattr(here, "told", None), told
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
@@ -89,33 +83,9 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
         finally:
-            _here.told = before
+            here.told = before
 
     compiled.backward = staticmethod(unless_undefined)
-
-
-def _tell_of_layouts() -> None:
-    """Log where AOTAutograd lays out anew a gradient that comes to a result of a step of ours, once for each step."""
-    lay_out = runtime_wrappers.coerce_to_expected_memory_format
-
-    @wraps(lay_out)
-    def telling(gradient: torch.Tensor, memory_format: Any) -> torch.Tensor:
-        result: torch.Tensor = lay_out(gradient, memory_format)
-        told = getattr(_here, "told", None)
-        if result is not gradient and told == []:
-            told.append(gradient.shape)
-            log.warning(
-                "The gradient that comes to a result of the compiled step, of shape %s, is expanded or transposed, and "
-                "is laid out anew, beside the budget. Plain PyTorch computes with it as it is: last bits of gradients "
-                "may differ. Compute the loss within the step: compile a function that returns it.",
-                tuple(gradient.shape),
-            )
-        return result
-
-    runtime_wrappers.coerce_to_expected_memory_format = telling
-
-
-put_in_place("layouts of gradients", _tell_of_layouts)
 
 
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:

@@ -46,6 +46,7 @@ PATCHES = (
     Patch("small_changes", OURS, "the description of results", "some fail that kernels make"),
     Patch("small_changes", PROCESS, "shortcuts past guards", "they miss a parameter that is frozen later"),
     Patch("small_changes", OURS, "set_checkpoint_early_stop", "it changes no number"),
+    Patch("small_changes", PROCESS, "layouts of gradients from outside", "where ours change, that is logged"),
     Patch("transforms", OURS, "calls of autograd.Function in torch.func", "their own backward is kept"),
     Patch("traced_ops", PROCESS, "tracers, as they make nodes", "the status line counts the ops of a long capture"),
     Patch("transforms", OURS, "calls of autograd.Function", "numbers that they read are guarded"),

@@ -1,10 +1,13 @@
-"""Small changes to Dynamo in our captures; only that of guards is for the whole process."""
+"""Small changes to Dynamo in our captures; those of guards and of gradients from outside are for the whole process."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
+import threading
 import weakref
+from functools import wraps
 from traceback import walk_tb
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method, follow_skipped
+from checkmate.torch_internals.aot import runtime_wrappers
 from checkmate.torch_internals.dispatcher import (
     TransformType,
     _dispatch_tls_local_exclude_set,
@@ -31,6 +35,8 @@ from checkmate.torch_internals.dynamo import (
 from checkmate.torch_internals.kernels import _foreach_lerp_
 from checkmate.torch_internals.names import put_in_place
 
+log = logging.getLogger("checkmate.capture")
+here = threading.local()  # .told: shapes told of the step of ours whose backward runs on this thread
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
     *("half", "bfloat16", "float", "double"),
@@ -53,6 +59,27 @@ def _guard_each_parameter() -> None:
     if dynamo_config.use_recursive_dict_tags_for_guards:
         dynamo_config.use_recursive_dict_tags_for_guards = False
         dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
+
+
+def _tell_of_layouts() -> None:
+    """Log where AOTAutograd lays out anew a gradient that comes to a result of a step of ours, once for each step."""
+    lay_out = runtime_wrappers.coerce_to_expected_memory_format
+
+    @wraps(lay_out)
+    def telling(gradient: torch.Tensor, memory_format: Any) -> torch.Tensor:
+        result: torch.Tensor = lay_out(gradient, memory_format)
+        told = getattr(here, "told", None)
+        if result is not gradient and told == []:
+            told.append(gradient.shape)
+            log.warning(
+                "The gradient that comes to a result of the compiled step, of shape %s, is expanded or transposed, and "
+                "is laid out anew, beside the budget. Plain PyTorch computes with it as it is: last bits of gradients "
+                "may differ. Compute the loss within the step: compile a function that returns it.",
+                tuple(gradient.shape),
+            )
+        return result
+
+    runtime_wrappers.coerce_to_expected_memory_format = telling
 
 
 def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -180,6 +207,7 @@ def _config(function: Any) -> dict[str, Any] | None:
 
 
 put_in_place("guards of parameters", _guard_each_parameter)
+put_in_place("layouts of gradients", _tell_of_layouts)
 follow("TensorVariable.call_method", _convert)
 follow("get_fake_value", _describe)
 follow("WrapperUserFunctionVariable.call_function", _note_compiled)
