@@ -25,6 +25,7 @@ from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal
+from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.dynamo import wrap_fx_proxy
 
 log = logging.getLogger("checkmate.capture.higher_order.checkpoints")
@@ -111,8 +112,9 @@ def _backwards(module: fx.GraphModule, region: fx.Node | None) -> dict[fx.Node, 
 
 
 def _needs_gradient(node: fx.Node) -> bool:
+    """Tell whether a node's value may need a gradient; what `torch.func` has made of a tensor does not know."""
     value = node.meta.get("example_value")
-    return not isinstance(value, torch.Tensor) or value.requires_grad
+    return not isinstance(value, torch.Tensor) or value.requires_grad or functorch.is_functorch_wrapped_tensor(value)
 
 
 def _is_reentrant(checkpoint: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import checkmate
@@ -120,8 +121,14 @@ def _one_twice(x: Tensor) -> Tensor:
         lambda x: _reentrant(_ONE, _checkpointed(_ONE, x)),
         lambda x: _reentrant(lambda h: _reentrant(_ONE, _ONE(h)), x),
         lambda x: _checkpointed(lambda h: _reentrant(_ONE, _ONE(h)), x),
+        lambda x: _reentrant(_ONE, jvp(_ONE, (x,), (x.sin(),))[1]),
+        lambda x: _reentrant(_ONE, vmap(_ONE)(x)),
+        lambda x: _reentrant(_ONE, grad(lambda u: _ONE(u).square().sum())(x)),
     ],
-    ids=["two", "by default", "around", "one that is none", "within one", "within one that is none"],
+    ids=[
+        *("two", "by default", "around", "one that is none", "within one", "within one that is none"),
+        *("in a tangent", "in a batch", "in a gradient"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
 def test_what_reentrant_checkpoints_share_is_refused(step: Callable[[Tensor], Tensor]) -> None:
