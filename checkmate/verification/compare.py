@@ -61,7 +61,7 @@ class Certificate:
     foretold: Used | None = None  # both, replayed from the step's begin; None if not possible
 
     def __str__(self) -> str:
-        why = "the step returns more than one loss" if self.calls == 1 else "a plan is for one call"
+        why = "the step returns other than its loss alone" if self.calls == 1 else "a plan is for one call"
 
         def shown(count: int | None) -> str:
             return f"not compared: {why}" if count is None else format_bytes(count)
