@@ -25,9 +25,8 @@ import numpy as np
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import obeys_limits
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import lifted_runs, moment_bound

@@ -1,4 +1,4 @@
-"""The best plan and the best bound of a task yet, shared by all methods and stages of a solve.
+"""The task of a method, and its incumbent: the best plan and the best bound yet, shared by all stages of a solve.
 
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
 solvers fails, still has its best plan, and a person at a terminal sees the gap close. What is offered is lowered to a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,8 +26,60 @@ from checkmate.core.simulator import Usage
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.common.schedules import as_matrix, cost_of, peak_of
-from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
+
+
+class OutOfTime(Exception):
+    """Raised when the time is over, or when continuing gains nothing."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Counts seconds since it was made, up to so many.
+
+    >>> clock = Clock(60.0)
+    >>> clock.is_over, 17 < clock.share(0.3).left <= 18
+    (False, True)
+    """
+
+    seconds: float = float("inf")
+    began: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, 0.0 once it is over."""
+        return max(0.0, self.seconds - self.elapsed)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether no second is left."""
+        return self.elapsed >= self.seconds
+
+    def share(self, part: float) -> Clock:
+        """A clock that begins now, with this share of the seconds left."""
+        return Clock(part * self.left)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Schedule a problem within a budget, as well as the time allows."""
+
+    problem: Problem
+    budget: int  # bytes
+    clock: Clock = field(default_factory=Clock)
+    gap: float = 0.0  # (cost - bound) / cost that is good enough
+    threads: int = 1  # of solvers
+    seed: int = 0  # of what is drawn at random
+
+    def within(self, seconds: float, **changes: Any) -> Task:
+        """The task with this many seconds from now, and with other changes."""
+        return replace(self, clock=Clock(seconds), **changes)
+
 
 TOLERANCE = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them

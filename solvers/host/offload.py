@@ -23,10 +23,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
-from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Solver, Task
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import lowered
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.host.exact import may_go, plan_of
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.links import link_seconds

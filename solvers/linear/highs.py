@@ -19,7 +19,7 @@ import highspy
 import numpy as np
 
 from checkmate.errors import SolverError
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.linear.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself

@@ -15,9 +15,8 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import obeys_limits, peak_of
-from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
 from checkmate.solvers.linear.highs import SolveStatus

@@ -53,9 +53,8 @@ import numpy as np
 from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.incumbent import Incumbent, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits, on_demand
-from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import SolveStatus

@@ -17,9 +17,8 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import cost_of, fits, obeys_limits, without_useless
-from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear.milp import relax
 
 METHOD = "lp-rounding"

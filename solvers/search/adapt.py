@@ -18,8 +18,8 @@ from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of, fits
-from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import exchange

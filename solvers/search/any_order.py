@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.search.backward_search import ANY, SCRATCH, Trail, stages_of
 from checkmate.solvers.search.value_sets import ValueSets
 

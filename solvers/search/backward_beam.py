@@ -25,9 +25,8 @@ from operator import and_, or_
 import numpy as np
 
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Task
 from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, obeys_limits
-from checkmate.solvers.common.task import Clock, OutOfTime, Task
 from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 

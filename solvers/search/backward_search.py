@@ -24,8 +24,8 @@ from itertools import chain, islice
 
 import numpy as np
 
+from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix
-from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set

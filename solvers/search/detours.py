@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, obeys_limits
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets

@@ -15,8 +15,8 @@ import numpy as np
 from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import as_matrix, obeys_limits, useful_runs
-from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
 ROUNDS = 4  # at most: most plans ask for less

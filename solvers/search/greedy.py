@@ -28,9 +28,8 @@ from math import inf
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.local_search import exchange
 from checkmate.units import format_bytes
 

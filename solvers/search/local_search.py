@@ -15,8 +15,8 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Task
 from checkmate.solvers.common.schedules import as_matrix
-from checkmate.solvers.common.task import Task
 
 DEPTH = 6  # runs added at most in exchange for one
 MOST_PLACES = 8  # times the ops, beside those that run

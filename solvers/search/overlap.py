@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver, Task
 from checkmate.solvers.common.place_starts import place_starts
 from checkmate.solvers.common.schedules import lowered
-from checkmate.solvers.common.task import Task
 
 LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
 SHARE = 0.3  # of what is left of the time, for one search

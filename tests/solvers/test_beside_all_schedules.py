@@ -9,8 +9,8 @@ import pytest
 
 from checkmate.core.solution import Status
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, obeys_limits, on_demand, peak_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_beam import Beam, prices

@@ -10,9 +10,8 @@ from checkmate import Problem, RuleError, SolverError, Status, frontier, min_bud
 from checkmate.core.rules import with_rules
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.common.incumbent import Clock, Task, certify
 from checkmate.solvers.common.schedules import on_demand
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan

@@ -22,8 +22,7 @@ from benchmarks.networks import dags
 from checkmate import SolverError, Status, solve, statusline
 from checkmate.core import simulator
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.incumbent import Incumbent, Remarks, certify
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task, certify
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from tests.solvers.checks import all_runs, begun, runs

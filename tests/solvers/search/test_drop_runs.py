@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.common.incumbent import Clock, certify
 from checkmate.solvers.common.schedules import cost_of, peak_of
-from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
 from checkmate.solvers.search.value_sets import ValueSets
