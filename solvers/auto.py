@@ -31,8 +31,7 @@ from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_beam import backward_bound
-from checkmate.solvers.search.detours import Detours
+from checkmate.solvers.search.backward_beam import Detours, backward_bound
 from checkmate.solvers.search.greedy import GRID, TiltedPasses, next_use
 from checkmate.solvers.search.local_search import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan

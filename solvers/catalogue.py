@@ -19,7 +19,7 @@ from checkmate.solvers.common.incumbent import Remarks
 from checkmate.solvers.host.exact import milp
 from checkmate.solvers.host.poet import poet
 from checkmate.solvers.host.policies import capuchin, offload_all
-from checkmate.solvers.linear.rounding import lp_rounding
+from checkmate.solvers.linear.milp import lp_rounding
 from checkmate.solvers.search.greedy import next_use
 
 JAIN = "Jain et al., MLSys 2020"

@@ -18,7 +18,7 @@ from checkmate.batch.size_search import (
     most_seconds,
     plan_within,
 )
-from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedProblems
 from checkmate.capture.nodes import storage
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Query, Solution

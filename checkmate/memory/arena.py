@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from checkmate.memory import build
+from checkmate.memory import native
 from checkmate.memory.lives import Lives
 
 ALIGNMENT = 64  # bytes, as of PyTorch's allocator
@@ -182,7 +182,7 @@ class Arena:
 
     def _open(self) -> bool:
         """Make the arena once there is a library; until then a step runs without."""
-        library = build.library()
+        library = native.library()
         if library is None or self.capacity <= 0:
             return False
         with self._opening:

@@ -33,10 +33,9 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
-from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
+from checkmate.solvers.common.fetches import place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Touches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
-from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import lowered, obeys_limits, without_useless
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs

@@ -2,8 +2,8 @@
 
     plans of recomputation alone
     -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
-    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetch_ops`)
-    -> the transfers of its plan (`checkmate.solvers.common.place_transfers`), whose seconds the simulator tells
+    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetches`)
+    -> the transfers of its plan (`checkmate.solvers.common.fetches`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
 
 The first plan is that of recomputation alone, so that a second memory never makes a step slower.
@@ -22,9 +22,8 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
-from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
+from checkmate.solvers.common.fetches import place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Solver, Task
-from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent

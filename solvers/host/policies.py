@@ -39,9 +39,8 @@ from numpy.typing import NDArray
 from checkmate.core import simulator
 from checkmate.core.plan import Drop, Fetch, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.fetch_ops import sendable
+from checkmate.solvers.common.fetches import Outward, sendable
 from checkmate.solvers.common.incumbent import Incumbent, OutOfTime, Remarks, Task
-from checkmate.solvers.common.place_transfers import Outward
 from checkmate.units import exact_bytes
 
 STEP = 0.01  # of the bytes of keeping all: so much more goes before Capuchin's next plan is tried

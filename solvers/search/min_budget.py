@@ -25,13 +25,11 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import check_problem
-from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
+from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
-from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.schedules import as_matrix, lowered, obeys_limits, on_demand, peak_of
-from checkmate.solvers.search.any_order import AnyOrder
-from checkmate.solvers.search.backward_search import ANY, far_enough, find_plan, refute
+from checkmate.solvers.search.backward_search import ANY, AnyOrder, far_enough, find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs

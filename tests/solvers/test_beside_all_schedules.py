@@ -13,8 +13,7 @@ from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, obeys_limits, on_demand, peak_of
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
-from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.detours import Detours
+from checkmate.solvers.search.backward_beam import Beam, Detours, prices
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, run_pass
 from checkmate.solvers.search.local_search import exchange

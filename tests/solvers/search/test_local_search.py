@@ -11,7 +11,7 @@ from checkmate.core import simulator
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.search.any_order import AnyOrder
+from checkmate.solvers.search.backward_search import AnyOrder
 from checkmate.solvers.search.greedy import DeadEnd, Weights, run_pass
 from checkmate.solvers.search.local_search import Line, exchange, exchange_runs, places_of
 from checkmate.solvers.search.value_sets import ValueSets
