@@ -30,7 +30,7 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Made
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.demo.tasks import Task, digits_task, text_task
+from checkmate.demo.training import Task, digits_task, text_task
 from checkmate.memory import native
 
 

@@ -31,7 +31,7 @@ from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
 from checkmate.capture.rounding_probes import flat, packet_of, repeat
-from checkmate.memory.room import ran_out_of_memory
+from checkmate.memory.available import ran_out_of_memory
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
 from checkmate.torch_internals.trees import tree_map

@@ -18,9 +18,9 @@ from checkmate.core.host import Host
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
 from checkmate.errors import BudgetError
+from checkmate.memory.arena import Lives
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import CudaAllocator, replay_steps
-from checkmate.memory.lives import Lives
 from checkmate.profiling.data_sheets import Device, device_named
 from checkmate.units import parse_budget, parse_bytes
 

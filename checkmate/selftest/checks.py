@@ -26,8 +26,7 @@ from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.rounding_probes import same_bytes
 from checkmate.compiler import compile as compiled_within
 from checkmate.compiler import verify
-from checkmate.demo.tasks import Bottlenecks, Step, Transformer, step_of
-from checkmate.demo.training import paired_seconds, run_step
+from checkmate.demo.training import Bottlenecks, Step, Transformer, paired_seconds, run_step, step_of
 from checkmate.devices import kind_of
 from checkmate.errors import CheckmateError
 from checkmate.host.opening import measure, open_store
