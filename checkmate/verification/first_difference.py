@@ -30,12 +30,7 @@ from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
-from checkmate.torch_internals.dispatcher import (
-    DispatchKey,
-    OpOverload,
-    TorchDispatchMode,
-    _SetExcludeDispatchKeyGuard,
-)
+from checkmate.torch_internals.dispatcher import DispatchKey, OpOverload, TorchDispatchMode, _SetExcludeDispatchKeyGuard
 
 _ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
 # Results of ops that run again to compare: the others are running statistics, which have gone on by then.

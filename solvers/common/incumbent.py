@@ -144,43 +144,34 @@ class Incumbent:
         """Simulate a schedule (T, T), and tell whether it stays within the budget."""
         return self._is_within(peak_of(self.task.problem, R))
 
-    def offer(self, R: np.ndarray, by: str) -> bool:
-        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best; tell whether it was kept.
+    def offer(self, found: np.ndarray | list[list[int]] | Plan, by: str) -> bool:
+        """Keep a plan if it fits the budgets and is cheaper than the best; tell whether it was kept.
+
+        Args:
+            found: a schedule R (T, T); or the ops that run in each stage, in any order and any number of times; or a
+                plan, which may say more than either. Stages out of order may break rules that the problem has in words,
+                which searches do not know: then they are not kept.
 
         Raises:
-            SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
-        """
-        problem, cost = self.task.problem, cost_of(self.task.problem, R)
-        if cost >= self.cost:
-            return False
-        schedule = Schedule.from_runs(problem.graph, R.copy())
-        return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
-
-    def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """Offer the ops that run in each stage, in any order and any number of times; else as `offer`.
-
-        Raises:
-            SolverError: if it breaks another rule than the budget, or those that the problem has in words.
-        """
-        if all(ops == sorted(set(ops)) for ops in stages):
-            return self.offer(as_matrix(stages), by)
-        problem = self.task.problem
-        plan = simulator.without_slower_ways(simulator.lower_runs(problem, stages), problem, self.task.budget)
-        broken = problem.rules and simulator.check_plan(plan, problem)  # searches know not all of these
-        return not broken and self.offer_plan(plan, by)
-
-    def offer_plan(self, plan: Plan, by: str) -> bool:
-        """Offer a plan, which may say more than an R.
-
-        Raises:
-            SolverError: if it breaks another rule than the budgets.
+            SolverError: if it breaks another rule than the budgets; whoever offers it is wrong then, not the problem.
         """
         problem = self.task.problem
-        trimmed = simulator.without_idle_values(plan, problem)
-        if trimmed is not plan and not simulator.check_plan(trimmed, problem):  # a rule may ask to keep some
-            plan = trimmed
-        cost = simulator.cost(plan, problem)
-        return cost < self.cost and self._take(plan, None, cost, f"The plan of {by}", by)
+        if isinstance(found, list) and all(ops == sorted(set(ops)) for ops in found):
+            found = as_matrix(found)
+        if isinstance(found, np.ndarray):
+            if (cost := cost_of(problem, found)) >= self.cost:
+                return False
+            schedule = Schedule.from_runs(problem.graph, found.copy())
+            return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
+        if isinstance(found, list):
+            found = simulator.without_slower_ways(simulator.lower_runs(problem, found), problem, self.task.budget)
+            if problem.rules and simulator.check_plan(found, problem):
+                return False
+        trimmed = simulator.without_idle_values(found, problem)
+        if trimmed is not found and not simulator.check_plan(trimmed, problem):  # a rule may ask to keep some
+            found = trimmed
+        cost = simulator.cost(found, problem)
+        return cost < self.cost and self._take(found, None, cost, f"The plan of {by}", by)
 
     def _take(self, plan: Plan, schedule: Schedule | None, cost: float, what: str, by: str) -> bool:
         """Simulate and verify a plan, and keep it if it fits and still is the cheapest."""

@@ -90,7 +90,7 @@ def milp(
         R, F = (program.model.value(found, family).round().astype(bool) for family in (program.R, program.F))
         plan = plan_of(task.problem, task.budget, R, F)
         if plan is not None:
-            incumbent.offer_plan(plan, "milp")
+            incumbent.offer(plan, "milp")
 
     def on_incumbent(found: np.ndarray) -> None:
         with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right

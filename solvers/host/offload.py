@@ -54,7 +54,7 @@ def offload(
     problem = task.problem
     # Plans that send nothing, and a known one.
     if start is not None and not simulator.check_plan(start, problem, task.budget):
-        incumbent.offer_plan(start, "start")
+        incumbent.offer(start, "start")
     alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
     remarks = recompute(alone.task, alone)
     if alone.R is not None:
@@ -154,7 +154,7 @@ class SentSets:
         """Offer a plan; give its seconds."""
         problem = self.task.problem
         seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
-        self.incumbent.offer_plan(plan, "sending")
+        self.incumbent.offer(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
             self.best = TriedSet(seconds, plan.sent, room, plan)

@@ -54,7 +54,7 @@ def poet(task: Task, incumbent: Incumbent) -> Remarks:
     plan = plan_of(problem, task.budget, runs, pages)
     if plan is None:
         return Remarks("there is no room for its pages beside what ops need while they move", figures)
-    incumbent.offer_plan(plan, "poet")
+    incumbent.offer(plan, "poet")
     return Remarks(details=figures | {"overlapped": simulator.cost(plan, problem)})
 
 

@@ -78,7 +78,7 @@ def offload_all(task: Task, incumbent: Incumbent) -> Remarks:
     problem, host = task.problem, task.problem.host
     assert host is not None
     plan = unroll(task, every_swap(problem), {})
-    if incumbent.offer_plan(plan, "offload-all"):
+    if incumbent.offer(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
     there = f" and {exact_bytes(usage.host_peak)} there" if usage.host_peak > host.budget else ""
@@ -124,7 +124,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
                     peak = simulator.simulate(plan, problem).peak
                     least = min(least, peak)
                     if peak <= task.budget and not simulator.check_plan(plan, problem, task.budget):
-                        incumbent.offer_plan(plan, "capuchin")
+                        incumbent.offer(plan, "capuchin")
             if task.clock.is_over or not policy.take():
                 break
         message = f"with all that it swaps and makes again, its plan takes {exact_bytes(least)}"

@@ -70,12 +70,7 @@ class Model:
         return family
 
     def constrain(
-        self,
-        name: str,
-        terms: Sequence[Term],
-        *,
-        lower: np.ndarray | float = -INF,
-        upper: np.ndarray | float = INF,
+        self, name: str, terms: Sequence[Term], *, lower: np.ndarray | float = -INF, upper: np.ndarray | float = INF
     ) -> None:
         """Add one row per entry of the terms: lower <= Σ coefficient · variable <= upper.
 

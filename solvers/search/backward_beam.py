@@ -29,7 +29,7 @@ import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Task
-from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, cost_of, obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, as_stages, bytes_in_stages, cost_of, obeys_limits
 from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
@@ -291,7 +291,7 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
         again, found = beam.bound()
         incumbent.prove(once + again)
         if found is not None and obeys_limits(problem, as_matrix(found)):
-            incumbent.offer_runs(found, "backward bound")
+            incumbent.offer(found, "backward bound")
         if again < BEHIND * (incumbent.bound - once):
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
@@ -344,7 +344,8 @@ class Detours:
             better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
             # a beam knows not how often an op has run
             if found is not None and better and obeys_limits(problem, found):
-                R, quiet = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), found), 0
+                improved = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
+                R, quiet = as_matrix(improved), 0
             else:
                 quiet += 1
             if quiet == ROUND:

@@ -24,27 +24,16 @@ WORTH_A_ROUND = 1e-3  # of the cost: after a smaller gain none follows
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
 
 
-def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarray:
-    """A schedule (T, T) within the budget with fewer runs than R, which is within the budget too.
+def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
+    """Fewer ops in each stage of a plan within the budget than these, which are within it too, in any order.
+
+    Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 
     Args:
         clock: once it is over nothing more is tried; one way through the stages always is.
 
-    >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> drop_runs(chain, 2, np.tril(np.ones((4, 4), dtype=bool)), Clock()).sum()
-    np.int64(4)
-    """
-    stages = [np.flatnonzero(row).tolist() for row in R]
-    return as_matrix(drop_runs_of(problem, budget, stages, clock))
-
-
-def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """Drop runs as `drop_runs` does, from the ops that run in each stage, in any order.
-
-    Stages run in PyTorch's order wherever that fits, and as they were where it does not.
-
     >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    >>> drop_runs_of(five, 9, [[0], [0, 1], [0, 1, 2], [0, 1, 3], [2, 0, 4]], Clock())
+    >>> drop_runs(five, 9, [[0], [0, 1], [0, 1, 2], [0, 1, 3], [2, 0, 4]], Clock())
     [[0], [1], [2], [3], [2, 0, 4]]
     """
     best, cost = runs, Tables.of(problem).seconds_of(runs)

@@ -24,17 +24,12 @@ LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in anoth
 TRIES = 5  # values tried at most for each of these
 
 
-def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
-    """A schedule (T, T) within the budget, no dearer than R.
+def exchange(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
+    """The ops that run in each stage within the budget, no dearer than these; runs out of order stay, or are dropped.
 
     Args:
         quiet: end after so many new starts, from the best with random changes, that came to nothing.
     """
-    return as_matrix(exchange_runs(task, [np.flatnonzero(row).tolist() for row in R], quiet=quiet))
-
-
-def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
-    """Improve the ops that run in each stage as `exchange` does R; runs out of order stay, or are dropped."""
     line = Line(task.problem, task.budget, as_matrix(stages), stages)
     rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost

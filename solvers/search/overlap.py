@@ -54,7 +54,7 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
         inner = Incumbent(replace(task, problem=replace(task.problem, graph=task.problem.graph.without_links())))
         remarks = recompute(inner.task, inner)
         if inner.R is not None:
-            incumbent.offer_plan(_of(inner, task.problem), "links wait")
+            incumbent.offer(_of(inner, task.problem), "links wait")
         return remarks
     search = _Search(task, incumbent, recompute)
     incumbent.prove(search.exposed.bound)
@@ -105,7 +105,7 @@ class _Search:
                 best.prove(inner.bound + shares[""] * self.exposed.seconds)
             if inner.R is not None:
                 plan = _of(inner, problem)
-                best.offer_plan(place_starts(problem, task.budget, plan), f"overlap at {share:.2g}")
+                best.offer(place_starts(problem, task.budget, plan), f"overlap at {share:.2g}")
                 times = np.bincount(plan.runs, minlength=len(graph.ops)) * problem.seconds
                 on_link = times[[*graph.links[self.busiest]]].sum()
                 of_processor = times[[not op.link for op in graph.ops]].sum()

@@ -82,11 +82,11 @@ def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFi
 
 def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     incumbent, before = begun(FIVE, 9), begun(FIVE, 9)
-    assert not incumbent.offer_runs([[0], [1], [2], [3], [0, 2, 4]], "in order")
+    assert not incumbent.offer([[0], [1], [2], [3], [0, 2, 4]], "in order")
     assert incumbent.least_peak == 10
     before.prove(math.inf)
     for known in (incumbent, before):
-        assert known.offer_runs([[0], [1], [2], [3], [2, 0, 4]], "in any order")
+        assert known.offer([[0], [1], [2], [3], [2, 0, 4]], "in any order")
     incumbent.prove(math.inf)
     for known in (incumbent, before):
         assert (known.cost, known.bound, caplog.messages) == (7.0, 5.0, [])
