@@ -32,6 +32,8 @@ Step = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
 SEGMENTS = ((0, 0, 1, 0), (1, 0, 1, 1), (1, 1, 1, 2), (0, 2, 1, 2), (0, 1, 0, 2), (0, 0, 0, 1), (0, 1, 1, 1))
 LIT = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123456", "012356")  # of each digit
+SHARES = (0.75, 0.5)  # of the peak of keeping everything: budgets that people train at
+TIGHT = 1.15  # times the smallest budget, the last one
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,6 @@ def digit_batches(count: int, size: int, pixels: int) -> list[Batch]:
         noise = 0.1 * torch.randn(size, 1, pixels, pixels, generator=generator)
         batches.append((ink.amax(1, keepdim=True) + noise, labels))
     return batches
-
-
-SHARES = (0.75, 0.5)  # of the peak of keeping everything: budgets that people train at
-TIGHT = 1.15  # times the smallest budget, the last one
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,13 @@ from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bud
 log = logging.getLogger("checkmate.integrations.inductor")
 SMALLEST_SHARE = 1e-9  # of PyTorch's knob: at 0 it asks no solver
 _GIVEN = "checkmate_recompute_as_given"  # in the meta of a node: the tag that it had before ours
+aten = torch.ops.aten
+_UNKNOWN = 4096  # of a size that is left open, as PyTorch's partitioner takes it
+_REDUCES = 4  # an op whose result has so many times fewer bytes than what it reads does not melt: it is dear, and small
+_VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
+_DRAWS = "prims.inductor_"  # numbers from a seed, which only the seed is drawn for
+_ESTIMATED_AS = {"cpu": "laptop"}  # else as an A100: only the ratio of products to copies matters
+_UNKNOWN_COST = (Unsupported, KeyError, TypeError, IndexError, AttributeError, ValueError)
 
 
 class KnapsackSolver(CustomKnapsackSolver):
@@ -170,15 +177,6 @@ def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
             "such a plan on disk, or its own cut saves less than the inputs take.",
             exact_bytes(solver.budget or 0),
         )
-
-
-aten = torch.ops.aten
-_UNKNOWN = 4096  # of a size that is left open, as PyTorch's partitioner takes it
-_REDUCES = 4  # an op whose result has so many times fewer bytes than what it reads does not melt: it is dear, and small
-_VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
-_DRAWS = "prims.inductor_"  # numbers from a seed, which only the seed is drawn for
-_ESTIMATED_AS = {"cpu": "laptop"}  # else as an A100: only the ratio of products to copies matters
-_UNKNOWN_COST = (Unsupported, KeyError, TypeError, IndexError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True, eq=False)

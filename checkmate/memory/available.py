@@ -35,11 +35,15 @@ from checkmate.errors import BudgetError
 from checkmate.memory.arena import ROOM
 from checkmate.units import format_bytes
 
+log = logging.getLogger("checkmate.memory")
+T = TypeVar("T")
+
 LEAST_MARGIN = 256 << 20  # bytes of an accelerator
 SHARE = 1 / 16  # of an accelerator's memory
 SCRATCH = 256 << 20  # bytes on the CPU, outside of the step
 BY_MALLOC = 2.0  # times the bytes of a plan: what a process takes by PyTorch's allocator
 STEPS = 64  # from one power of two to the next: what is found is rounded down to one of these
+NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the CPU, other devices and libraries say
 _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where memory is asked for, unless it is mapped
 
 
@@ -168,12 +172,6 @@ def _text(file: Path) -> str:
 
 def _does_not_say(what: str) -> BudgetError:
     return BudgetError(f"{what} does not say how much memory is free: name the bytes, such as budget='8 GB'.")
-
-
-log = logging.getLogger("checkmate.memory")
-T = TypeVar("T")
-
-NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the CPU, other devices and libraries say
 
 
 def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:

@@ -12,43 +12,31 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from checkmate.core.files import write_bytes
-from checkmate.core.solution import Solution, Status, check_solution
-from checkmate.inspection.addresses import addresses
-from checkmate.inspection.difference import same_problem
-from checkmate.inspection.peak import explain_peak
-from checkmate.inspection.timeline import timeline
-from checkmate.version import __version__
-from checkmate.webpage import captions
-
-if TYPE_CHECKING:
-    from checkmate.solvers.frontier import Row
-
-
-from collections.abc import Iterator, Sequence
-from itertools import cycle
-
-import numpy as np
-
 from checkmate.core.answer import Column
+from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
-from checkmate.inspection.addresses import Addresses
+from checkmate.core.solution import Solution, Status, check_solution
+from checkmate.inspection.addresses import Addresses, addresses
+from checkmate.inspection.difference import same_problem
 from checkmate.inspection.op_costs import costs_of
-from checkmate.inspection.peak import PRICES, PeakExplanation, nth
-from checkmate.inspection.timeline import Timeline
+from checkmate.inspection.peak import PRICES, PeakExplanation, explain_peak, nth
+from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
 from checkmate.plot.style import LANES, ROLE_STYLES
 from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
-from checkmate.webpage.captions import ABOUT_ROLES
+from checkmate.version import __version__
+from checkmate.webpage import captions
 
 SCRIPTS = (  # in order
     "vendor/uPlot.iife.min.js",
@@ -190,7 +178,7 @@ def page_data(
         "forward": graph.forward_length,
         "written": {size: format_bytes(size) for size in sorted(shown)},
         "roles": [  # in the order in which areas lie upon each other
-            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT_ROLES[role], "bytes": row.tolist()}
+            {"name": role, "fill": fill, "hatch": hatch, "about": captions.ABOUT_ROLES[role], "bytes": row.tolist()}
             for role, row, (fill, hatch) in ((role, row, ROLE_STYLES[role]) for role, row in roles.items())
         ],
         "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},

@@ -25,6 +25,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
+ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +148,6 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
             found += [Free(w) for w in by_product[k] if w not in at_hand]
         ran.add(k)
     return found, boundary if plan.boundary < len(plan.steps) else len(found)
-
-
-ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:

@@ -33,6 +33,10 @@ from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
 
 ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's tolerance
+METHOD = "lp-rounding"
+STEPS = 8  # of the bisection of ε
+TRIES = 24  # thresholds at each ε
+WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +146,6 @@ def export(problem: Problem, budget: int, path: str | os.PathLike[str], *, formu
         OSError: if the file cannot be written.
     """
     highs.export(build(problem, budget, formulation=formulation)[0], path)
-
-
-METHOD = "lp-rounding"
-STEPS = 8  # of the bisection of ε
-TRIES = 24  # thresholds at each ε
-WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
 
 
 def lp_rounding(task: Task, incumbent: Incumbent) -> Remarks:

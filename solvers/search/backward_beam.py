@@ -41,6 +41,12 @@ GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 MOST_OPS_IN_ANY_ORDER = 24  # in larger graphs all orders are too many, and what is proven is proven of schedules
 NEVER = 1e3  # times the step: the price of keeping what does not fit
+FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
+ROUND = 4  # beams without progress, after which they become wider
+POWERS = (1.0, 2.0, 4.0, 16.0)  # of how full a stage is: what a byte is worth there
+WORTHS = (2.0, 60.0)  # times the forward: all bytes in all stages, at least and at most
+NOISES = (0.0, 0.5, 1.0)  # standard deviations, in the logarithm, of the price of each value
+SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 @dataclass
@@ -296,14 +302,6 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
             return
-
-
-FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
-ROUND = 4  # beams without progress, after which they become wider
-POWERS = (1.0, 2.0, 4.0, 16.0)  # of how full a stage is: what a byte is worth there
-WORTHS = (2.0, 60.0)  # times the forward: all bytes in all stages, at least and at most
-NOISES = (0.0, 0.5, 1.0)  # standard deviations, in the logarithm, of the price of each value
-SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 class Detours:

@@ -40,6 +40,7 @@ SHARE = 0.3  # of what is left of the time, for one search
 HALVINGS = 6  # of the share of the busiest link
 SHARES = (0.5, 0.2)  # more of them: of one half, plans are those of a step in which nothing overlaps
 ROOMS = (0, 1, 2, 4, 8, 16, 32)  # ops of links, of the usual bytes: what plans leave free for them
+ROUNDS = 4  # in each of which starts and waits go by when steps were reached in the one before
 log = logging.getLogger("checkmate.solve")
 
 
@@ -211,9 +212,6 @@ def _waits(
     for i in range(len(tos)):
         best[i + 1] = max(best[i], (best[earlier] + gain[:, i]).max())
     return float(best[-1])
-
-
-ROUNDS = 4  # in each of which starts and waits go by when steps were reached in the one before
 
 
 def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
