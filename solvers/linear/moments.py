@@ -203,7 +203,7 @@ def _round(
     kept, runs = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, runs, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
-    schedule = lift(problem, found)
+    schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, found))
     proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
 
@@ -336,16 +336,11 @@ def _bind_spans(
             model.constrain(f"{name}: keep", [(X[b, v], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)], upper=0.0)
 
 
-def lift(problem: Problem, bound: Bound) -> Schedule:
-    """The schedule that keeps at each moment the values that the model keeps, and remakes missing ones on demand.
+def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
+    """R (T, T) bool that keeps at each moment the values that the model keeps, and remakes missing ones on demand.
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
-    return Schedule.from_runs(problem.graph, lifted_runs(problem, bound))
-
-
-def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
-    """R (T, T) bool of the lifted schedule."""
     kept = zip(bound.moments, bound.kept, strict=True)
     return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in kept})
 

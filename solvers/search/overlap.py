@@ -79,7 +79,8 @@ class _Search:
         problem, links = task.problem, task.problem.graph.links
         self.busiest = max(links, key=lambda name: float(problem.seconds[[*links[name]]].sum()))
         made = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
-        self.usual = _usual(made)
+        largest = np.sort(made)[::-1]  # the usual size: half of all bytes are in larger ones
+        self.usual = int(largest[np.searchsorted(2 * largest.cumsum(), largest.sum())])
         self.exposed = Exposed.of(problem)
         self.balance = 0.0  # seconds of the busiest link beyond the processor's, in the last plan
         self.tried: set[tuple[float, int]] = set()
@@ -119,16 +120,6 @@ def _of(inner: Incumbent, problem: Problem) -> Plan:
     assert inner.plan is not None
     assert inner.R is not None
     return lowered(problem, inner.R) if inner.plan.is_a_schedule else inner.plan
-
-
-def _usual(sizes: list[int]) -> int:
-    """The size above which half of all bytes lie.
-
-    >>> _usual([1, 1, 1, 8, 8, 8, 20])
-    8
-    """
-    largest = np.sort(sizes)[::-1]
-    return int(largest[np.searchsorted(2 * largest.cumsum(), largest.sum())])
 
 
 @dataclass(frozen=True)
