@@ -304,8 +304,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.selftest.checks import CHECKS
-    from checkmate.selftest.run import Result, Setting, run_all
+    from checkmate.selftest.checks import CHECKS, Result, Setting, run_all
 
     # Refuse unknown checks and devices.
     names = [check.name for check in CHECKS]

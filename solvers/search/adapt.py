@@ -20,9 +20,8 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Task
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
-from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
-from checkmate.solvers.search.local_search import exchange
+from checkmate.solvers.search.local_search import drop_runs, exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most

@@ -30,9 +30,9 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.search.backward_search import ANY, AnyOrder, far_enough, find_plan, refute
-from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs
+from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from checkmate.capture import random_draws
 from checkmate.errors import VerificationError
 from checkmate.selftest import checks, run
-from checkmate.selftest.checks import CHECKS
-from checkmate.selftest.run import Check, Finding, Result, Setting, run_all
+from checkmate.selftest.checks import CHECKS, Check, Finding, Result, Setting, run_all
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 

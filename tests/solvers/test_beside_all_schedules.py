@@ -14,9 +14,8 @@ from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, ob
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_beam import Beam, Detours, prices
-from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, run_pass
-from checkmate.solvers.search.local_search import exchange
+from checkmate.solvers.search.local_search import drop_runs, exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.value_sets import ValueSets

@@ -10,7 +10,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Clock, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, peak_of
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
 from tests.solvers.steps import FIVE
