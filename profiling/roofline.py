@@ -60,12 +60,8 @@ STEPS, HALF_WITHIN, WORST = 24, 0.12, 0.19
 STATED = f"within {HALF_WITHIN:.0%} of measured steps for half of {STEPS}, {WORST:.0%} for the worst"
 
 _PICK = {  # read from their first argument at most as much as they read and write elsewhere
-    aten.embedding,
-    aten.index,
-    aten.gather,
-    aten.index_select,
-    aten.nll_loss_forward,
-    aten.nll_loss2d_forward,
+    *(aten.embedding, aten.index, aten.gather, aten.index_select),
+    *(aten.nll_loss_forward, aten.nll_loss2d_forward),
 }
 _CONVOLVE = {
     *(aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward),

@@ -1,14 +1,10 @@
 """A solver for `torch.compile`'s memory budget that takes bytes and measures by the peak of forward and backward.
 
-PyTorch's own solvers choose by a knapsack of the bytes that are saved. What is made again in the backward takes memory,
-too: at small shares all of it is made at once, and the peak rises as the share falls (pytorch 197838). `KnapsackSolver`
-simulates the peak with all that the forward and the backward make, in the order in which they run. A plan is one that
-PyTorch's partitioner can follow: an op of the forward runs again once at most, before its first reader
-(`checkmate.solvers.kept_ops`). It cuts the graph once more when the solver has answered, and obeys the tags that
-`torch.utils.checkpoint` writes, so the solver writes these: MUST_SAVE and MUST_RECOMPUTE.
-
-Random draws are never made again: a solver that lets them gives gradients of another dropout than the forward had
-(pytorch 190758).
+The page docs/inductor.md says what is promised, and why PyTorch's own solvers are not enough (pytorch 197838, 190758).
+A plan is one that PyTorch's partitioner can follow: an op of the forward runs again once at most, before its first
+reader (`checkmate.solvers.kept_ops`). It cuts the graph once more when the solver has answered, and obeys the tags that
+`torch.utils.checkpoint` writes, so the solver writes these: MUST_SAVE and MUST_RECOMPUTE. Random draws are never made
+again.
 
 The joint graph is read as a `Problem` whose nodes are PyTorch's, in the order in which its two halves will run. Views
 are no ops. Inductor computes pointwise ops within the kernels of their readers where these stand near: no op that it

@@ -485,10 +485,7 @@ CHECKS = (
         partial(within_budgets, "chain", exact=True),
     ),
     Check(
-        "second memory",
-        "copies to pinned memory, on the CPU to a file, and back",
-        "the same bits come back",
-        copies,
+        "second memory", "copies to pinned memory, on the CPU to a file, and back", "the same bits come back", copies
     ),
     Check(
         "a transformer in budgets",

@@ -1,7 +1,7 @@
 """Recompute, keep or send: plans for a step with a second memory.
 
     plans of recomputation alone
-    -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
+    -> the bound of moments with links (`checkmate.solvers.linear.moments`), whose answer says what to send
     -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetches`)
     -> the transfers of its plan (`checkmate.solvers.common.fetches`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
