@@ -240,7 +240,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
     host = problem.host
     if host is not None:
-        held |= negligible(problem)
+        order = np.argsort(problem.sizes, kind="stable")
+        held[order[np.cumsum(problem.sizes[order]) <= SMALL * (problem.keep_all_peak - problem.resident)]] = True
     useful, read = map(np.array, lives(graph, problem.limits.last_stage))
     # R: each new op of a segment runs in it; one of before may run again while anybody reads it.
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # first new op of each segment
@@ -455,15 +456,6 @@ class LinkColumns:
     F: np.ndarray  # (m + 1, V)
     H: np.ndarray  # (m, V)
     L: np.ndarray  # (m, V)
-
-
-def negligible(problem: Problem) -> np.ndarray:
-    """(V,) bool: the smallest values, whose bytes together are negligible."""
-    sizes = problem.sizes
-    order = np.argsort(sizes, kind="stable")
-    small = np.zeros(len(sizes), dtype=bool)
-    small[order[np.cumsum(sizes[order]) <= SMALL * (problem.keep_all_peak - problem.resident)]] = True
-    return small
 
 
 def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> LinkColumns:

@@ -144,6 +144,14 @@ class Backward(ABC):
         """Select the states at the begin of stage t to continue from."""
 
 
+def _fits(search: BackwardSearch | AnyOrder, t: int, k: int, needed: int) -> bool:
+    """Tell whether op k fits in stage t if ``needed`` is in memory after it; the fewest bytes refused are noted."""
+    least = search.sets.at(t, k, needed)
+    if least > search.budget:
+        search.least = min(search.least, least)
+    return least <= search.budget
+
+
 def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
     """The ops that run in each stage of a trail, in order."""
     stages: list[list[int]] = [[] for _ in range(sets.T)]
@@ -184,7 +192,7 @@ class BackwardSearch(Backward):
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         self.reached = t
         for needed, (_, _, trail) in states.items():
-            if self._fits(t, t, needed):
+            if _fits(self, t, t, needed):
                 self._wait(t, t, self.sets.before(t, needed), trail, waiting)
 
     def _wait(self, t: int, k: int, needed: int, trail: Trail | None, waiting: Waiting) -> None:
@@ -214,7 +222,7 @@ class BackwardSearch(Backward):
                     done.setdefault(needed & ~(free & sets.below[k + 1]), (0.0, 0, trail))
                     continue
                 self.complete = False
-            elif (self.homes is None or k < sets.forward_length or home == t) and self._fits(t, k, needed):
+            elif (self.homes is None or k < sets.forward_length or home == t) and _fits(self, t, k, needed):
                 self._wait(t, k, sets.before(k, needed), (trail, t, k), waiting)
             if home == t:
                 continue
@@ -222,14 +230,8 @@ class BackwardSearch(Backward):
             kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
             if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
                 continue
-            if self._fits(t - 1, t - 1, kept):
+            if _fits(self, t - 1, t - 1, kept):
                 self._wait(t, k, needed, trail, waiting)
-
-    def _fits(self, t: int, k: int, needed: int) -> bool:
-        least = self.sets.at(t, k, needed)
-        if least > self.budget:
-            self.least = min(self.least, least)
-        return least <= self.budget
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         where = {key[0]: (k, key) for k, group in waiting.groups.items() for key in group}
@@ -381,7 +383,7 @@ class AnyOrder:
                 return
             others.append(one)
         yield from others
-        if not (t == sets.forward_length and needed & sets.gone) and self._fits(t - 1, t - 1, needed):
+        if not (t == sets.forward_length and needed & sets.gone) and _fits(self, t - 1, t - 1, needed):
             yield t - 1, sets.before(t - 1, needed), None
 
     def _again(self, t: int, needed: int) -> Iterator[tuple[int, int, int]]:
@@ -402,11 +404,5 @@ class AnyOrder:
                 if self.loose:
                     yield t, needed & ~sets.outputs[k], k
                 self.complete &= self.loose
-            elif self._fits(t, k, needed):
+            elif _fits(self, t, k, needed):
                 yield t, sets.before(k, needed), k
-
-    def _fits(self, t: int, k: int, needed: int) -> bool:
-        least = self.sets.at(t, k, needed)
-        if least > self.budget:
-            self.least = min(self.least, least)
-        return least <= self.budget
