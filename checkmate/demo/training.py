@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from checkmate.backends.tensor_state import differing
 from checkmate.compiler import compile as compiled_within
@@ -245,18 +245,14 @@ _COLUMNS = (
 
 
 def train(
-    module: nn.Module,
-    step: Step,
-    batches: Sequence[Batch],
-    seed: int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
+    module: nn.Module, step: Step, batches: Sequence[Batch], seed: int = 0, optimizer: optim.Optimizer | None = None
 ) -> list[Tensor]:
     """Train a step for each batch, by default with a new Adam.
 
     Returns all there is to compare, copied to the CPU: losses, gradients, state, random state.
     """
     torch.manual_seed(seed)
-    optimizer = optimizer or torch.optim.Adam(module.parameters(), lr=2e-3)
+    optimizer = optimizer or optim.Adam(module.parameters(), lr=2e-3)
     losses = []
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)

@@ -84,6 +84,7 @@ from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model, Term
 
 log = logging.getLogger("checkmate.solve")
+OnRuns = Callable[[np.ndarray], object] | None
 EXACT = 1e-6  # a smaller gap than this is none
 LAST_MODEL = 0.98  # of the time: later than that no model is begun
 FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more than one moment
@@ -132,12 +133,7 @@ class Relaxed:
 
 
 def moment_bound(
-    task: Task,
-    incumbent: Incumbent,
-    *,
-    moments: Sequence[int] | None = None,
-    most: int = 40,
-    on_runs: Callable[[np.ndarray], object] | None = None,
+    task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 40, on_runs: OnRuns = None
 ) -> Bound:
     """The best bound of models with more and more moments.
 
@@ -184,15 +180,7 @@ def moment_bound(
             finest = True  # once more with all rows
 
 
-def _round(
-    task: Task,
-    incumbent: Incumbent,
-    at: list[int],
-    best: Bound,
-    on_runs: Callable[[np.ndarray], object] | None,
-    *,
-    spanned: bool,
-) -> Bound:
+def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: OnRuns, *, spanned: bool) -> Bound:
     """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
     problem, budget, unit, R = task.problem, task.budget, cost_unit(task.problem), incumbent.R
     x = build(problem, budget, at, spanned=spanned)

@@ -40,6 +40,7 @@ Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its ru
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
 States = dict[int, State]  # by what must be at hand
 Pending = dict[tuple[int, int, int], State]  # and by what may still be made again in the stage, and what must be
+Homes = Mapping[int, int]  # of ops that run again, the stages in which they do
 KNOWN = -1  # later stages run as in the known plan
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
@@ -183,7 +184,7 @@ class BackwardSearch(Backward):
     clock: Clock
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
-    homes: Mapping[int, int] | None = None  # where given, of these those do, in these stages and nowhere else
+    homes: Homes | None = None  # where given, of these those do, in these stages and nowhere else
     loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
     complete: bool = True  # no state was dropped so far: without a state left, no schedule fits the budget
     least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
@@ -269,13 +270,7 @@ class BackwardSearch(Backward):
 
 
 def find_plan(
-    sets: ValueSets,
-    budget: int,
-    *,
-    width: int,
-    clock: Clock,
-    exact: bool = False,
-    homes: Mapping[int, int] | None = None,
+    sets: ValueSets, budget: int, *, width: int, clock: Clock, exact: bool = False, homes: Homes | None = None
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """R (T, T) of a schedule within the budget, or None; the search tells whether that is a proof.
 
