@@ -22,7 +22,6 @@ import torch
 from torch import optim
 
 from checkmate.backends.capture_cache import CaptureCache
-from checkmate.backends.compilation import Backend
 from checkmate.backends.cuda_blocks import Replays
 from checkmate.backends.tensor_state import differing, names_of, restored, same_bits, tensors_within
 from checkmate.capture.device import main_device, may_waver, random_states
@@ -37,7 +36,7 @@ from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.updates.optimizers import parameters_of
 from checkmate.updates.per_parameter import known
-from checkmate.verification.first_difference import first_difference
+from checkmate.verification.first_difference import Capture, Step, first_difference
 
 log = logging.getLogger("checkmate.verification.compare")
 
@@ -97,13 +96,7 @@ class Certificate:
 
 
 def compare_with_plain(
-    plain: Callable[..., Any],
-    compiled: Callable[..., Any],
-    cache: CaptureCache,
-    args: Any,
-    kwargs: Any,
-    capture: Callable[[Backend], Callable[..., Any]],
-    calls: int = 1,
+    plain: Step, compiled: Step, cache: CaptureCache, args: Any, kwargs: Any, capture: Capture, calls: int = 1
 ) -> Certificate:
     """Run a step and its backward both ways on one batch from one state, and restore that state.
 
@@ -121,7 +114,7 @@ def compare_with_plain(
     reach = Reach((plain, args, kwargs))
     device, backend = reach.device, cache.backend
 
-    def run(step: Callable[..., Any], calls: int = calls) -> StepState:
+    def run(step: Step, calls: int = calls) -> StepState:
         return reach.run(partial(_differentiated, reach, lambda: step(*args, **kwargs), calls))
 
     def place() -> str:
