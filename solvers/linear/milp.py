@@ -33,7 +33,6 @@ from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
 
 ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's tolerance
-METHOD = "lp-rounding"
 STEPS = 8  # of the bisection of ε
 TRIES = 24  # thresholds at each ε
 WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
@@ -198,7 +197,7 @@ def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
             R = fewer if fits(problem, task.budget, fewer) else R
-    return incumbent.offer(R, METHOD)
+    return incumbent.offer(R, "lp-rounding")
 
 
 def roundings(problem: Problem, S: np.ndarray) -> Iterator[np.ndarray]:
