@@ -30,8 +30,8 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Made
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.demo.tasks import Task, digits_task, text_task
-from checkmate.memory import build
+from checkmate.demo.training import Task, digits_task, text_task
+from checkmate.memory import native
 
 
 def _compared(name: str) -> Made:
@@ -76,7 +76,7 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
     steps: dict[str, Any] = {"plain": plain}
     for memory in ("allocator", "arena"):
         steps[memory] = checkmate.compile(plain, budget=budget, time_limit=time_limit, memory=memory, wait="best")
-    if (failure := build.wait()) is not None:
+    if (failure := native.wait()) is not None:
         raise SystemExit(f"No arena: {failure}.")
     runs = {kind: partial(step_and_back, module, step, batch) for kind, step in steps.items()}
     runs["arena"]()

@@ -33,7 +33,7 @@ from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.resident import give_back, growth, status
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from checkmate.memory import build
+from checkmate.memory import native
 
 KINDS = ("plain", "allocator", "arena")
 MARGIN, PLENTY = 1.05, 4.0  # times what the plan says
@@ -66,7 +66,7 @@ class Training:
         self.step: Any = self.loss
         if kind != "plain":
             self.step = checkmate.compile(self.loss, budget=budget, time_limit=5, memory=kind, wait="best")
-        if kind == "arena" and (failure := build.wait()) is not None:
+        if kind == "arena" and (failure := native.wait()) is not None:
             sys.exit(f"No arena: {failure}.")
 
     def loss(self, x: Tensor) -> Tensor:

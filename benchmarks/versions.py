@@ -44,12 +44,12 @@ COUNTS: dict[str, Column] = {kind: f"{{{kind}}}" for kind in ("passed", "failed"
 def examined() -> Row:
     """Names that are not public and that the installed version lacks, what is left out, and how the arena is built."""
     from checkmate.backends import compilation as _all_patches  # noqa: F401  # which puts them in place
-    from checkmate.memory import build
+    from checkmate.memory import native
     from checkmate.torch_internals import names
 
     lacking = [name for table in names.TABLES for name in table.names.values() if not table.has(name.name)]
     missing = [f"{name.name}: {name.without}" for name in lacking if names.is_expected(name)]
-    return {"missing": missing, "left_out": names.LEFT_OUT, "arena": build.ARENA.state()}
+    return {"missing": missing, "left_out": names.LEFT_OUT, "arena": native.ARENA.state()}
 
 
 def counted(tests: Mapping[str, Sequence[str]], *options: str, environment: Mapping[str, str]) -> Row:

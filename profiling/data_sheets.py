@@ -96,7 +96,7 @@ def _gpu(
 ) -> Device:
     """An NVIDIA card: dense rates, half-precision products summed in float32; GB/s; GHz; MB; GiB.
 
-    What products reach of the rate is without what tiles cost, `checkmate.profiling.gpu_kernels`: it fits the products
+    What products reach of the rate is without what tiles cost, `checkmate.profiling.roofline`: it fits the products
     of Llama-2-7B that Vidur (Agrawal et al., MLSys 2024) measured on an A100 and an H100. A kernel takes 2 µs at least
     there; 5 µs of the host for each op are what a constant takes more than an op of Python's in NeuSight's tables (Lee
     et al., ASPLOS 2025). `benchmarks.estimates` holds both against steps.

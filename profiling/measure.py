@@ -48,7 +48,7 @@ from checkmate.core.problem import Profile
 from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, record_allocations
-from checkmate.memory.room import within_memory
+from checkmate.memory.available import within_memory
 from checkmate.profiling import cost_cache
 from checkmate.profiling.cost_cache import OpCost, OpKey, OpTable, conditions_on
 from checkmate.profiling.mesh import measured_collectives

@@ -31,7 +31,7 @@ from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
 from checkmate.capture.rounding_probes import flat, packet_of, repeat
-from checkmate.memory.room import ran_out_of_memory
+from checkmate.memory.available import ran_out_of_memory
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
 from checkmate.torch_internals.trees import tree_map
@@ -56,12 +56,8 @@ _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
 }
 _BY_DIMENSION = {aten.index, aten._unsafe_index, aten.index_put, aten._unsafe_index_put}  # op(x, [index or None, ...])
 _TARGETS = {  # position of the scores and of the targets: classes are dimension 1, or 0 where there is no other
-    aten.nll_loss_forward: (0, 1),
-    aten.nll_loss2d_forward: (0, 1),
-    aten.nll_loss_backward: (1, 2),
-    aten.nll_loss2d_backward: (1, 2),
-    aten.multi_margin_loss: (0, 1),
-    aten.multi_margin_loss_backward: (1, 2),
+    **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward, aten.multi_margin_loss), (0, 1)),
+    **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward, aten.multi_margin_loss_backward), (1, 2)),
 }
 _POOLED = {  # position of x and of the indices, dimensions of a window's plane: indices are places in the plane
     aten.max_pool2d_with_indices_backward: (1, 7, 2),

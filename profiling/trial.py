@@ -47,7 +47,7 @@ from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
 from checkmate.capture.rounding_probes import cancel, flat, repeat, same_bytes
 from checkmate.core.problem import Profile
-from checkmate.memory.room import within_memory
+from checkmate.memory.available import within_memory
 from checkmate.profiling.cost_cache import OpKey, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.torch_internals.dispatcher import outside_tracing

@@ -25,17 +25,15 @@ import numpy as np
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.schedules import obeys_limits
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
+from checkmate.solvers.common.schedules import as_stages, obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_beam import backward_bound
-from checkmate.solvers.search.detours import Detours
+from checkmate.solvers.search.backward_beam import Detours, backward_bound
 from checkmate.solvers.search.greedy import GRID, TiltedPasses, next_use
-from checkmate.solvers.search.local_search import exchange, exchange_runs
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
@@ -172,12 +170,12 @@ def _least(search: Portfolio, task: Task) -> None:
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:
-        search.incumbent.offer_runs(least_plan(problem, budget, Clock(0.0)), "least")  # to drop runs takes long
+        search.incumbent.offer(least_plan(problem, budget, Clock(0.0)), "least")  # to drop runs takes long
         runs = least_plan(problem, budget, task.clock)
-        search.incumbent.offer_runs(runs, "least")
+        search.incumbent.offer(runs, "least")
         plan = search.incumbent.plan
         if plan is not None and not plan.is_a_schedule:  # no search but this knows plans of which R does not say all
-            search.incumbent.offer_runs(exchange_runs(task, runs), "least")
+            search.incumbent.offer(exchange(task, runs), "least")
 
 
 def _bound(search: Portfolio, task: Task) -> None:
@@ -206,7 +204,7 @@ def _detours(search: Portfolio, task: Task) -> None:
 def _tilted(search: Portfolio, task: Task) -> None:
     """Continue the search over tilts; local search has the last fifth of the time."""
     if (R := search.tilts.search(task.clock.share(0.8))) is not None:
-        search.incumbent.offer(exchange(task, R), "tilted")
+        search.incumbent.offer(exchange(task, as_stages(R)), "tilted")
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 from checkmate.core.plan import Plan
 from checkmate.core.solution import Query, Solution, Solver, Status
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.incumbent import Clock, Incumbent
 from checkmate.solvers.common.processes import BackgroundProcess
-from checkmate.solvers.common.task import Clock
 from checkmate.solvers.plan_cache import WORTH_A_PROCESS, Record, is_better, store
 from checkmate.solvers.solve import attempt
 from checkmate.units import format_seconds

@@ -16,10 +16,9 @@ from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
 from checkmate.solvers.common.incumbent import Remarks
-from checkmate.solvers.host.exact import milp
-from checkmate.solvers.host.poet import poet
+from checkmate.solvers.host.exact import milp, poet
 from checkmate.solvers.host.policies import capuchin, offload_all
-from checkmate.solvers.linear.rounding import lp_rounding
+from checkmate.solvers.linear.milp import lp_rounding
 from checkmate.solvers.search.greedy import next_use
 
 JAIN = "Jain et al., MLSys 2020"

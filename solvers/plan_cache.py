@@ -37,8 +37,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Query, Solution, Solver
 from checkmate.errors import InvalidProblem, SolverError
-from checkmate.solvers.common.incumbent import certify, contradicts
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Clock, certify, contradicts
 from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.units import format_seconds
 from checkmate.version import __version__

@@ -21,8 +21,7 @@ from checkmate.core.solution import Query, Refusal, Solution, Solver, Status, ch
 from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, bottleneck, ends_of, least_plan, min_budget
 from checkmate.solvers.search.overlap import overlap

@@ -26,7 +26,7 @@ from benchmarks.common.timing import step_and_back
 from benchmarks.peers.report import KEY, PEERS, latest, same_bits
 from benchmarks.peers.settings import EAGER, OURS, named
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
-from checkmate.memory import build
+from checkmate.memory import native
 
 FAMILIES = (EAGER.family, *PEERS, OURS)
 WHERE = "benchmarks.peers.subjects:NETWORKS"
@@ -66,8 +66,8 @@ def one(asked: Row) -> list[Row]:
     torch.set_num_threads(asked["threads"])
     module, name = asked["where"].split(":")
     networks: dict[str, Network] = getattr(import_module(module), name)
-    build.start()
-    failure, level = build.wait(), status("VmRSS")
+    native.start()
+    failure, level = native.wait(), status("VmRSS")
     subject = Subject.of(networks[asked["model"]], torch.device("cpu"))
     setting = named(subject, asked["family"], asked["knob"], asked["budget"], asked["time_limit"])
     with setting.config():

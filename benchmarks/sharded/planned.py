@@ -7,7 +7,7 @@ The step is of `benchmarks/sharded/graph.py`: forward, loss and backward; the po
 `benchmarks/sharded/policies.py`. A link carries all collectives beside the processor's ops: NVLink, which joins all
 ranks, or a network. A gather is started before it is needed, and what sums gradients is waited for after the backward
 went on. A gather and the casts of the shard before it are one op of the link. The policies' collectives are started and
-waited for as those of plans are (`checkmate/solvers/common/place_starts.py`), with all the bytes that this takes. A
+waited for as those of plans are (`checkmate/solvers/search/overlap.py`), with all the bytes that this takes. A
 peak counts everything that is there but an optimizer: the rank's shards of the parameters, 0.5 GB, gathered parameters,
 activations, and gradients before and after they are scattered. Steps are beyond one that runs each op once, one after
 another: what is below zero is hidden beside the processor's ops. Each case is a process of its own, on one thread;
@@ -30,8 +30,8 @@ from checkmate.core.answer import Table
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
-from checkmate.solvers.common.place_starts import place_starts
 from checkmate.solvers.common.schedules import lowered
+from checkmate.solvers.search.overlap import place_starts
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes
 

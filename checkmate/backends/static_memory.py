@@ -23,9 +23,8 @@ from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.devices import REQUESTED
 from checkmate.inspection.addresses import lives_of
-from checkmate.memory import build
-from checkmate.memory.arena import PHASES, Arena, Phase, Run
-from checkmate.memory.lives import Lives
+from checkmate.memory import native
+from checkmate.memory.arena import PHASES, Arena, Lives, Phase, Run
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
@@ -45,7 +44,7 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     """
     if memory == "allocator":
         return lambda: None
-    build.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
+    native.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
     return lambda: Arena(place_soon, place_lower=place_lower)
 
 

@@ -32,8 +32,7 @@ from checkmate.batch.size_search import (
     plan_within,
     spread_sizes,
 )
-from checkmate.batch.sized_problems import SizedProblems
-from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
+from checkmate.batch.sized_steps import SizedProblems, SizedSteps, maker_of, real_tensors
 from checkmate.core.host import Host
 from checkmate.core.solution import Query, Solution, infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported

@@ -21,7 +21,7 @@ import numpy as np
 
 from checkmate.batch import LARGEST
 from checkmate.batch.result import SizePoint
-from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedProblems
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
 from checkmate.solvers.search.adapt import Start, as_start

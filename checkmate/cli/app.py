@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate import batch, fitting
-from checkmate.cli.arguments import add_to, flag, host_of, option, seconds
+from checkmate.cli.arguments import UsageError, add_to, flag, host_of, maker, option, seconds
 from checkmate.cli.json_output import finite, solution_record, steps_of
-from checkmate.cli.target import UsageError, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
 from checkmate.units import format_bytes, parse_budget, parse_bytes, parse_share
@@ -258,8 +257,7 @@ def _on_its_batch(args: argparse.Namespace) -> Iterator[None]:
 def _demo(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.demo.tasks import digits_task, text_task
-    from checkmate.demo.training import FULL, LEGEND, QUICK, train_within_budgets
+    from checkmate.demo.training import FULL, LEGEND, QUICK, digits_task, text_task, train_within_budgets
 
     def say(text: str) -> None:
         if not args.json:
@@ -306,8 +304,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.selftest.checks import CHECKS
-    from checkmate.selftest.run import Result, Setting, run_all
+    from checkmate.selftest.checks import CHECKS, Result, Setting, run_all
 
     # Refuse unknown checks and devices.
     names = [check.name for check in CHECKS]

@@ -58,7 +58,7 @@ def examine() -> Examination:
         import torch
 
         from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
-        from checkmate.memory import build
+        from checkmate.memory import native
         from checkmate.torch_internals.names import LEFT_OUT
         from checkmate.torch_internals.versions import TRIED
 
@@ -69,7 +69,7 @@ def examine() -> Examination:
             f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
             for i in range(count)
         ]
-        facts["arena"], facts["left out"] = build.ARENA.state(), LEFT_OUT
+        facts["arena"], facts["left out"] = native.ARENA.state(), LEFT_OUT
     # A problem whose answer is known.
     chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     facts["solver"] = "HiGHS works"

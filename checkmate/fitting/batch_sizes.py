@@ -18,7 +18,7 @@ from checkmate.batch.size_search import (
     most_seconds,
     plan_within,
 )
-from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedProblems
 from checkmate.capture.nodes import storage
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Query, Solution
@@ -91,13 +91,7 @@ def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def largest_sizes(
-    problems: SizedProblems,
-    given: int,
-    room: int,
-    *,
-    update_bytes: int,
-    trace_seconds: float,
-    deadline: float,
+    problems: SizedProblems, given: int, room: int, *, update_bytes: int, trace_seconds: float, deadline: float
 ) -> LargestSizes:
     """The largest sizes within a room: of plain PyTorch, of a step that reruns nothing, and of a planned one.
 

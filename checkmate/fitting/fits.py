@@ -9,37 +9,59 @@ device: bytes are those of the captured step, seconds a roofline's.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import optim
 
 from checkmate.backends.capture_cache import collecting_seldom
 from checkmate.backends.planner import Bytes
-from checkmate.batch.sized_problems import SizedProblems
-from checkmate.batch.sized_steps import arguments_of
+from checkmate.backends.static_memory import lives_on
+from checkmate.backends.tensor_state import tensors_within
+from checkmate.batch.sized_steps import SizedProblems, arguments_of
+from checkmate.capture.device import main_device
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.nodes import storage
 from checkmate.compiler import refuse_what_is_no_step
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
-from checkmate.errors import CheckmateError
+from checkmate.core.solution import Query, Solution
+from checkmate.devices import kind_of
+from checkmate.errors import BudgetError, CheckmateError
 from checkmate.fitting import TIME_LIMIT
 from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
-from checkmate.fitting.memory_options import IN_PARTS, RECOMPUTATION, WITH_HOST, ways_of
-from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of
+from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of, without_parts
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
-from checkmate.fitting.target_device import TargetDevice, written
-from checkmate.memory.cuda_allocator import EXPANDABLE
+from checkmate.memory.arena import Lives
+from checkmate.memory.available import available
+from checkmate.memory.cuda_allocator import EXPANDABLE, CudaAllocator, replay_steps
+from checkmate.profiling.data_sheets import Device, device_named
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import attempt, cheapest_split
 from checkmate.statusline import showing
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep, training_step
-from checkmate.units import check_positive, format_bytes, format_seconds
+from checkmate.units import check_positive, format_bytes, format_seconds, parse_budget, parse_bytes
 
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
+PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
+ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
+HOST_BYTES = 64 * 10**9  # of a second memory beside a GPU that nobody has described
+HOST_SHARE = 0.8  # of the rate of its link that copies reach
+NAMES = ("recomputation", "with its loss in parts", "with a second memory")
+RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
+_HOW = {
+    RECOMPUTATION: "by recomputation",
+    IN_PARTS: "by recomputation, with its loss in parts",
+    WITH_HOST: "only with a second memory",
+}
 
 
 def fits(
@@ -234,13 +256,6 @@ def verdict(
     )
 
 
-_HOW = {
-    RECOMPUTATION: "by recomputation",
-    IN_PARTS: "by recomputation, with its loss in parts",
-    WITH_HOST: "only with a second memory",
-}
-
-
 def line_of_code(fn: Callable[..., Any], best: MemoryOption | None, *, plainly: bool, room: int) -> str:
     """The line of code to write."""
     name = getattr(fn, "__name__", "loss_fn")
@@ -278,3 +293,150 @@ def notes(
         yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
     if make_batch is None and largest is not None:
         yield "sizes of the batch scale the first dimension that all its tensors share"
+
+
+def ways_of(
+    problem: Problem,
+    place: TargetDevice,
+    host: Host | None,
+    seconds: float,
+    deadline: float,
+    *,
+    fits: bool,
+    everything: bool,
+) -> list[MemoryOption]:
+    """The ways to make the step take less, each with its smallest budget, and a plan for that or for the room.
+
+    Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
+    none that would go on beyond the deadline if it took as long as the longest before it.
+    """
+    there = place.host(host)
+    ways: list[MemoryOption] = []
+    known: MemoryOption | None = None  # the last way that was looked at
+    longest = 0.0
+    for name in NAMES:
+        began, why_not = time.perf_counter(), ""
+        planned_fits = any(way.fits for way in ways)
+        if (fits or planned_fits) and not everything:
+            why_not = NOT_ASKED
+        elif planned_fits and began + longest > deadline:
+            why_not = "not looked at, for want of time"
+        elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
+            why_not = "no loss that would help"
+        elif name == WITH_HOST and there is None:
+            why_not = "give host=checkmate.Host(...)"
+        if why_not:
+            ways.append(MemoryOption(name, {}, None, None, fits=False, why_not=why_not))
+            continue
+        one, options = without_parts(problem) if name == RECOMPUTATION else problem, {}
+        if name == WITH_HOST and there is not None:
+            one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
+        # The smallest budget: that of an earlier way will do, and a plan at the bound is often found where other
+        # searches had no time.
+        ends = min_budget(one, time_limit=seconds)
+        smallest = ends.peak if known is None else min(ends.peak, known.smallest or ends.peak)
+        if not ends.proven:
+            smallest = min(smallest, planned(one, ends.bound, seconds).peak or smallest)
+        # The plan, for the room or that budget; without a host that of an earlier way will do.
+        if known is not None and known.fits and known.solution is not None and one.host is None:
+            solution = known.solution
+        else:
+            budget = place.budget if ends.bound <= place.budget else smallest
+            solution = planned(one, budget, PATIENCE, improve=seconds)
+            if solution.peak is None:
+                solution = planned(one, smallest, PATIENCE)
+        smallest = min(smallest, solution.peak or smallest)
+        fits_here = solution.peak is not None and solution.peak <= place.budget
+        why_not = "" if solution.peak is not None else "no plan found in time"
+        reserved = place.reserved_for(solution)
+        known = MemoryOption(name, options, smallest, ends.bound, fits_here, solution, reserved, why_not)
+        ways.append(known)
+        longest = max(longest, time.perf_counter() - began)
+    return ways
+
+
+def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:
+    """The first plan found within a budget, and a better one if it may be far from the best.
+
+    Args:
+        patience: seconds until there is one.
+        improve: seconds more to look for a better one.
+    """
+
+    def improved(query: Query) -> Solution:
+        first = attempt(query, progress=False)
+        if first.plan is None or first.gap <= GAP or not improve:
+            return first
+        better = attempt(Query(query.problem, budget, seconds=improve, gap=GAP, start=first), progress=False)
+        return better if better.plan is not None and better.cost <= first.cost else first
+
+    solver = cheapest_split(improved, look_on=bool(improve))
+    return solver(Query(problem, budget, seconds=patience, gap=ANY_GAP))
+
+
+@dataclass(frozen=True)
+class TargetDevice:
+    """The device that a step is to run on."""
+
+    name: str
+    room: int  # bytes that the step may take
+    memory_bytes: int  # 0: not known
+    device: Device | None  # by its data sheet; None: it is here, and ops are measured
+    profile: str  # where costs come from
+    block_bytes: int  # unit of its allocator's sizes
+    is_gpu: bool
+
+    @property
+    def budget(self) -> int:
+        """The room as a budget, as a line of code writes it."""
+        return parse_bytes(written(self.room))
+
+    @classmethod
+    def of(cls, name: str | None, budget: Bytes | None, reach: Any) -> TargetDevice:
+        """The device of a name, or the one here."""
+        asked = None if budget is None else parse_budget(budget)
+        if name is None:
+            held = {storage(t): t.untyped_storage().nbytes() for t in tensors_within(reach) if not is_fake(t)}
+            here = main_device(tensors_within(reach))
+            there_is = available(here, sum(held.values()))
+            room, total = there_is.bytes if asked is None else asked, there_is.limit.total
+            here_is = "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here"
+            return cls(here_is, room, total, None, "measure", kind_of(here).block_bytes, here.type != "cpu")
+        device = device_named(name)
+        if asked is None and not device.room:
+            raise BudgetError(f"How much memory a {device.name} has is not known: name the bytes, budget='16 GB'.")
+        about = device.memory_bytes, device, f"roofline:{name}", device.block_bytes, device.capability is not None
+        return cls(device.name, device.room if asked is None else asked, *about)
+
+    def host(self, asked: Host | None) -> Host | None:
+        """The second memory that is asked for, or the one beside a GPU."""
+        if asked is not None or self.device is None or not self.is_gpu:
+            return asked
+        rate = HOST_SHARE * self.device.host_link
+        return Host(HOST_BYTES, send=rate, fetch=rate)
+
+    def reserved(self, resident: int, lives: Lives, *, expandable: bool = False) -> int | None:
+        """Bytes that PyTorch's allocator would hold on an NVIDIA GPU, by its rules; None elsewhere."""
+        if not self.is_gpu or self.device is None:
+            return None
+        return resident + replay_steps(lives, CudaAllocator(expandable=expandable)).reserved
+
+    def reserved_for(self, solution: Solution, *, expandable: bool = False) -> int | None:
+        """Bytes that the allocator would hold for a plan."""
+        if solution.plan is None or not self.is_gpu or self.device is None:
+            return None
+        places = torch.device("cuda", 0), torch.device("cpu")  # where there is no C++ compiler, ops are of the CPU
+        lives = next(lives for lives in (lives_on(solution, place) for place in places) if lives.sizes.any())
+        return self.reserved(solution.problem.resident, lives, expandable=expandable)
+
+
+def written(count: int) -> str:
+    """Bytes in few digits for `parse_bytes`, rounded down.
+
+    >>> written(23_709_803_776), written(64 * 10**9), written(999)
+    ('23.7 GB', '64 GB', '999 B')
+    """
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{math.floor(count / scale * 100) / 100:.10g} {unit}"
+    return f"{count} B"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
@@ -55,7 +55,13 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
     for depth in range(deepest, 0, -1):
         if len(groups) <= most:
             break
-        folded = list(_modules(groups, depth))
+        # Each run of neighbours that share the first names of their module, as many as the depth, is one group.
+        folded: list[_Group] = []
+        for module, same in groupby(groups, key=lambda g: g.begin[:depth] or g.first):
+            run = list(same)
+            whole = len(run) > 1 and isinstance(module, tuple)
+            weight = sum(group.weight for group in run)
+            folded.append(_Group(run[0].first, run[-1].last, module, module, weight) if whole else run[0])
         if depth < deepest and max(group.weight for group in folded) > max(half, *(g.weight for g in groups)):
             break
         groups = folded
@@ -70,16 +76,6 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
         i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
         groups[i : i + 2] = [_joined(groups[i], groups[i + 1])]
     return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
-
-
-def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
-    """Group each run of neighbours that share the first ``depth`` names of their module."""
-    for module, same in groupby(groups, key=lambda g: g.begin[:depth] or g.first):
-        run = list(same)
-        if len(run) == 1 or not isinstance(module, tuple):
-            yield run[0]
-        else:
-            yield _Group(run[0].first, run[-1].last, module, module, sum(group.weight for group in run))
 
 
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:

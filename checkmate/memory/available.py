@@ -12,16 +12,21 @@ process is in with those above them, and its own limits (``ulimit``); and on top
   shapes, a process that goes on planning. Of the rest a step may take the `ROOM`-th part where an arena serves it, as
   the mapping of its first step is so many times as large as the plan; and half where malloc does, which keeps as much
   between live pieces again.
+
+Trials and measurements can need more than the step: `within_memory` goes on without where memory runs out in them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -30,11 +35,15 @@ from checkmate.errors import BudgetError
 from checkmate.memory.arena import ROOM
 from checkmate.units import format_bytes
 
+log = logging.getLogger("checkmate.memory")
+T = TypeVar("T")
+
 LEAST_MARGIN = 256 << 20  # bytes of an accelerator
 SHARE = 1 / 16  # of an accelerator's memory
 SCRATCH = 256 << 20  # bytes on the CPU, outside of the step
 BY_MALLOC = 2.0  # times the bytes of a plan: what a process takes by PyTorch's allocator
 STEPS = 64  # from one power of two to the next: what is found is rounded down to one of these
+NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the CPU, other devices and libraries say
 _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where memory is asked for, unless it is mapped
 
 
@@ -163,3 +172,32 @@ def _text(file: Path) -> str:
 
 def _does_not_say(what: str) -> BudgetError:
     return BudgetError(f"{what} does not say how much memory is free: name the bytes, such as budget='8 GB'.")
+
+
+def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
+    """Run a call and return its result in a list; the list is empty if memory ran out, and its tensors are freed.
+
+    The log then says once in a process ``what`` runs, and what happens ``instead``.
+
+    >>> within_memory(lambda: len(torch.empty(8)), "a few numbers", "there are none")
+    [8]
+    >>> within_memory(lambda: torch.empty(2**60), "too many numbers", "there are none")
+    []
+    """
+    try:
+        return [run()]
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+    _warn(what, instead)
+    return []
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that a device, a library on it or the host is out of memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+@cache
+def _warn(what: str, instead: str) -> None:
+    log.warning("%s: too large for the memory that is free, so %s", what, instead)

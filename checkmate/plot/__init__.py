@@ -6,7 +6,6 @@ their room from the Axes given where these stand in a grid, as those of ``plt.su
 """
 
 from checkmate.plot.draw_frontier import frontier
-from checkmate.plot.draw_memory import memory
-from checkmate.plot.draw_schedule import schedule
+from checkmate.plot.draw_plan import memory, schedule
 
 __all__ = ["frontier", "memory", "schedule"]

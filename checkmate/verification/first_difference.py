@@ -30,24 +30,16 @@ from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
-from checkmate.torch_internals.dispatcher import (
-    DispatchKey,
-    OpOverload,
-    TorchDispatchMode,
-    _SetExcludeDispatchKeyGuard,
-)
+from checkmate.torch_internals.dispatcher import DispatchKey, OpOverload, TorchDispatchMode, _SetExcludeDispatchKeyGuard
 
+Step = Callable[..., Any]
+Capture = Callable[[Backend], Step]  # of the same step by a backend
 _ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
 # Results of ops that run again to compare: the others are running statistics, which have gone on by then.
 _OF_INPUT = {torch.ops.aten._native_batch_norm_legit_functional.default: 3}
 
 
-def first_difference(
-    capture: Callable[[Backend], Callable[..., Any]],
-    solution: Solution,
-    run: Callable[[Callable[..., Any]], Any],
-    plain: Callable[..., Any],
-) -> str | None:
+def first_difference(capture: Capture, solution: Solution, run: Callable[[Step], Any], plain: Step) -> str | None:
     """The first value that differs and the op that makes it, in words; None if all values are equal.
 
     Args:

@@ -1,9 +1,9 @@
 """A plan as one HTML page: a summary in words, interactive pictures, sortable tables. It needs no network.
 
 The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
-``page_data.py``, and this file joins them. What comes from the user's model (names of ops, module paths) is in the page
-as escaped text, or as JSON in a script element that does not run; the page's own script writes it as text only, and a
-content security policy lets no other script run, whatever a name says.
+`page_data`: a document in JSON of columns of numbers, tables, and each repeated text once. What comes from the user's
+model (names of ops, module paths) is in the page as escaped text, or as JSON in a script element that does not run; the
+page's own script writes it as text only, and a content security policy lets no other script run, whatever a name says.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from checkmate.core.answer import Column
 from checkmate.core.files import write_bytes
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status, check_solution
-from checkmate.inspection.addresses import addresses
+from checkmate.inspection.addresses import Addresses, addresses
 from checkmate.inspection.difference import same_problem
-from checkmate.inspection.peak import explain_peak
-from checkmate.inspection.timeline import timeline
+from checkmate.inspection.op_costs import costs_of
+from checkmate.inspection.peak import PRICES, PeakExplanation, explain_peak, nth
+from checkmate.inspection.timeline import Timeline, timeline
+from checkmate.plot.draw_frontier import by_method, proven_area
+from checkmate.plot.style import LANES, ROLE_STYLES
+from checkmate.solvers.frontier import FIGURES, Row
+from checkmate.units import format_bytes, format_seconds
 from checkmate.version import __version__
 from checkmate.webpage import captions
-from checkmate.webpage.page_data import page_data
-
-if TYPE_CHECKING:
-    from checkmate.solvers.frontier import Row
 
 SCRIPTS = (  # in order
     "vendor/uPlot.iife.min.js",
@@ -145,3 +150,208 @@ def _visible(document: Any) -> Any:
     if isinstance(document, (list, tuple)):
         return [_visible(part) for part in document]
     return document
+
+
+def page_data(
+    solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None
+) -> dict[str, Any]:
+    """The document that is embedded in the page; the script only shows it."""
+    problem, graph = solution.problem, solution.problem.graph
+    assert solution.schedule is not None
+    texts, places = _Texts(), [op.place for op in graph.ops]
+    modules = [f"{p.module} ({p.kind})" if p.module and p.kind else p.module or p.kind for p in places]
+    roles = line.by_role()
+    first = np.array([moment.time == 0 for moment in line.moments])
+    names, stages = list(roles), (first.cumsum() - first).tolist()  # stage t ends with the first execution of op t
+    sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
+    spans = sorted(line.spans, key=lambda span: -span.bytes)
+    lives = [(span.born, span.died) for span in spans]
+    shown = {*sizes, *workspace, *line.host_bytes, *line.bytes.tolist()}
+    shown.update(size for row in roles.values() for size in row.tolist())
+    return {
+        "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
+        "peak": {
+            "bytes": line.peak,
+            "moment": line.peak_moment.index,
+            "label": f"peak {format_bytes(line.peak)} at {line.peak_moment.name}",
+        },
+        "forward": graph.forward_length,
+        "written": {size: format_bytes(size) for size in sorted(shown)},
+        "roles": [  # in the order in which areas lie upon each other
+            {"name": role, "fill": fill, "hatch": hatch, "about": captions.ABOUT_ROLES[role], "bytes": row.tolist()}
+            for role, row, (fill, hatch) in ((role, row, ROLE_STYLES[role]) for role, row in roles.items())
+        ],
+        "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},
+        "ops": {
+            "name": [texts[op.name] for op in graph.ops],
+            "target": [texts[op.target] for op in graph.ops],
+            "module": [texts[module] for module in modules],
+            "line": [texts[place.line] for place in places],
+            "where": [texts[op.where or ""] for op in graph.ops],
+            "takes": [format_seconds(seconds) for seconds in problem.seconds],
+        },
+        "values": {
+            "name": [texts[value.name] for value in graph.values],
+            "bytes": sizes,
+            "producer": [value.producer for value in graph.values],
+        },
+        "moments": {
+            "op": [moment.op for moment in line.moments],
+            "stage": stages,
+            "nth": [nth(moment.time + 1) if moment.time else "" for moment in line.moments],
+            "begin": line.begins,
+            "begins": [format_seconds(moment.begin) for moment in line.moments],
+            "bytes": line.bytes.tolist(),
+            "workspace": workspace,
+            "over": [texts[moment.over] for moment in line.moments],
+            "boundary": line.boundary,
+        },
+        # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
+        "spans": [
+            [span.value, texts[span.role], span.copy, int(begin), int(end) - 1, span.uses, texts[span.over]]
+            for span, (begin, end) in zip(spans, np.searchsorted(line.ticks, lives), strict=True)
+        ],
+        "links": _links(line) if line.lanes else None,
+        "kept": _intervals(solution.schedule.S),
+        "arena": {
+            "height": placed.height,
+            "boxes": [
+                [names.index(box.role), box.first, box.last, box.offset, box.bytes, texts[box.name], texts[box.over]]
+                for box in placed.boxes
+                if box.bytes
+            ],
+        },
+        "frontier": None if rows is None else _frontier_data(solution, rows),
+        "tables": [
+            {
+                "id": f"table-{name}",
+                "title": title,
+                "heads": [(column.head, column.show is not None) for column in columns],
+                "rows": [[_cell(texts, column, row) for column in columns] for row in each],
+                "go": go,
+            }
+            for name, title, columns, each, go in _tables(line, problem, peak, rows, stages)
+        ],
+        "texts": list(texts),  # at last, when all are known: names and the cells of tables are indices of these
+    }
+
+
+class _Texts(dict[str, int]):
+    """The index of each text in the list of all."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
+
+
+def _cell(texts: _Texts, column: Column, row: Any) -> int | tuple[int, float | None]:
+    """The index of a cell's text, with the number that it sorts by unless it sorts by its text."""
+    text = texts[column.text(row)]
+    return text if column.show is None and column.sort is None else (text, column.key(row))
+
+
+PageTable = tuple[str, str, Sequence[Column], Sequence[Any], Sequence[int | None] | None]  # at last, moments to go to
+
+
+def _tables(
+    line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None, stages: list[int]
+) -> Iterator[PageTable]:
+    """The tables in order: name, title, columns, rows. Optional tables appear if they have rows."""
+    columns: Sequence[Column] = peak.columns
+    at_peak = [span.first for span in line.alive(peak.moment.index)]
+    yield "peak", f"Values at the peak ({len(peak)})", columns, peak.held, at_peak
+    # The ops that run again, with the price of that.
+    ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # indices of the moments of each op
+    for moment in line.moments:
+        runs[moment.op].append(moment.index)
+    more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
+    before = [", ".join(ops[stages[i]].name for i in of[1:]) for of in runs]
+    names = Column("op", "name"), Column("computes", "target")
+    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
+    if dear := sorted((op for op in ops if more[op.op]), key=lambda op: -more[op.op] * op.seconds):
+        columns = (
+            *names,
+            Column("times more", lambda op: more[op.op], str),
+            Column("costs", lambda op: more[op.op] * op.seconds, format_seconds),
+            makes,
+            Column("before", lambda op: before[op.op], sort=lambda op: stages[runs[op.op][1]]),
+            where,
+        )
+        yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
+    if peak.prices:
+        yield "prices", "What less or more memory would change", PRICES, peak.prices, None
+    # The use of links.
+    when = (
+        Column("asked for after", lambda use: line.moments[use.after].name),
+        Column("begins", "begin", format_seconds),
+        Column("takes", lambda use: use.end - use.begin, format_seconds),
+        Column("waited for", "waited", format_seconds),
+    )
+    if moved := line.crossings:
+        columns = Column("value", "name"), Column("direction", "lane"), Column("bytes", "bytes", format_bytes), *when
+        yield "transfers", f"Transfers ({len(moved)})", columns, moved, [use.after for use in moved]
+    if carried := line.carried:
+        columns = Column("op", "name"), Column("link", "lane"), *when
+        yield "carried", f"Ops on links ({len(carried)})", columns, carried, [use.run for use in carried]
+    # The costs of all ops, the most seconds first.
+    over = [next((line.moments[i].over for i in of if line.moments[i].over), "") for of in runs]
+    by_cost = sorted(ops, key=lambda op: -spent[op.op])
+    columns = (
+        *names,
+        Column("of the", "phase"),
+        Column("runs", lambda op: len(runs[op.op]), str),
+        Column("each", "seconds", format_seconds),
+        Column("in all", lambda op: spent[op.op], format_seconds),
+        Column("share", lambda op: spent[op.op] / line.seconds if line.seconds else "", "{:.2%}".format),
+        makes,
+        *[Column("written over", lambda op: over[op.op])] * any(over),
+        Column("workspace", "workspace_bytes", format_bytes),
+        where,
+    )
+    yield "ops", f"Ops by cost ({len(ops)})", columns, by_cost, [runs[op.op][0] for op in by_cost]
+    if rows is not None:
+        columns = *FIGURES, Column("status", lambda row: row.status.label), Column("what happened", "message")
+        yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
+
+
+def _links(line: Timeline) -> dict[str, Any]:
+    """The traffic of each link, the waits for it, and the bytes in a second memory if it is used."""
+    there = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
+    return {
+        "lanes": [
+            {
+                "name": name,
+                "fill": fill,
+                "hatch": hatch,
+                "bars": [(use.begin, use.end) for use in uses],
+                "waits": [use.stall for use in uses if use.waited],
+            }
+            for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
+        ],
+        "memory": there if line.crossings else None,
+        "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
+    }
+
+
+def _intervals(S: np.ndarray) -> list[list[int]]:
+    """S column by column: [value, first stage, last stage] of each interval."""
+    edges = np.diff(np.pad(S.T.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    (values, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)
+    return np.stack([values, first, end - 1], axis=1).tolist()
+
+
+def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
+    """Points by method, the area proven empty, and the seconds of the picture."""
+
+    def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
+        return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
+
+    methods = by_method(rows)
+    this = solution.peak or 0, solution.cost
+    proven, low, high = proven_area(rows, [this, *(at for line in methods for at in line.points)])
+    return {
+        "this": point("this plan", *this),
+        "methods": [{"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in methods],
+        "proven": proven,
+        "range": (low, high),
+    }

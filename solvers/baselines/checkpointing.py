@@ -38,9 +38,8 @@ import networkx as nx
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand
-from checkmate.solvers.common.task import Task
 from checkmate.units import exact_bytes, format_bytes
 
 TRIES = 64  # settings that are simulated, by default

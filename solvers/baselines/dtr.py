@@ -39,9 +39,8 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Remarks, Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of, without_forbidden, without_useless
-from checkmate.solvers.common.task import Clock, OutOfTime, Task
 from checkmate.solvers.search.greedy import DeadEnd
 from checkmate.units import format_bytes
 

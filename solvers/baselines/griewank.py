@@ -27,9 +27,8 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.baselines.checkpointing import CANDIDATES, TRIES, cheapest, does_not_apply, droppable
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import on_demand
-from checkmate.solvers.common.task import Task
 
 
 def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tries: int = TRIES) -> Remarks:

@@ -21,9 +21,8 @@ import networkx as nx
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import kept_by_the_forward, ops_for
-from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
 METHOD = "min-cut"

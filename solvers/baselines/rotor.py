@@ -30,9 +30,8 @@ import numpy as np
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import ops_for, without_forbidden, without_useless
-from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
 METHOD = "rotor"

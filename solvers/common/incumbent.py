@@ -1,4 +1,4 @@
-"""The best plan and the best bound of a task yet, shared by all methods and stages of a solve.
+"""The task of a method, and its incumbent: the best plan and the best bound yet, shared by all stages of a solve.
 
 A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
 solvers fails, still has its best plan, and a person at a terminal sees the gap close. What is offered is lowered to a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,8 +26,60 @@ from checkmate.core.simulator import Usage
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.common.schedules import as_matrix, cost_of, peak_of
-from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
+
+
+class OutOfTime(Exception):
+    """Raised when the time is over, or when continuing gains nothing."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Counts seconds since it was made, up to so many.
+
+    >>> clock = Clock(60.0)
+    >>> clock.is_over, 17 < clock.share(0.3).left <= 18
+    (False, True)
+    """
+
+    seconds: float = float("inf")
+    began: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, 0.0 once it is over."""
+        return max(0.0, self.seconds - self.elapsed)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether no second is left."""
+        return self.elapsed >= self.seconds
+
+    def share(self, part: float) -> Clock:
+        """A clock that begins now, with this share of the seconds left."""
+        return Clock(part * self.left)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Schedule a problem within a budget, as well as the time allows."""
+
+    problem: Problem
+    budget: int  # bytes
+    clock: Clock = field(default_factory=Clock)
+    gap: float = 0.0  # (cost - bound) / cost that is good enough
+    threads: int = 1  # of solvers
+    seed: int = 0  # of what is drawn at random
+
+    def within(self, seconds: float, **changes: Any) -> Task:
+        """The task with this many seconds from now, and with other changes."""
+        return replace(self, clock=Clock(seconds), **changes)
+
 
 TOLERANCE = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
@@ -91,43 +144,34 @@ class Incumbent:
         """Simulate a schedule (T, T), and tell whether it stays within the budget."""
         return self._is_within(peak_of(self.task.problem, R))
 
-    def offer(self, R: np.ndarray, by: str) -> bool:
-        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best; tell whether it was kept.
+    def offer(self, found: np.ndarray | list[list[int]] | Plan, by: str) -> bool:
+        """Keep a plan if it fits the budgets and is cheaper than the best; tell whether it was kept.
+
+        Args:
+            found: a schedule R (T, T); or the ops that run in each stage, in any order and any number of times; or a
+                plan, which may say more than either. Stages out of order may break rules that the problem has in words,
+                which searches do not know: then they are not kept.
 
         Raises:
-            SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
-        """
-        problem, cost = self.task.problem, cost_of(self.task.problem, R)
-        if cost >= self.cost:
-            return False
-        schedule = Schedule.from_runs(problem.graph, R.copy())
-        return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
-
-    def offer_runs(self, stages: list[list[int]], by: str) -> bool:
-        """Offer the ops that run in each stage, in any order and any number of times; else as `offer`.
-
-        Raises:
-            SolverError: if it breaks another rule than the budget, or those that the problem has in words.
-        """
-        if all(ops == sorted(set(ops)) for ops in stages):
-            return self.offer(as_matrix(stages), by)
-        problem = self.task.problem
-        plan = simulator.without_slower_ways(simulator.lower_runs(problem, stages), problem, self.task.budget)
-        broken = problem.rules and simulator.check_plan(plan, problem)  # searches know not all of these
-        return not broken and self.offer_plan(plan, by)
-
-    def offer_plan(self, plan: Plan, by: str) -> bool:
-        """Offer a plan, which may say more than an R.
-
-        Raises:
-            SolverError: if it breaks another rule than the budgets.
+            SolverError: if it breaks another rule than the budgets; whoever offers it is wrong then, not the problem.
         """
         problem = self.task.problem
-        trimmed = simulator.without_idle_values(plan, problem)
-        if trimmed is not plan and not simulator.check_plan(trimmed, problem):  # a rule may ask to keep some
-            plan = trimmed
-        cost = simulator.cost(plan, problem)
-        return cost < self.cost and self._take(plan, None, cost, f"The plan of {by}", by)
+        if isinstance(found, list) and all(ops == sorted(set(ops)) for ops in found):
+            found = as_matrix(found)
+        if isinstance(found, np.ndarray):
+            if (cost := cost_of(problem, found)) >= self.cost:
+                return False
+            schedule = Schedule.from_runs(problem.graph, found.copy())
+            return self._take(simulator.lower(problem, schedule), schedule, cost, f"The schedule of {by}", by)
+        if isinstance(found, list):
+            found = simulator.without_slower_ways(simulator.lower_runs(problem, found), problem, self.task.budget)
+            if problem.rules and simulator.check_plan(found, problem):
+                return False
+        trimmed = simulator.without_idle_values(found, problem)
+        if trimmed is not found and not simulator.check_plan(trimmed, problem):  # a rule may ask to keep some
+            found = trimmed
+        cost = simulator.cost(found, problem)
+        return cost < self.cost and self._take(found, None, cost, f"The plan of {by}", by)
 
     def _take(self, plan: Plan, schedule: Schedule | None, cost: float, what: str, by: str) -> bool:
         """Simulate and verify a plan, and keep it if it fits and still is the cheapest."""

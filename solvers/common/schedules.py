@@ -94,6 +94,11 @@ def as_matrix(stages: list[list[int]]) -> np.ndarray:
     return R
 
 
+def as_stages(R: np.ndarray) -> list[list[int]]:
+    """The ops that run in each stage of R (T, T)."""
+    return [np.flatnonzero(row).tolist() for row in R]
+
+
 def cost_of(problem: Problem, R: np.ndarray) -> float:
     """Seconds of all runs in R (T, T)."""
     return float(R.sum(axis=0) @ problem.seconds)
@@ -165,7 +170,7 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
     """R (T, T) without runs whose outputs are never read before they are made again."""
-    return as_matrix(useful_runs(graph, [np.flatnonzero(row).tolist() for row in R]))
+    return as_matrix(useful_runs(graph, as_stages(R)))
 
 
 def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Recompute, keep or send: plans for a step with a second memory.
 
     plans of recomputation alone
-    -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
-    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetch_ops`)
-    -> the transfers of its plan (`checkmate.solvers.common.place_transfers`), whose seconds the simulator tells
+    -> the bound of moments with links (`checkmate.solvers.linear.moments`), whose answer says what to send
+    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetches`)
+    -> the transfers of its plan (`checkmate.solvers.common.fetches`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
 
 The first plan is that of recomputation alone, so that a second memory never makes a step slower.
@@ -22,11 +22,9 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
-from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
-from checkmate.solvers.common.incumbent import Incumbent, Remarks, Solver
-from checkmate.solvers.common.place_transfers import place_transfers
+from checkmate.solvers.common.fetches import place_transfers, plain_events, sendable, with_fetches
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Solver, Task
 from checkmate.solvers.common.schedules import lowered
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
 
@@ -56,7 +54,7 @@ def offload(
     problem = task.problem
     # Plans that send nothing, and a known one.
     if start is not None and not simulator.check_plan(start, problem, task.budget):
-        incumbent.offer_plan(start, "start")
+        incumbent.offer(start, "start")
     alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
     remarks = recompute(alone.task, alone)
     if alone.R is not None:
@@ -156,7 +154,7 @@ class SentSets:
         """Offer a plan; give its seconds."""
         problem = self.task.problem
         seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
-        self.incumbent.offer_plan(plan, "sending")
+        self.incumbent.offer(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
             self.best = TriedSet(seconds, plan.sent, room, plan)

@@ -39,10 +39,8 @@ from numpy.typing import NDArray
 from checkmate.core import simulator
 from checkmate.core.plan import Drop, Fetch, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.fetch_ops import sendable
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.place_transfers import Outward
-from checkmate.solvers.common.task import OutOfTime, Task
+from checkmate.solvers.common.fetches import Outward, sendable
+from checkmate.solvers.common.incumbent import Incumbent, OutOfTime, Remarks, Task
 from checkmate.units import exact_bytes
 
 STEP = 0.01  # of the bytes of keeping all: so much more goes before Capuchin's next plan is tried
@@ -80,7 +78,7 @@ def offload_all(task: Task, incumbent: Incumbent) -> Remarks:
     problem, host = task.problem, task.problem.host
     assert host is not None
     plan = unroll(task, every_swap(problem), {})
-    if incumbent.offer_plan(plan, "offload-all"):
+    if incumbent.offer(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
     there = f" and {exact_bytes(usage.host_peak)} there" if usage.host_peak > host.budget else ""
@@ -126,7 +124,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
                     peak = simulator.simulate(plan, problem).peak
                     least = min(least, peak)
                     if peak <= task.budget and not simulator.check_plan(plan, problem, task.budget):
-                        incumbent.offer_plan(plan, "capuchin")
+                        incumbent.offer(plan, "capuchin")
             if task.clock.is_over or not policy.take():
                 break
         message = f"with all that it swaps and makes again, its plan takes {exact_bytes(least)}"

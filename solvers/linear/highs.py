@@ -19,13 +19,15 @@ import highspy
 import numpy as np
 
 from checkmate.errors import SolverError
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.linear.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
 ROUNDING = 1e-6  # of an objective, by which HiGHS may have summed it up otherwise
 COMPLETION = 0.2  # of the time left: to complete a start
 OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
+OnIncumbent = Callable[[np.ndarray], None]
+OnBound = Callable[[float], None]
 
 
 class SolveStatus(Enum):
@@ -78,8 +80,8 @@ def run(
     start: tuple[np.ndarray, np.ndarray] | None = None,
     target: float | None = None,
     heuristics: bool = True,
-    on_incumbent: Callable[[np.ndarray], None] | None = None,
-    on_bound: Callable[[float], None] | None = None,
+    on_incumbent: OnIncumbent | None = None,
+    on_bound: OnBound | None = None,
 ) -> Result:
     """Solve a model.
 
@@ -146,12 +148,7 @@ def _completed(
 class _Run:
     """A run of HiGHS in a separate thread, so that the caller can leave it, and Ctrl-C reaches both."""
 
-    def __init__(
-        self,
-        solver: highspy.Highs,
-        on_incumbent: Callable[[np.ndarray], None] | None,
-        on_bound: Callable[[float], None] | None,
-    ) -> None:
+    def __init__(self, solver: highspy.Highs, on_incumbent: OnIncumbent | None, on_bound: OnBound | None) -> None:
         self._solver, self._on_incumbent, self._on_bound = solver, on_incumbent, on_bound
         self.x: np.ndarray | None = None  # the best solution that was reported
         self.bound = -float("inf")  # the best bound that was reported

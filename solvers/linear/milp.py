@@ -1,4 +1,10 @@
-"""Solve the exact model of `checkmate.solvers.linear.equations`: with HiGHS.
+"""The two methods of Jain et al., MLSys 2020, by HiGHS: their exact model, and its relaxation rounded in two phases.
+
+The model is that of `checkmate.solvers.linear.equations`. Phase one of the rounding (Section 5) turns the relaxation's
+S* into a set of kept values: S = [S* >= θ]. Phase two runs the least that this S needs. The plan may break the budget,
+so the relaxation is solved at (1 - ε) · budget. We differ from the paper in three ways: thresholds θ are swept, not
+only 1/2 or tosses of a coin for each S*; ε is bisected by whether θ = 1/2 fits the budget, not fixed at 0.1; a plan
+that fits loses the runs it can do without. The bound is the relaxation's.
 
 On the main path, 11 of 16: see docs/idea.md.
 """
@@ -7,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.errors import SolverError
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.schedules import obeys_limits, peak_of
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
+from checkmate.solvers.common.schedules import cost_of, fits, obeys_limits, peak_of, without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
 from checkmate.solvers.linear.highs import SolveStatus
@@ -25,6 +33,9 @@ from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
 
 ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's tolerance
+STEPS = 8  # of the bisection of ε
+TRIES = 24  # thresholds at each ε
+WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,3 +145,110 @@ def export(problem: Problem, budget: int, path: str | os.PathLike[str], *, formu
         OSError: if the file cannot be written.
     """
     highs.export(build(problem, budget, formulation=formulation)[0], path)
+
+
+def lp_rounding(task: Task, incumbent: Incumbent) -> Remarks:
+    """The best plan within the budget that rounding the linear relaxation gives, with the relaxation's bound.
+
+    No plan where no rounding fits; that none is possible is proven where the relaxation has no solution.
+
+    >>> from checkmate import solve
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
+    >>> solve(problem, 3, method="lp-rounding").cost
+    4.0
+    """
+    problem, budget, clock = task.problem, task.budget, task.clock
+    solved, best = 0, 0.0
+    # Bisect for the least slack epsilon at which rounding fits.
+    low, high = 0.0, 1.0 - float(problem.unavoidable_bytes.max()) / budget  # beyond it there is no S*
+    epsilon = 0.0
+    while solved <= STEPS and not clock.is_over:
+        relaxed = relax(problem, int((1 - epsilon) * budget), time_limit=clock.left, threads=task.threads)
+        solved += 1
+        if solved == 1:
+            incumbent.prove(relaxed.bound)
+        if relaxed.S is not None:
+            for R in roundings(problem, relaxed.S):
+                if _offer(task, incumbent, R):
+                    best = epsilon
+        elif solved == 1:
+            break
+        # Less slack if plain rounding fits, else more.
+        if relaxed.S is None or incumbent.fits(rounded(problem, relaxed.S >= 0.5)):
+            high = epsilon
+        else:
+            low = epsilon
+        if high <= low or incumbent.cost <= incumbent.bound * (1 + OPTIMAL_GAP):
+            break
+        epsilon = (low + high) / 2
+    return Remarks(details={"epsilon": best, "relaxations": solved})
+
+
+def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
+    """Remove useless runs from R, and offer it if it may then be cheaper than the best."""
+    problem = task.problem
+    if cost_of(problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R) or not obeys_limits(problem, R):
+        return False
+    # Drop repeated runs, the most expensive first, whose outputs can be kept since the run before instead.
+    again = np.argwhere(np.tril(R, -1))
+    for t, k in again[np.argsort(-problem.seconds[again[:, 1]], kind="stable")]:
+        if R[t, k] and not task.clock.is_over:
+            fewer = R.copy()
+            fewer[t, k] = False
+            fewer = without_useless(problem.graph, fewer)
+            R = fewer if fits(problem, task.budget, fewer) else R
+    return incumbent.offer(R, "lp-rounding")
+
+
+def roundings(problem: Problem, S: np.ndarray) -> Iterator[np.ndarray]:
+    """(T, T) bool schedules from S* (T, V), by up to `TRIES` thresholds."""
+    seen: set[bytes] = set()
+    values = np.unique(S[S > 1e-9].round(6)) if (S > 1e-9).any() else np.ones(1)
+    thresholds = values[np.unique(np.linspace(0, len(values) - 1, TRIES).astype(int))]
+    for threshold in thresholds:
+        R = rounded(problem, S >= threshold - 1e-6)
+        if R.tobytes() not in seen:
+            seen.add(R.tobytes())
+            yield R
+
+
+def rounded(problem: Problem, kept: np.ndarray) -> np.ndarray:
+    """R (T, T) of the schedule that keeps these values (T, V)."""
+    return without_useless(problem.graph, least_runs(problem, kept))
+
+
+def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
+    """Phase two: the least R (T, T) with which S (T, V) can be kept.
+
+    R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
+    which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
+    """
+    graph, S = problem.graph, S.copy()
+    for k, op in enumerate(graph.ops):
+        results = [v for v in op.outputs if op.pinned or v in graph.outputs]
+        S[k + 1 :, results] = True
+    while True:
+        R, fits = _runs(graph, S), True
+        for k, last in problem.limits.last_stage.items():
+            late = np.flatnonzero(R[last + 1 :, k])
+            if late.size:  # keep the values from the last stage in which they can be made
+                S[last + 1 : last + 2 + late[-1], list(graph.ops[k].outputs)] = True
+                fits = False
+        if fits:
+            return R
+
+
+def _runs(graph: Graph, S: np.ndarray) -> np.ndarray:
+    """The least R (T, T) with which S can be kept, limits on ops ignored."""
+    T = len(graph.ops)
+    R = np.eye(T, dtype=bool)
+    for t in range(T):
+        for k in reversed(range(t + 1)):
+            if t + 1 < T and any(S[t + 1, v] and not S[t, v] for v in graph.ops[k].outputs):
+                R[t, k] = True
+            if R[t, k]:
+                for v in graph.ops[k].inputs:
+                    producer = graph.values[v].producer
+                    if producer is not None and not S[t, v]:
+                        R[t, producer] = True
+    return R

@@ -16,8 +16,9 @@ import scipy.sparse as sp
 NONE = -1  # in an array of columns: no variable here, zero
 INF = float("inf")
 
-Term = tuple[np.ndarray, np.ndarray | float]  # columns, coefficients
-Entry = tuple[np.ndarray, np.ndarray, np.ndarray | float]  # rows, columns, coefficients
+Numbers = np.ndarray | float  # one for each row or column, or one for all
+Term = tuple[np.ndarray, Numbers]  # columns, coefficients
+Entry = tuple[np.ndarray, np.ndarray, Numbers]  # rows, columns, coefficients
 
 
 @dataclass
@@ -69,14 +70,7 @@ class Model:
         self.columns += count
         return family
 
-    def constrain(
-        self,
-        name: str,
-        terms: Sequence[Term],
-        *,
-        lower: np.ndarray | float = -INF,
-        upper: np.ndarray | float = INF,
-    ) -> None:
+    def constrain(self, name: str, terms: Sequence[Term], *, lower: Numbers = -INF, upper: Numbers = INF) -> None:
         """Add one row per entry of the terms: lower <= Σ coefficient · variable <= upper.
 
         Args:
@@ -92,13 +86,7 @@ class Model:
         self.constrain_sparse(name, len(own), entries, lower=lower, upper=upper)
 
     def constrain_sparse(
-        self,
-        name: str,
-        count: int,
-        entries: Sequence[Entry],
-        *,
-        lower: np.ndarray | float = -INF,
-        upper: np.ndarray | float = INF,
+        self, name: str, count: int, entries: Sequence[Entry], *, lower: Numbers = -INF, upper: Numbers = INF
     ) -> None:
         """Add ``count`` rows with any number of terms: entries are (row within the family, column, coefficient)."""
         if name in self.families:
@@ -157,13 +145,7 @@ def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
 
 
 def pairs(
-    model: Model,
-    name: str,
-    first: np.ndarray,
-    others: list[tuple[np.ndarray, float]],
-    *,
-    upper: float = 0.0,
-    lower: float = -INF,
+    model: Model, name: str, first: np.ndarray, others: Sequence[Term], *, upper: float = 0.0, lower: float = -INF
 ) -> None:
     """Add a row per variable of a family (T, V): it plus its counterparts in further families, at most ``upper``."""
     at = np.nonzero(first != NONE)

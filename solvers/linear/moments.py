@@ -16,8 +16,6 @@ the moment, all of them count as at hand at it, and OVER[i, v] takes off what wr
 
     OVER[i, v] + X[i, v] <= 1,   Σ_v OVER[i, v] <= 1
 
-Where there is a second memory, `checkmate.solvers.linear.links` adds what its links do between the moments.
-
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
 variables, where the exact model has O(T^2). Which moments matters more than how many. A model of few moments lets an op
 run once between two of them, whenever it likes, and holds no memory in between; so `moment_bound` starts with two, and
@@ -38,6 +36,30 @@ obeys them: the first run of j in the span finds v at hand, which either was so 
 
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
+
+Where there is a second memory, values leave and come back by links while ops run. Between moments i-1 and i a link
+carries a part out[i, v] of value v there and a part in[i, v] back, from 0 to 1. H[i, v] is how much of a copy is there
+at moment i, L[i, v] how much has landed of a value that is not whole yet, and F[i, v] says that it becomes whole
+between the moments, which then is as good as if its op had run:
+
+    R[i, j] <= X[i-1, v] + R[i, prod(v)] + F[i, v]          v an input of op j      (1b')
+    X[i, v] <= X[i-1, v] + R[i, prod(v)] + F[i, v]                                  (1c')
+    out[i, v] <= X[i-1, v] + R[i, prod(v)] + F[i, v]        what is sent is at hand
+    H[i, v] <= H[i-1, v] + out[i, v]
+    in[i, v] <= H[i-1, v] + out[i, v],   F[i, v] <= H[i-1, v]
+    L[i, v] <= L[i-1, v] + in[i, v],     F[i, v] <= L[i-1, v] + in[i, v]
+    Σ_v M_v (X[i, v] + L[i, v]) <= room at moment i                                 (9')
+    Σ_v M_v H[i, v] <= host budget
+
+and the time D_i from moment i-1 to moment i is long enough for the ops and for each link, with the sum of both where
+there is one link for both ways:
+
+    D_i >= Σ_k C_k R[i, k],   D_i >= Σ_v s_v out[i, v],   D_i >= Σ_v f_v in[i, v]
+
+s_v and f_v are the seconds that v keeps a link busy. Any plan maps to such numbers with Σ D_i at most its seconds: a
+value that is sent or lands partly before and partly after a moment is at hand at it with all its bytes, of which L
+counts a part. A value that is both sent and fetched between two moments was at hand there anyway. So the least Σ D_i is
+a bound for all plans. Values so small that all of them together make no difference are at hand all the time in it.
 """
 
 from __future__ import annotations
@@ -50,19 +72,19 @@ from itertools import pairwise
 
 import numpy as np
 
+from checkmate.core.host import Host
 from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.incumbent import Incumbent, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits, on_demand
-from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
+from checkmate.solvers.linear.equations import LARGEST, cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import SolveStatus
-from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
 
 log = logging.getLogger("checkmate.solve")
+OnRuns = Callable[[np.ndarray], object] | None
 EXACT = 1e-6  # a smaller gap than this is none
 LAST_MODEL = 0.98  # of the time: later than that no model is begun
 FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more than one moment
@@ -75,6 +97,7 @@ TRIAL = 0.1  # of the time left: what a relaxation is tried for
 LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
 WINDOWS = 6  # of the backward, at first, where rows about spans are added: a moment in each, and twice as many next
 AT_ONCE = 12  # moments, up to which as many are added as repeat runs
+SMALL = 2e-3  # of the bytes that keeping everything takes: values that take less together are not looked at
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
@@ -110,12 +133,7 @@ class Relaxed:
 
 
 def moment_bound(
-    task: Task,
-    incumbent: Incumbent,
-    *,
-    moments: Sequence[int] | None = None,
-    most: int = 40,
-    on_runs: Callable[[np.ndarray], object] | None = None,
+    task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 40, on_runs: OnRuns = None
 ) -> Bound:
     """The best bound of models with more and more moments.
 
@@ -162,15 +180,7 @@ def moment_bound(
             finest = True  # once more with all rows
 
 
-def _round(
-    task: Task,
-    incumbent: Incumbent,
-    at: list[int],
-    best: Bound,
-    on_runs: Callable[[np.ndarray], object] | None,
-    *,
-    spanned: bool,
-) -> Bound:
+def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: OnRuns, *, spanned: bool) -> Bound:
     """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
     problem, budget, unit, R = task.problem, task.budget, cost_unit(task.problem), incumbent.R
     x = build(problem, budget, at, spanned=spanned)
@@ -204,7 +214,7 @@ def _round(
     kept, runs = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, runs, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
-    schedule = lift(problem, found)
+    schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, found))
     proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
 
@@ -218,7 +228,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
     host = problem.host
     if host is not None:
-        held |= negligible(problem)
+        order = np.argsort(problem.sizes, kind="stable")
+        held[order[np.cumsum(problem.sizes[order]) <= SMALL * (problem.keep_all_peak - problem.resident)]] = True
     useful, read = map(np.array, lives(graph, problem.limits.last_stage))
     # R: each new op of a segment runs in it; one of before may run again while anybody reads it.
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # first new op of each segment
@@ -337,16 +348,11 @@ def _bind_spans(
             model.constrain(f"{name}: keep", [(X[b, v], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)], upper=0.0)
 
 
-def lift(problem: Problem, bound: Bound) -> Schedule:
-    """The schedule that keeps at each moment the values that the model keeps, and remakes missing ones on demand.
+def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
+    """R (T, T) bool that keeps at each moment the values that the model keeps, and remakes missing ones on demand.
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
-    return Schedule.from_runs(problem.graph, lifted_runs(problem, bound))
-
-
-def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
-    """R (T, T) bool of the lifted schedule."""
     kept = zip(bound.moments, bound.kept, strict=True)
     return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in kept})
 
@@ -427,3 +433,76 @@ def _gains(R: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     before = np.logical_or.accumulate(R, axis=0)
     after = np.logical_or.accumulate(R[::-1], axis=0)[::-1]
     return np.append((before[:-1] & after[1:]) @ seconds, np.zeros(min(1, len(R))))
+
+
+@dataclass(frozen=True, eq=False)
+class LinkColumns:
+    """Columns for m moments and V values, `NONE` where the variable is zero."""
+
+    out: np.ndarray  # (m + 1, V)
+    back: np.ndarray  # (m + 1, V): in
+    F: np.ndarray  # (m + 1, V)
+    H: np.ndarray  # (m, V)
+    L: np.ndarray  # (m, V)
+
+
+def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> LinkColumns:
+    """Add the columns of the links between moments.
+
+    Args:
+        ends: (m + 1,) the last new op of each segment.
+        made_by: (V,) the producer of each value, -1 where there is none.
+        fixed: (V,) bool: what is at hand all the time.
+    """
+    may = ~fixed & (problem.sizes > 0)
+    may[[*problem.limits.recomputed]] = False
+    sent = may & (made_by <= ends[:, None])
+    later = np.zeros_like(sent)
+    later[1:] = may & (made_by <= ends[:-1, None])  # a complete copy is there when the segment begins
+    out = model.variables(sent, name="out")
+    back = model.variables(sent, name="in")
+    F = model.variables(later, name="F")
+    return LinkColumns(out, back, F, model.variables(sent[:-1], name="H"), model.variables(sent[:-1], name="L"))
+
+
+def bind_links(
+    model: Model, links: LinkColumns, R: np.ndarray, X: np.ndarray, problem: Problem, host: Host, made_by: np.ndarray
+) -> None:
+    """Add the equations of the links, except (1b', 1c', 9'), which belong to the moments."""
+    before = np.vstack([np.full_like(X[:1], NONE), X]) if len(X) else np.full(links.out.shape, NONE)
+    H_before, L_before = (np.vstack([np.full((1, a.shape[1]), NONE), a]) for a in (links.H, links.L))
+    s, v = np.nonzero(links.out != NONE)
+    out, back, F = links.out[s, v], links.back[s, v], links.F[s, v]
+    here = [(before[s, v], -1.0), (R[s, made_by[v]], -1.0), (F, -1.0)]
+    model.constrain("send what is here", [(out, 1.0), *here], upper=0.0)
+    model.constrain("fetch what is there", [(back, 1.0), (H_before[s, v], -1.0), (out, -1.0)], upper=0.0)
+    model.constrain("whole copies", [(F, 1.0), (H_before[s, v], -1.0)], upper=0.0)
+    model.constrain("landed", [(F, 1.0), (L_before[s, v], -1.0), (back, -1.0)], upper=0.0)
+    i, v = np.nonzero(links.H != NONE)
+    model.constrain("there", [(links.H[i, v], 1.0), (H_before[i, v], -1.0), (links.out[i, v], -1.0)], upper=0.0)
+    model.constrain("landing", [(links.L[i, v], 1.0), (L_before[i, v], -1.0), (links.back[i, v], -1.0)], upper=0.0)
+    if len(links.H):
+        share = np.minimum(problem.sizes / max(1, host.budget), LARGEST)
+        model.constrain("fit there", [(links.H, share)], upper=1.0 if host.budget else 0.0)
+
+
+def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
+    """(V,), (V,): the time that a link is busy with each value, out and back, in units of the mean op.
+
+    At most `LARGEST`, where no transfer is of any use: what takes longer is bounded from below by it as well.
+    """
+    with np.errstate(over="ignore"):
+        there, back = ((host.latency + problem.sizes / rate) / cost_unit(problem) for rate in (host.send, host.fetch))
+    return np.minimum(there, LARGEST), np.minimum(back, LARGEST)
+
+
+def time_segments(model: Model, links: LinkColumns, R: np.ndarray, problem: Problem, host: Host) -> None:
+    """Add a column for the time of each segment, the objective."""
+    D = model.variables((len(R),), upper=np.inf, cost=1.0, name="D")[:, None]
+    send, fetch = link_seconds(problem, host)
+    model.constrain("ops", [(R, problem.seconds / cost_unit(problem)), (D, -1.0)], upper=0.0)
+    if host.one_link:
+        model.constrain("link", [(links.out, send), (links.back, fetch), (D, -1.0)], upper=0.0)
+        return
+    model.constrain("link there", [(links.out, send), (D, -1.0)], upper=0.0)
+    model.constrain("link back", [(links.back, fetch), (D, -1.0)], upper=0.0)

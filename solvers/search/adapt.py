@@ -18,11 +18,10 @@ from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.schedules import as_matrix, cost_of, fits
-from checkmate.solvers.common.task import Task
-from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.common.incumbent import Task
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
-from checkmate.solvers.search.local_search import exchange
+from checkmate.solvers.search.local_search import drop_runs, exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -94,5 +93,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
         if task.clock.is_over:
             break
     if (not found or not task.clock.is_over) and fits(task.problem, task.budget, R):
-        found.append(drop_runs(task.problem, task.budget, R, task.clock))
-    return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
+        found.append(as_matrix(drop_runs(task.problem, task.budget, as_stages(R), task.clock)))
+    if not found:
+        return None
+    return as_matrix(exchange(task, as_stages(min(found, key=lambda runs: cost_of(task.problem, runs)))))

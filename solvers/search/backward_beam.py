@@ -8,6 +8,9 @@ eviction get stuck or let the wrong value go, this finds what they do not. (Beam
 decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for Optimization", 2016.)
 
 The states of a known plan go along, so that a detour from it counts as soon as it needs no more than the plan does.
+What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So `Detours`
+draws the prices at random around that, again and again, and its beams become wider as narrow ones find nothing more.
+What a beam finds is improved by exchanges of single runs, and is the plan to go along with from then on.
 
 With each value free to be made again in each stage, and two states merged into one that needs what both need and has
 taken what the cheaper one has, nothing is lost that a schedule could do: the least seconds of a state at the first
@@ -25,10 +28,10 @@ from operator import and_, or_
 import numpy as np
 
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, obeys_limits
-from checkmate.solvers.common.task import Clock, OutOfTime, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Task
+from checkmate.solvers.common.schedules import as_matrix, as_stages, bytes_in_stages, cost_of, obeys_limits
 from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 
 LEAST_GROUP = 4  # states; fewer are not merged
@@ -38,6 +41,12 @@ GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 MOST_OPS_IN_ANY_ORDER = 24  # in larger graphs all orders are too many, and what is proven is proven of schedules
 NEVER = 1e3  # times the step: the price of keeping what does not fit
+FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
+ROUND = 4  # beams without progress, after which they become wider
+POWERS = (1.0, 2.0, 4.0, 16.0)  # of how full a stage is: what a byte is worth there
+WORTHS = (2.0, 60.0)  # times the forward: all bytes in all stages, at least and at most
+NOISES = (0.0, 0.5, 1.0)  # standard deviations, in the logarithm, of the price of each value
+SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 @dataclass
@@ -288,8 +297,55 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
         again, found = beam.bound()
         incumbent.prove(once + again)
         if found is not None and obeys_limits(problem, as_matrix(found)):
-            incumbent.offer_runs(found, "backward bound")
+            incumbent.offer(found, "backward bound")
         if again < BEHIND * (incumbent.bound - once):
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
             return
+
+
+class Detours:
+    """The state of the search; each call of `search` continues it.
+
+    Args:
+        task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
+
+    >>> from checkmate.core.problem import Problem
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> everything = np.tril(np.ones((4, 4), dtype=bool))
+    >>> Detours(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
+    array([1, 1, 1, 1])
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.sets = ValueSets(task.problem)
+        self.rng = np.random.default_rng(task.seed)
+        self.width = FIRST_WIDTH
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether beams of full width have found nothing more."""
+        return self.width > WIDEST
+
+    def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
+        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
+        problem, budget, rng, quiet = self.task.problem, self.task.budget, self.rng, 0
+        forward = problem.seconds[: problem.graph.forward_length].sum()
+        while not clock.is_over and not self.is_over:
+            # Draw prices around how full each stage is.
+            worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)
+            worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
+            price = prices(self.sets, budget, worth)
+            price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
+            found = Beam(self.sets, budget, self.width, price, clock).search(R)
+            better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
+            # a beam knows not how often an op has run
+            if found is not None and better and obeys_limits(problem, found):
+                improved = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
+                R, quiet = as_matrix(improved), 0
+            else:
+                quiet += 1
+            if quiet == ROUND:
+                self.width, quiet = WIDER * self.width, 0
+        return R

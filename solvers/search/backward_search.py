@@ -11,6 +11,14 @@ Diagrams for Optimization", 2016.)
 `Backward` is the engine; what is decided, and which states go on, is said by those that derive from it. In
 `BackwardSearch` cost does not count: where everything that is missing can be made again from nothing, that is done. In
 `checkmate.solvers.search.backward_beam` it does.
+
+A schedule runs an op again once a stage at most, in PyTorch's order (`checkmate.core.schedule`), and then a value that
+is made early waits while a long branch is made. A plan may make it late, or twice: in `AnyOrder` any op that made a
+needed value may have run just before, whatever ran after it; or nothing more ran again in the stage. So where all
+states were pursued and none reached the first op, no plan at all fits the budget. Two rules keep the states few. What
+can be made from nothing, in PyTorch's order, beside all the rest, is made so: then only the rest is needed, a part of
+what was. And of the states it is the one closest to the first op that is pursued, the one with the fewest bytes first:
+where a budget is met there mostly is a plan straight ahead.
 """
 
 from __future__ import annotations
@@ -24,14 +32,15 @@ from itertools import chain, islice
 
 import numpy as np
 
+from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix
-from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
 States = dict[int, State]  # by what must be at hand
 Pending = dict[tuple[int, int, int], State]  # and by what may still be made again in the stage, and what must be
+Homes = Mapping[int, int]  # of ops that run again, the stages in which they do
 KNOWN = -1  # later stages run as in the known plan
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
@@ -136,6 +145,14 @@ class Backward(ABC):
         """Select the states at the begin of stage t to continue from."""
 
 
+def _fits(search: BackwardSearch | AnyOrder, t: int, k: int, needed: int) -> bool:
+    """Tell whether op k fits in stage t if ``needed`` is in memory after it; the fewest bytes refused are noted."""
+    least = search.sets.at(t, k, needed)
+    if least > search.budget:
+        search.least = min(search.least, least)
+    return least <= search.budget
+
+
 def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
     """The ops that run in each stage of a trail, in order."""
     stages: list[list[int]] = [[] for _ in range(sets.T)]
@@ -167,7 +184,7 @@ class BackwardSearch(Backward):
     clock: Clock
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
-    homes: Mapping[int, int] | None = None  # where given, of these those do, in these stages and nowhere else
+    homes: Homes | None = None  # where given, of these those do, in these stages and nowhere else
     loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
     complete: bool = True  # no state was dropped so far: without a state left, no schedule fits the budget
     least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
@@ -176,7 +193,7 @@ class BackwardSearch(Backward):
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         self.reached = t
         for needed, (_, _, trail) in states.items():
-            if self._fits(t, t, needed):
+            if _fits(self, t, t, needed):
                 self._wait(t, t, self.sets.before(t, needed), trail, waiting)
 
     def _wait(self, t: int, k: int, needed: int, trail: Trail | None, waiting: Waiting) -> None:
@@ -206,7 +223,7 @@ class BackwardSearch(Backward):
                     done.setdefault(needed & ~(free & sets.below[k + 1]), (0.0, 0, trail))
                     continue
                 self.complete = False
-            elif (self.homes is None or k < sets.forward_length or home == t) and self._fits(t, k, needed):
+            elif (self.homes is None or k < sets.forward_length or home == t) and _fits(self, t, k, needed):
                 self._wait(t, k, sets.before(k, needed), (trail, t, k), waiting)
             if home == t:
                 continue
@@ -214,14 +231,8 @@ class BackwardSearch(Backward):
             kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
             if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
                 continue
-            if self._fits(t - 1, t - 1, kept):
+            if _fits(self, t - 1, t - 1, kept):
                 self._wait(t, k, needed, trail, waiting)
-
-    def _fits(self, t: int, k: int, needed: int) -> bool:
-        least = self.sets.at(t, k, needed)
-        if least > self.budget:
-            self.least = min(self.least, least)
-        return least <= self.budget
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         where = {key[0]: (k, key) for k, group in waiting.groups.items() for key in group}
@@ -259,13 +270,7 @@ class BackwardSearch(Backward):
 
 
 def find_plan(
-    sets: ValueSets,
-    budget: int,
-    *,
-    width: int,
-    clock: Clock,
-    exact: bool = False,
-    homes: Mapping[int, int] | None = None,
+    sets: ValueSets, budget: int, *, width: int, clock: Clock, exact: bool = False, homes: Homes | None = None
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """R (T, T) of a schedule within the budget, or None; the search tells whether that is a proof.
 
@@ -303,3 +308,96 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
 def far_enough(sets: ValueSets) -> int:
     """The number of stages after which gradients may be gone; all stages if updates wait for clipping."""
     return ANY if sets.problem.limits.last_stage else FAR
+
+
+@dataclass
+class AnyOrder:
+    """A search within a budget, for a plan or for a proof that no plan exists."""
+
+    sets: ValueSets
+    budget: int
+    clock: Clock
+    far: int = ANY  # stages after which no op of the backward runs again; a proof has their values for nothing
+    most: int = 10_000  # states that are pursued
+    loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
+    complete: bool = True  # all states that there are were pursued so far
+    least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
+    reached: int = -1  # the stage closest to the first op that was looked at
+
+    def runs(self) -> list[list[int]] | None:
+        """The ops that run in each stage, in order, of a plan within the budget; None if none was found.
+
+        >>> from checkmate.core.problem import Problem
+        >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+        >>> AnyOrder(ValueSets(five), 9, Clock()).runs()
+        [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 0, 4]]
+        """
+        found, trail = self._search(self.sets.T - 1)
+        return stages_of(self.sets, trail) if found else None
+
+    def refutes(self, t: int) -> bool:
+        """Tell whether it is proven that no plan within the budget runs op t."""
+        return not self._search(t)[0] and self.complete
+
+    def _search(self, last: int) -> tuple[bool, Trail | None]:
+        """Search backwards for a state that needs nothing before op ``last``; give the runs that led to it."""
+        sets, left, self.reached = self.sets, self.most, last + 1
+        heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
+        seen = {(last + 1, 0)}
+        pursued: dict[int, list[int]] = {}
+        while heap:
+            # Take the state nearest the first op, of those the one with the fewest bytes.
+            t, _, _, needed, trail = heapq.heappop(heap)
+            self.reached = min(self.reached, t)
+            if t == 0 or (self.loose and t <= last and not needed & sets.free[t]):
+                return True, trail
+            # A state that needs a superset of a pursued one's values cannot do better.
+            better = pursued.setdefault(t, [])
+            if any(other & needed == other for other in better):
+                continue
+            better.append(needed)
+            left -= 1
+            # Its predecessors.
+            for stage, before, what in self._before(t, needed, begun=t <= last):
+                if (stage, before) not in seen:
+                    seen.add((stage, before))
+                    then = trail if what is None else (trail, stage, what)
+                    heapq.heappush(heap, (stage, sets.bytes_of(before), len(seen), before, then))
+            if left <= 0 or self.clock.is_over:
+                self.complete = False
+                return False, None
+        return False, None
+
+    def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
+        """Yield the runs that may precede op t, which needs ``needed`` in memory: (stage, its needs, op)."""
+        sets = self.sets
+        others: list[tuple[int, int, int]] = []
+        for one in self._again(t, needed) if begun else ():
+            if one[1] & needed == one[1]:  # it needs no more than before
+                yield one
+                return
+            others.append(one)
+        yield from others
+        if not (t == sets.forward_length and needed & sets.gone) and _fits(self, t - 1, t - 1, needed):
+            yield t - 1, sets.before(t - 1, needed), None
+
+    def _again(self, t: int, needed: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the reruns in stage t that change the needs."""
+        sets, values = self.sets, needed & self.sets.free[t] & self.sets.below[t]
+        missing = values & sets.below[sets.forward_length]
+        while missing:  # as much of it as can be made from nothing
+            scratch, rest = sets.from_scratch(t, missing), needed & ~missing
+            held = rest | scratch.pinned
+            if sets.base[t] + sets.bytes_of(held) + scratch.peak + sets.mandatory_bytes(t, held) <= self.budget:
+                yield t, rest if self.loose else held, SCRATCH - missing
+                break
+            missing &= sets.below[sets.producer[missing.bit_length() - 1]]
+        while values:
+            k = sets.producer[values.bit_length() - 1]
+            values &= ~sets.outputs[k]
+            if k >= sets.forward_length and t - k > self.far:
+                if self.loose:
+                    yield t, needed & ~sets.outputs[k], k
+                self.complete &= self.loose
+            elif _fits(self, t, k, needed):
+                yield t, sets.before(k, needed), k

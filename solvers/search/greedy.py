@@ -28,9 +28,8 @@ from math import inf
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of
 from checkmate.solvers.search.local_search import exchange
 from checkmate.units import format_bytes
 
@@ -381,7 +380,7 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
         else:
             cost = tables.seconds_of(stages)
             if not best or cost < CLEARLY * best[0][0]:
-                incumbent.offer(as_matrix(stages), METHOD)  # a usable plan at once
+                incumbent.offer(stages, METHOD)  # a usable plan at once
             if all(abs(cost - known) > 1e-9 * known for known, _ in best):
                 best = sorted([*best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         if clock.is_over:
@@ -390,14 +389,14 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
         op, short = problem.graph.ops[stuck.op].name, format_bytes(stuck.missing_bytes)
         return Remarks(f"every pass was stuck; the last at {op}, {short} short", stuck=stuck.op)
     # Local search from each of them, and once more from the best that comes of it.
-    starts = [as_matrix(stages) for _, stages in best]
-    R = starts[0]
+    starts = [stages for _, stages in best]
+    R = as_matrix(starts[0])
     incumbent.offer(R, METHOD)
     if cost_of(problem, R) > problem.keep_all_cost * (1 + 1e-12):
         for start, quiet in [*((plan, 4) for plan in starts), (None, 20)]:
             if task.clock.is_over:
                 break
-            found = exchange(task, R if start is None else start, quiet=quiet)
+            found = as_matrix(exchange(task, as_stages(R) if start is None else start, quiet=quiet))
             if cost_of(problem, found) < cost_of(problem, R):
                 R = found
                 incumbent.offer(R, METHOD)

@@ -25,16 +25,14 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import check_problem
-from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
+from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.schedules import as_matrix, lowered, obeys_limits, on_demand, peak_of
-from checkmate.solvers.common.task import Clock, OutOfTime
-from checkmate.solvers.search.any_order import AnyOrder
-from checkmate.solvers.search.backward_search import ANY, far_enough, find_plan, refute
-from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
+from checkmate.solvers.common.incumbent import Clock, OutOfTime
+from checkmate.solvers.common.schedules import as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
+from checkmate.solvers.search.backward_search import ANY, AnyOrder, far_enough, find_plan, refute
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs
+from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 
@@ -201,8 +199,8 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
     known = _find(problem, 0.0)
     runs = known.runs
     if runs is None or max(budget, known.peak_of_runs) >= known.peak:
-        runs = [np.flatnonzero(row).tolist() for row in known.R]
-    return drop_runs_of(problem, max(budget, known.best), runs, clock)
+        runs = as_stages(known.R)
+    return drop_runs(problem, max(budget, known.best), runs, clock)
 
 
 def bottleneck(problem: Problem) -> int:
@@ -241,10 +239,10 @@ def _find(problem: Problem, time_limit: float) -> _Known:
             ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
         # Drop what the plans need not run again, and see what their peaks are.
         if ends.wasteful:
-            known.R = drop_runs(problem, known.peak, known.R, clock)
+            known.R = as_matrix(drop_runs(problem, known.peak, as_stages(known.R), clock))
             known.peak = peak_of(problem, known.R)
         if known.runs is not None and known.peak_of_runs < known.peak:
-            known.runs = drop_runs_of(problem, known.peak_of_runs, known.runs, clock)
+            known.runs = drop_runs(problem, known.peak_of_runs, known.runs, clock)
             known.peak_of_runs = simulator.simulate(simulator.lower_runs(problem, known.runs), problem).peak
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
     return known

@@ -35,8 +35,8 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, fits, without_useless
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model

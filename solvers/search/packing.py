@@ -52,12 +52,7 @@ class Packing:
 
 
 def pack(
-    blocks: Sequence[Block],
-    capacity: int,
-    *,
-    time_limit: float = math.inf,
-    node_limit: float = math.inf,
-    seed: int = 0,
+    blocks: Sequence[Block], capacity: int, *, time_limit: float = math.inf, node_limit: float = math.inf, seed: int = 0
 ) -> Packing:
     """Find addresses below a height, or prove that there are none.
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
 from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, spread_sizes
-from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedProblems
 from tests.batch.test_sized_problems import grown
 from tests.support.oracle import optimum, outcomes, random_problem
 from tests.support.sampling import in_turn, long

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.networks.dags import unet
 from checkmate import Problem
 from checkmate.batch.size_search import ONE_FORWARD, check_overhead, is_beyond, is_within, most_seconds, plan_within
-from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedProblems
 from checkmate.core.problem import Profile
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn

@@ -15,7 +15,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan, cost, lower, simulate, without_idle_values
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
-from checkmate.solvers.common.fetch_ops import sendable
+from checkmate.solvers.common.fetches import sendable
 from checkmate.solvers.solve import solve
 from tests.support.by_hand import schedule_of
 from tests.support.oracle import random_problem, random_problem_with_overwrites, random_problem_with_ways

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from checkmate.demo import training
-from checkmate.demo.tasks import LIT, SEGMENTS, digit_batches, digits_task, documentation, text_batches, text_task
-from checkmate.demo.training import Row
+from checkmate.demo.training import (
+    LIT,
+    SEGMENTS,
+    Row,
+    digit_batches,
+    digits_task,
+    documentation,
+    text_batches,
+    text_task,
+)
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_fresh_python
 

@@ -22,8 +22,7 @@ from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size
 from checkmate.core import simulator
 from checkmate.fitting.answer import NOT_ASKED
 from checkmate.fitting.batch_sizes import scaled
-from checkmate.fitting.fits import Held
-from checkmate.fitting.memory_options import NAMES, planned
+from checkmate.fitting.fits import NAMES, Held, planned
 from checkmate.fitting.memory_parts import without_parts
 from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES

@@ -13,9 +13,8 @@ import pytest
 
 from benchmarks.common.resident import status
 from checkmate.backends.static_memory import place_soon
-from checkmate.memory import build, measure_peak
-from checkmate.memory.arena import Arena, Counts, Offsets
-from checkmate.memory.lives import Lives
+from checkmate.memory import measure_peak, native
+from checkmate.memory.arena import Arena, Counts, Lives, Offsets
 from tests.support.sampling import in_turn, long
 
 TINY = 4096
@@ -23,9 +22,9 @@ TINY = 4096
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    build.start()
-    assert build.wait() is None
-    found = build.library()
+    native.start()
+    assert native.wait() is None
+    found = native.library()
     assert found.checkmate_install()
     return found
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import checkmate
 from checkmate.backends import static_memory
-from checkmate.memory import build, measure_peak
+from checkmate.memory import measure_peak, native
 from checkmate.memory.arena import Arena, Counts
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    build.start()
-    assert build.wait() is None
+    native.start()
+    assert native.wait() is None
 
 
 @pytest.fixture(autouse=True)

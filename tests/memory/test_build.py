@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import checkmate
-from checkmate.memory import build, native
+from checkmate.memory import native
 from tests.support.bits import assert_same_bits
 
 
@@ -18,7 +18,7 @@ from tests.support.bits import assert_same_bits
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, in a process that has loaded nothing yet."""
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "_LIBRARY", build._Library())
+    monkeypatch.setattr(native, "_LIBRARY", native._Library())
     return tmp_path
 
 
@@ -32,60 +32,60 @@ def test_without_a_compiler_that_works_a_step_runs_as_it_did(
     x = torch.randn(64, 64)
     with caplog.at_level(logging.WARNING, "checkmate.memory"):
         step = checkmate.compile(lambda x: model(x).square().sum(), budget="1 MB", memory="arena")
-        build.wait()
+        native.wait()
         for _ in range(3):
             loss = step(x)
     assert [r.name for r in caplog.records] == ["checkmate.memory"]
     assert caplog.records[0].getMessage().startswith("No arena: ")
     assert_same_bits(loss, model(x).square().sum())
     assert [captured.arena.counts.steps for captured in step._run.steps] == [0]
-    assert why in (build.wait() or "")
+    assert why in (native.wait() or "")
     if compiler == "nowhere++":
-        assert build.ARENA.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
+        assert native.ARENA.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
 
 
 @pytest.mark.slow
 def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(folder: Path) -> None:
-    path = build.ARENA.path()
+    path = native.ARENA.path()
     path.parent.mkdir(mode=0o700)
     path.write_bytes(b"no library")
     path.chmod(0o600)
-    build.start()
-    assert build.wait() is None
-    assert build.library() is not None
+    native.start()
+    assert native.wait() is None
+    assert native.library() is not None
     assert path.read_bytes()[:4] == b"\x7fELF"
-    assert build.ARENA.state() == "built"
+    assert native.ARENA.state() == "built"
     path.chmod(0o622)
-    assert build.ARENA.state().startswith("built when first used, by /")
+    assert native.ARENA.state().startswith("built when first used, by /")
 
 
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = build.ARENA.path()
+    path = native.ARENA.path()
     path.parent.mkdir()
     path.parent.chmod(0o770)
     with caplog.at_level(logging.WARNING, "checkmate.memory"):
-        build.start()
-        why = build.wait()
+        native.start()
+        why = native.wait()
     assert why == f"others may write to {path.parent}, where it is kept. Delete that folder"
-    assert build.ARENA.state() == f"cannot be had: {why}"
+    assert native.ARENA.state() == f"cannot be had: {why}"
     assert caplog.messages == [f"No arena: {why}. Steps run with PyTorch's own allocator."]
-    assert build.library() is None
+    assert native.library() is None
     assert not path.exists()
 
 
 @pytest.mark.slow
 def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that then takes its place is not run. Where nothing is to be kept, nothing is."""
-    build.start(keep=False)
-    assert build.wait() is None
+    native.start(keep=False)
+    assert native.wait() is None
     assert not list(folder.iterdir())
-    monkeypatch.setattr(build, "_LIBRARY", build._Library())
-    build.start()
-    assert build.wait() is None
-    monkeypatch.setattr(build, "_LIBRARY", build._Library())
-    path, load = build.ARENA.path(), ctypes.PyDLL
+    monkeypatch.setattr(native, "_LIBRARY", native._Library())
+    native.start()
+    assert native.wait() is None
+    monkeypatch.setattr(native, "_LIBRARY", native._Library())
+    path, load = native.ARENA.path(), ctypes.PyDLL
 
     def exchanged(name: str) -> ctypes.PyDLL:
         other = path.with_name("other")
@@ -95,15 +95,15 @@ def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(native.ctypes, "PyDLL", exchanged)
     monkeypatch.setattr(native.Source, "_compile", lambda self, target: pytest.fail("it is built anew"))
-    build.start()
-    assert build.wait() is None
-    assert build.library() is not None
+    native.start()
+    assert native.wait() is None
+    assert native.library() is not None
 
 
 def test_another_pytorch_has_another_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build.ARENA.path()
+    before = native.ARENA.path()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert build.ARENA.path() != before
+    assert native.ARENA.path() != before
     assert not list(folder.iterdir())
     with pytest.raises(ValueError, match="Unknown memory 'heap'; there are arena, allocator"):  # at once
         checkmate.compile(torch.nn.Linear(2, 2), budget="1 MB", memory="heap")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.memory import build
+from checkmate.memory import native
 from checkmate.profiling import cost_cache
 from checkmate.units import format_bytes
 
@@ -28,8 +28,8 @@ class Pooled(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    build.start()
-    assert build.wait() is None  # an arena from the first step on
+    native.start()
+    assert native.wait() is None  # an arena from the first step on
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cost_cache, "_known", {})
 

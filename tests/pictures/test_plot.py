@@ -15,7 +15,7 @@ from benchmarks.networks import dags
 from checkmate import Problem
 from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
-from checkmate.plot import draw_memory, draw_schedule
+from checkmate.plot import draw_plan
 from checkmate.plot.style import BLUE, LANES, ROLE_STYLES
 from checkmate.solvers.common.incumbent import certify
 from checkmate.units import format_bytes
@@ -73,7 +73,7 @@ def test_the_schedule_shows_r_and_s() -> None:
     assert ax.get_title() == "by hand: 1 of 5 ops run again, 1 times in all"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"op{k}" for k in range(5)]
     marks = _drawn(ax).get_legend().legend_handles[:2]  # the first once was as large as a cell, and covered the words
-    assert [mark.get_sizes().tolist() for mark in marks] == [[draw_schedule.LEGEND_SIZE]] * 2
+    assert [mark.get_sizes().tolist() for mark in marks] == [[draw_plan.LEGEND_SIZE]] * 2
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines] == [(2.5, 0), (0, 2.5)]
     assert _texts(ax) == ["forward", "forward", "backward", "backward"]
     only_forward = Problem.from_dag([[], [0]], [1, 1], [1, 1])
@@ -88,7 +88,7 @@ def test_an_op_is_shaded_where_any_of_its_values_is_at_hand(monkeypatch: pytest.
     for k, op in enumerate(problem.graph.ops):
         expected = solution.schedule.S[:, list(op.outputs)].any(axis=1)
         assert np.array_equal(cells[:, k].astype(bool), expected)
-    monkeypatch.setattr(draw_schedule, "MOST_CELLS", 2)
+    monkeypatch.setattr(draw_plan, "MOST_CELLS", 2)
     cells, S = plot.schedule(_again()).images[0].get_array(), _again().schedule.S
     assert cells.shape == (2, 2)
     assert cells[:, 0].tolist() == pytest.approx([S[:3, :3].mean(), S[3:, :3].mean()])
@@ -115,7 +115,7 @@ def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
 
 def test_areas_differ_without_colour() -> None:
     line = timeline(keep_all(dags.gpt(2)).plan, dags.gpt(2))
-    for rows, styles in ((line.by_role(), ROLE_STYLES), (line.by_module(), draw_memory._styles(line.by_module()))):
+    for rows, styles in ((line.by_role(), ROLE_STYLES), (line.by_module(), draw_plan._styles(line.by_module()))):
         assert len({styles[name] for name in rows}) == len(rows)
     hatches = [hatch for fill, hatch in ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
     assert len(set(hatches)) == len(hatches)

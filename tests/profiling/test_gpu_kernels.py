@@ -17,8 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import checkmate
 from checkmate.profiling.data_sheets import DEVICES, Device
-from checkmate.profiling.gpu_kernels import PASSES, product_seconds, queued
-from checkmate.profiling.roofline import roofline_seconds
+from checkmate.profiling.roofline import PASSES, product_seconds, queued, roofline_seconds
 from tests.profiling.test_roofline import PLAIN
 from tests.support.sampling import in_turn
 

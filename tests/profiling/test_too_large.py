@@ -17,8 +17,8 @@ import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.inplace import rules
 from checkmate.capture.inplace.rules import TABLE, Written
-from checkmate.memory import room
-from checkmate.memory.room import within_memory
+from checkmate.memory import available
+from checkmate.memory.available import within_memory
 from checkmate.profiling import cost_cache, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.one_op import call_of
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _measured_anew(nothing_known: None) -> None:
-    room._warn.cache_clear()
+    available._warn.cache_clear()
 
 
 def no_memory(*_: Any, **__: Any) -> Any:

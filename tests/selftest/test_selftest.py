@@ -20,9 +20,8 @@ from torch import Tensor
 
 from checkmate.capture import random_draws
 from checkmate.errors import VerificationError
-from checkmate.selftest import checks, run
-from checkmate.selftest.checks import CHECKS
-from checkmate.selftest.run import Check, Finding, Result, Setting, run_all
+from checkmate.selftest import checks
+from checkmate.selftest.checks import CHECKS, Check, Finding, Result, Setting, run_all
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 
@@ -132,14 +131,14 @@ def _says_when(setting: Setting) -> Finding:
 
 @pytest.mark.slow
 def test_checks_run_side_by_side_and_those_that_need_the_device_alone(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(run, "places", lambda: 2)
+    monkeypatch.setattr(checks, "places", lambda: 2)
     alone = [False, True, False, False]
     found = [*run_all([Check(str(i), "", "", _says_when, alone=needs) for i, needs in enumerate(alone)], CPU)]
     assert [result.name for result in found] == ["0", "2", "3", "1"]
     *others, last = [(result.facts["from"], result.facts["to"]) for result in found]
     assert max(end for _, end in others) <= last[0]
     assert any(a[0] < b[1] and b[0] < a[1] for a, b in itertools.combinations(others, 2))
-    assert run.places() <= 2
+    assert checks.places() <= 2
 
 
 @torch.library.custom_op("checkmate_tests::badly", mutates_args=())
@@ -230,6 +229,6 @@ def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypat
         yield ended
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "run_all", interrupted)
+    monkeypatch.setattr(checks, "run_all", interrupted)
     shell(f"selftest --device cpu --json {file}", 130)
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["one"]

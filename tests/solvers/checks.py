@@ -14,8 +14,7 @@ import pytest
 from checkmate import Plan, Problem, Schedule, Solution, Status
 from checkmate.core import simulator
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Task
 
 
 def check(solution: Solution) -> None:

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.solution import Status
 from checkmate.solvers.auto import STAGES, Portfolio, Stage
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.search.greedy import GRID, next_use
 from tests.solvers.checks import by
 

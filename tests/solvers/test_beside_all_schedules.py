@@ -9,15 +9,13 @@ import pytest
 
 from checkmate.core.solution import Status
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.schedules import cost_of, obeys_limits, on_demand, peak_of
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Task
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, obeys_limits, on_demand, peak_of
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
-from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.backward_beam import Beam, Detours, prices
 from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, run_pass
-from checkmate.solvers.search.local_search import exchange
+from checkmate.solvers.search.local_search import drop_runs, exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.value_sets import ValueSets
@@ -101,8 +99,8 @@ def test_parts_of_auto_are_never_wrong(make: Make, seed: int) -> None:
 
 def _searched(task: Task, dearest: np.ndarray, too_large: np.ndarray) -> Iterator[np.ndarray | None]:
     """The answers of searches that begin with a schedule within the budget, or with one beyond it."""
-    yield exchange(task, dearest)
-    yield drop_runs(task.problem, task.budget, dearest, Clock(1.0))
+    yield as_matrix(exchange(task, as_stages(dearest)))
+    yield as_matrix(drop_runs(task.problem, task.budget, as_stages(dearest), Clock(1.0)))
     yield adapt(task, dearest)
     yield adapt(task, too_large)
     yield TiltedPasses(task).search(Clock(0.05))

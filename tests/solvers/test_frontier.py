@@ -24,8 +24,7 @@ from benchmarks.networks import dags
 from checkmate import BudgetError, Frontier, Problem, Solution, SolverError, Status, frontier, solve
 from checkmate.solvers import frontier as module
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
 from checkmate.solvers.frontier import BUDGETS
 from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import by

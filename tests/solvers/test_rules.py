@@ -10,15 +10,13 @@ from checkmate import Problem, RuleError, SolverError, Status, frontier, min_bud
 from checkmate.core.rules import with_rules
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.schedules import on_demand
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Task, certify
+from checkmate.solvers.common.schedules import as_matrix, as_stages, on_demand
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
-from checkmate.solvers.search.local_search import exchange
+from checkmate.solvers.search.local_search import drop_runs, exchange
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL
@@ -91,10 +89,10 @@ def test_no_stage_fails_on_what_another_may_do(asks: str | int) -> None:
 
 def test_local_search_and_known_plans_obey() -> None:
     _, R = least_runs(LIMITED)
-    assert not wrong(LIMITED, exchange(Task(LIMITED, 15, Clock(2.0)), R, quiet=20))
+    assert not wrong(LIMITED, as_matrix(exchange(Task(LIMITED, 15, Clock(2.0)), as_stages(R), quiet=20)))
     of_no_bytes = Problem.from_dag(MIRROR, [1] * 8, [0] * 8, forward=4)
     again = with_rules(of_no_bytes, {"op": "recompute"})
-    assert not wrong(again, exchange(Task(again, 1, Clock(0.2)), on_demand(again, {})))
+    assert not wrong(again, as_matrix(exchange(Task(again, 1, Clock(0.2)), as_stages(on_demand(again, {})))))
     for problem in (with_rules(DAG, {"op1": "recompute"}), again):
         for R in (runs(problem), all_runs(problem)):
             assert not wrong(problem, adapt(Task(problem, 10**6, Clock(2.0)), R))
@@ -130,7 +128,7 @@ def test_the_search_backwards_keeps_nothing_that_is_gone(case: str) -> None:
 def test_a_plan_is_made_slim_under_rules_and_what_breaks_them_is_refused() -> None:
     problem = with_rules(network(), {"op": "recompute"})
     assert not wrong(problem, all_runs(problem))
-    assert drop_runs(problem, 10**6, all_runs(problem), Clock(5.0)).sum() == 13 + 7
+    assert sum(map(len, drop_runs(problem, 10**6, as_stages(all_runs(problem)), Clock(5.0)))) == 13 + 7
     with pytest.raises(SolverError, match="a rule has it made again"):
         certify(problem, 10**6, runs(problem), method="test")
     with pytest.raises(SolverError, match="a rule has it made again"):

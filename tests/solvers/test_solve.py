@@ -21,8 +21,7 @@ from checkmate import BudgetError, Problem, Solution, SolverError, Status, solve
 from checkmate.core.solution import Query, Refusal
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.common.incumbent import Clock, Incumbent, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model

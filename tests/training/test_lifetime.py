@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import checkmate
-from checkmate.memory import build
+from checkmate.memory import native
 from checkmate.memory.arena import Arena
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
@@ -64,8 +64,8 @@ KINDS = {"function": partial(_compiled, loss_fn), "module": partial(_compiled, M
 @pytest.fixture(scope="module")
 def budgets() -> dict[str, int]:
     """A budget for each way: ops run again in the one; the other needs the second memory, whatever links take."""
-    build.start()
-    build.wait()
+    native.start()
+    native.wait()
     step, train = _compiled(loss_fn, budget="1 GB", time_limit=1, **ELSEWHERE)
     train()  # what a process has once is there from now on
     (plan,) = step.plans

@@ -17,7 +17,7 @@ import checkmate
 from benchmarks.common.apart import apart
 from benchmarks.common.resident import give_back, status
 from benchmarks.hard_limit import MARGIN, PLENTY, limited, plan, told
-from checkmate.memory import build
+from checkmate.memory import native
 from tests.support.bits import assert_same_bits
 from tests.support.processes import fork_server
 
@@ -32,8 +32,8 @@ pytestmark = [
 
 @pytest.mark.long
 def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() -> None:
-    build.start()
-    assert build.wait() is None  # once, and kept: the processes find it
+    native.start()
+    assert native.wait() is None  # once, and kept: the processes find it
     made = told(plan, 0.6)
     budget, planned = made["budget"], made["planned"]
     assert planned > 200_000_000  # of which a twentieth is more than what else a process takes, now and then
@@ -69,8 +69,8 @@ def trains_without_a_budget() -> Iterator[dict[str, Any]]:
 
     expected = train(twin, lambda x: twin(x).square().mean())
     twin.zero_grad()
-    build.start()
-    build.wait()
+    native.start()
+    native.wait()
     give_back()
     limit = status("VmData") + WITHIN
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -22,8 +22,7 @@ from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.memory import MemoryUse
 from checkmate.verification import compare as verification
-from checkmate.verification.compare import compare_with_spread, distance, names_that_differ
-from checkmate.verification.state import StepState
+from checkmate.verification.compare import StepState, compare_with_spread, distance, names_that_differ
 from tests.support.bits import assert_same_bits
 
 Patch = pytest.MonkeyPatch

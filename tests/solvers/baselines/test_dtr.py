@@ -13,7 +13,7 @@ from benchmarks.networks import dags
 from checkmate import Graph, Op, Problem, Profile, Status, Value
 from checkmate.solvers.baselines.dtr import HEURISTICS, Runtime
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.task import Clock, OutOfTime
+from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from tests.solvers.checks import solve
 from tests.solvers.steps import STEPS, masked
 from tests.support.oracle import random_problem

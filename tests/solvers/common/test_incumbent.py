@@ -22,8 +22,7 @@ from benchmarks.networks import dags
 from checkmate import SolverError, Status, solve, statusline
 from checkmate.core import simulator
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.incumbent import Incumbent, Remarks, certify
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task, certify
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from tests.solvers.checks import all_runs, begun, runs
@@ -83,11 +82,11 @@ def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFi
 
 def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     incumbent, before = begun(FIVE, 9), begun(FIVE, 9)
-    assert not incumbent.offer_runs([[0], [1], [2], [3], [0, 2, 4]], "in order")
+    assert not incumbent.offer([[0], [1], [2], [3], [0, 2, 4]], "in order")
     assert incumbent.least_peak == 10
     before.prove(math.inf)
     for known in (incumbent, before):
-        assert known.offer_runs([[0], [1], [2], [3], [2, 0, 4]], "in any order")
+        assert known.offer([[0], [1], [2], [3], [2, 0, 4]], "in any order")
     incumbent.prove(math.inf)
     for known in (incumbent, before):
         assert (known.cost, known.bound, caplog.messages) == (7.0, 5.0, [])

@@ -13,8 +13,7 @@ from checkmate.core.plan import Fetch, Free, Run
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
-from checkmate.solvers.common.fetch_ops import MustBeBack, plain_events, with_fetches
-from checkmate.solvers.common.place_transfers import place_transfers
+from checkmate.solvers.common.fetches import MustBeBack, place_transfers, plain_events, with_fetches
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.min_budget import _known as known_ends

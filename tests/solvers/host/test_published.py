@@ -9,7 +9,7 @@ import pytest
 from checkmate import Host, Problem, Status, solve
 from checkmate.core.plan import Fetch, Run, Send
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.incumbent import Task
 from checkmate.solvers.host.policies import Policy, candidates, every_swap
 from tests.solvers.checks import by, check
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host

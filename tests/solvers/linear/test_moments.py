@@ -20,7 +20,7 @@ from checkmate.solvers.linear.moments import (
     Bound,
     build,
     default_moments,
-    lift,
+    lifted_runs,
     next_moments,
     where_it_breaks,
     where_runs_repeat,
@@ -98,10 +98,10 @@ def test_tells_what_each_better_answer_would_run_and_the_lifted_one_costs_no_mor
     problem, told = dags.gpt(4), list[float]()
     budget = int(0.5 * problem.keep_all_peak)
     bound = moment_bound(problem, budget, most=2, on_runs=lambda R: told.append(cost_of(problem, R)))
-    assert told[-1] == min(told) == pytest.approx(cost_of(problem, lift(problem, bound).R))
+    assert told[-1] == min(told) == pytest.approx(cost_of(problem, lifted_runs(problem, bound)))
     problem = dags.resnet()
     bound = moment_bound(problem, int(0.7 * problem.keep_all_peak), most=2)
-    assert cost_of(problem, lift(problem, bound).R) <= bound.value * (1 + 1e-6)
+    assert cost_of(problem, lifted_runs(problem, bound)) <= bound.value * (1 + 1e-6)
 
 
 def test_an_op_writes_over_one_value_only_and_over_none_that_is_carried_past_the_moment() -> None:

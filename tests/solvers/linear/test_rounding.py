@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.networks import dags
 from checkmate import Schedule, Status
 from checkmate.solvers.common.schedules import without_useless
-from checkmate.solvers.linear.milp import relax
-from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
+from checkmate.solvers.linear.milp import least_runs, relax, rounded, roundings
 from tests.solvers.checks import all_runs, by, runs, solve, wrong
 from tests.support.oracle import Make, all_schedules, random_problem, random_problem_with_overwrites
 from tests.support.paper_equations import peak, violations

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import Schedule, Status, solve
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, peak_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
 from tests.solvers.checks import all_runs, runs, takes_less_than, wrong
 from tests.support.budgets import recomputing

@@ -9,11 +9,10 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import check_plan, lower, lower_runs
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import as_matrix, peak_of
-from checkmate.solvers.common.task import Clock
-from checkmate.solvers.search.any_order import AnyOrder
-from checkmate.solvers.search.backward_search import find_plan, refute
-from checkmate.solvers.search.drop_runs import drop_runs_of
+from checkmate.solvers.search.backward_search import AnyOrder, find_plan, refute
+from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import wrong
 from tests.solvers.steps import FIVE
@@ -35,7 +34,7 @@ def test_it_finds_a_plan_exactly_where_one_fits(make: Make, first: int) -> None:
             assert (search.complete, runs is not None) == (True, fits)
             assert fits or search.least > budget
             if fits:
-                fewer = drop_runs_of(problem, budget, runs, Clock())
+                fewer = drop_runs(problem, budget, runs, Clock())
                 assert wrong(problem, runs, budget) == wrong(problem, fewer, budget) == []
                 assert sum(map(len, fewer)) <= sum(map(len, runs))
             proofs = [AnyOrder(sets, budget, Clock(), loose=True).refutes(t) for t in range(sets.T)]

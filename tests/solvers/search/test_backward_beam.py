@@ -13,9 +13,8 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
-from checkmate.solvers.common.incumbent import Incumbent, certify
+from checkmate.solvers.common.incumbent import Clock, Incumbent, certify
 from checkmate.solvers.common.schedules import as_matrix
-from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import backward_beam as module
 from checkmate.solvers.search.backward_beam import Beam, backward_bound, prices
 from checkmate.solvers.search.value_sets import ValueSets

@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import certify
+from checkmate.solvers.common.incumbent import Clock, OutOfTime, certify
 from checkmate.solvers.common.schedules import peak_of
-from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import PLAIN_AND_WAYS, Make, drawn, outcomes

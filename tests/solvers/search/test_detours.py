@@ -8,9 +8,9 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, peak_of
-from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.detours import Detours
+from checkmate.solvers.search.backward_beam import Detours
 from checkmate.solvers.search.min_budget import least_runs
 from tests.solvers.checks import all_runs
 from tests.support.oracle import random_problem

@@ -7,17 +7,20 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.common.schedules import cost_of, peak_of
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Clock, certify
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, peak_of
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
+from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
 from tests.solvers.steps import FIVE
 from tests.support.oracle import PLAIN_AND_WAYS, Make, all_schedules
 from tests.support.paper_equations import violations
 from tests.support.sampling import every, in_turn
+
+
+def dropped(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
+    return as_matrix(drop_runs(problem, budget, as_stages(R), Clock()))
 
 
 @pytest.mark.slow
@@ -29,7 +32,7 @@ def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make
         if (schedule.recomputed[pinned] > 0).any() or violations(schedule, problem):
             continue
         peak = peak_of(problem, schedule.R)
-        slimmer = certify(problem, peak, drop_runs(problem, peak, schedule.R, Clock()), method="drop_runs")
+        slimmer = certify(problem, peak, dropped(problem, peak, schedule.R), method="drop_runs")
         assert slimmer.cost <= cost_of(problem, schedule.R) + 1e-9
 
 
@@ -37,9 +40,7 @@ def test_more_room_makes_it_cheaper_on_a_training_step_and_with_room_for_all_not
     problem = dags.gpt(2)
     budget = int(1.3 * problem.unavoidable_bytes.max())
     R, _ = find_plan(ValueSets(problem), budget, width=4, clock=Clock())
-    tight, wide, all_fits = (
-        drop_runs(problem, at, R, Clock()) for at in (budget, 2 * budget, 2 * problem.keep_all_peak)
-    )
+    tight, wide, all_fits = (dropped(problem, at, R) for at in (budget, 2 * budget, 2 * problem.keep_all_peak))
     assert (wrong(problem, tight, budget), wrong(problem, wide, 2 * budget)) == ([], [])
     assert cost_of(problem, wide) <= cost_of(problem, tight) < cost_of(problem, R)
     assert np.array_equal(all_fits, runs(problem))
@@ -51,15 +52,15 @@ def test_what_is_written_over_leaves_room_for_others() -> None:
     Of two values it has room only if one of both goes with it; what the plan makes again in the end needs not be both.
     """
     problem = Problem.from_dag([[], [], [1], [0, 2]], [1] * 4, [4, 4, 4, 0], over={2: [1]})
-    assert drop_runs(problem, 8, runs(problem, (3, 0)), Clock()).sum() == 4
+    assert dropped(problem, 8, runs(problem, (3, 0))).sum() == 4
     deps: list[list[int]] = [[], [], [0, 1], [0, 2], [1, 3]]
     problem = Problem.from_dag(deps, [1] * 5, [4, 4, 4, 0, 0], workspace=[0, 0, 4, 0, 0], over={2: [0, 1]})
-    found = drop_runs(problem, 12, runs(problem, (3, 0), (4, 1)), Clock())
+    found = dropped(problem, 12, runs(problem, (3, 0), (4, 1)))
     assert (peak_of(problem, found), found.sum()) == (12, 6)
 
 
 def test_a_value_that_goes_in_the_middle_of_a_stage_and_is_made_again_there() -> None:
     """Op 0's value is there when the last stage begins, and has to go while op 2 runs, beside what op 1 made."""
     for budget in (8, 9, 10, 12):
-        fewer = drop_runs_of(FIVE, budget, [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]], Clock())
+        fewer = drop_runs(FIVE, budget, [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]], Clock())
         assert wrong(FIVE, fewer, budget) == []

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from checkmate import Graph, Problem, Profile, min_budget
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import obeys_limits
-from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.late_gradients import late_results, second_runs

@@ -9,11 +9,11 @@ from benchmarks.networks import dags
 from checkmate import Problem, Schedule
 from checkmate.core import simulator
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.any_order import AnyOrder
+from checkmate.solvers.common.incumbent import Clock, Task
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of
+from checkmate.solvers.search.backward_search import AnyOrder
 from checkmate.solvers.search.greedy import DeadEnd, Weights, run_pass
-from checkmate.solvers.search.local_search import Line, exchange, exchange_runs, places_of
+from checkmate.solvers.search.local_search import Line, exchange, places_of
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
 from tests.support.all_plans import random_dag, smallest_peak
@@ -55,7 +55,7 @@ def test_never_worse_and_within_the_budget(problem: Problem) -> None:
     budget = (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2
     stages = run_pass(Tables.of(problem), budget, Weights(0.5, 0.5, 2.0))
     assert not isinstance(stages, DeadEnd)
-    found = exchange(Task(problem, budget, Clock(5.0)), as_matrix(stages))
+    found = as_matrix(exchange(Task(problem, budget, Clock(5.0)), stages))
     assert cost_of(problem, found) <= cost_of(problem, as_matrix(stages))
     assert not wrong(problem, found, budget)
 
@@ -76,7 +76,8 @@ EXCHANGES = {
 @pytest.mark.parametrize("case", EXCHANGES)
 def test_exchanges(case: str) -> None:
     problem, budget, again, found = EXCHANGES[case]
-    assert exchange(Task(problem, budget, Clock(5.0)), runs(problem, *again)).sum(axis=0).tolist() == found
+    better = as_matrix(exchange(Task(problem, budget, Clock(5.0)), as_stages(runs(problem, *again))))
+    assert better.sum(axis=0).tolist() == found
 
 
 def test_places_are_of_use_and_in_order_and_pinned_ops_have_one() -> None:
@@ -100,6 +101,6 @@ def test_what_runs_out_of_order_fits_and_is_no_dearer(seed: int) -> None:
     plan = simulator.lower_runs(problem, stages)
     bytes_at = tuple((line.bytes_at[line.on] + line.tables.resident).tolist())
     assert bytes_at == simulator.simulate(plan, problem).bytes_at
-    better = simulator.lower_runs(problem, exchange_runs(Task(problem, budget), stages))
+    better = simulator.lower_runs(problem, exchange(Task(problem, budget), stages))
     assert wrong(problem, better, budget) == []
     assert simulator.cost(better, problem) <= simulator.cost(plan, problem)

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import MinBudget, Problem, Profile, Status, min_budget, solve
+from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import peak_of
-from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.min_budget import bottleneck, least_plan, least_runs
 from checkmate.units import exact_bytes

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, fits, peak_of, without_useless
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
 from checkmate.solvers.search.greedy import next_use

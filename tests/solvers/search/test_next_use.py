@@ -12,8 +12,8 @@ import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem, Status
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, Weights, run_pass
 from tests.solvers.checks import solve, takes_less_than, wrong
 from tests.solvers.steps import STEPS, masked
