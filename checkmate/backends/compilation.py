@@ -30,7 +30,7 @@ from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
 from checkmate.capture.number_inputs import numbers_and_draws
 from checkmate.capture.op_order import TracedStep
-from checkmate.capture.patches import (
+from checkmate.capture.patches import (  # noqa: F401  # which change PyTorch once imported
     context_variables,
     ctc_lengths,
     logging_calls,
@@ -40,7 +40,7 @@ from checkmate.capture.patches import (
 )
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.only_our_captures import Answer
-from checkmate.capture.patches.results import averages_by_count
+from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # as these
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.provenance import input_names
@@ -66,9 +66,6 @@ from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
 MEASURE = Measure()
-IN_PLACE = (  # once imported
-    *(averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes, transforms),
-)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -215,7 +212,10 @@ class _Compilation:
             yield exchanges
         if self.training is not None and self.search_on is not None:
             yield self.training
-        if watches := self._watches():
+        watches = [] if self.joint is None else [*self.joint.watches]
+        if self.backend.lower is run_generated_code:
+            watches.insert(0, partial(keep_undefined, set[type]()))
+        if watches:
             yield Watches(*watches)
         if self.sharing.apart or self.sharing.together:
             yield FanOut(self.sharing)
@@ -223,11 +223,6 @@ class _Compilation:
             yield Unreached(self.joint.unreached)
         if self.shards.layouts:
             yield self.shards
-
-    def _watches(self) -> list[Callable[..., None]]:
-        is_generated = self.backend.lower is run_generated_code
-        nones = [partial(keep_undefined, set[type]())] if is_generated else []
-        return [*nones, *(() if self.joint is None else self.joint.watches)]
 
     def _partition(
         self,
@@ -284,8 +279,10 @@ class _Compilation:
 
         def pose(joint: Joint) -> Problem:
             problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            problem = step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
-            return replace(problem, name=name)
+            # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
+            resident = max(problem.resident + unread, allocated or 0)
+            profile = replace(problem.profile, resident_bytes=resident, state_bytes=made)
+            return replace(problem, profile=profile, name=name)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 

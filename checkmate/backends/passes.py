@@ -17,12 +17,7 @@ import torch.fx as fx
 from checkmate.capture import rewrite
 from checkmate.capture.autocast import Copies, refuse_products_within
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.higher_order.checkpoints import (
-    refuse_other_draws,
-    refuse_shared,
-    warn_of_gradients,
-    warn_of_second_writes,
-)
+from checkmate.capture.higher_order import checkpoints
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.higher_order.triton_kernels import make_what_they_write
 from checkmate.capture.inplace.shape_only import forget_inputs
@@ -107,9 +102,9 @@ CHECKS: tuple[Callable[[DynamoGraph], None], ...] = (
     lambda g: refuse_sizes_of_data(g.module),
     lambda g: refuse_lost_leaves(g.module, g.inputs),
     lambda g: refuse_products_within(g.module),
-    lambda g: refuse_other_draws(g.module),
-    lambda g: refuse_shared(g.module, g.names),
-    lambda g: warn_of_gradients(g.module.graph),
+    lambda g: checkpoints.refuse_other_draws(g.module),
+    lambda g: checkpoints.refuse_shared(g.module, g.names),
+    lambda g: checkpoints.warn_of_gradients(g.module.graph),
     refuse_no_data,
 )
 
@@ -160,7 +155,7 @@ class JointGraph:
 
 REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     # Gradients that autograd sums and passes in, as in eager PyTorch.
-    lambda g: warn_of_second_writes(g.graph),
+    lambda g: checkpoints.warn_of_second_writes(g.graph),
     lambda g: undefined_gradients.drop_gradients_of_writes(g.module, g.inputs),
     lambda g: g.copies.find(g.graph),
     lambda g: g.shards.refuse_converted(g.graph, g.copies.kept, g.names),

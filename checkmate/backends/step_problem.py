@@ -12,7 +12,7 @@ import torch
 from checkmate.backends.tensor_state import modules_within, tensors_within
 from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.guards import DataGuards
-from checkmate.capture.joint import Joint
+from checkmate.capture.joint import NUMBERS, Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, emit
@@ -76,16 +76,6 @@ def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> s
     return " with ".join([step, *dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)])
 
 
-def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0, state: int = 0) -> Problem:
-    """The problem with all bytes in use on the device before the step as resident.
-
-    That is what the graph reads, what the step holds ``unread``, of which optimizers keep ``state``, and on CUDA
-    whatever else is ``allocated``; in bytes.
-    """
-    resident = max(problem.resident + unread, allocated or 0)  # other models, kept gradients
-    return replace(problem, profile=replace(problem.profile, resident_bytes=resident, state_bytes=state))
-
-
 def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
     """Bytes of tensors on its device that a step holds and its graph does not take, each storage once."""
 
@@ -101,8 +91,9 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
 def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
     """Measure the bytes of the guards before the step, beside resident ones; refuse them above the limit."""
-    device, given = main_device(inputs), joint_of(plan.problem).number_bytes  # which are made anew at each call
-    taken = given + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
+    device, graph = main_device(inputs), plan.problem.graph
+    given = [graph.values[v].size_bytes for op in graph.ops if op.name == NUMBERS for v in op.outputs]  # at each call
+    taken = sum(given) + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(guards.places))
