@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
-from checkmate.backends.passes import CHECKS, REWRITES, DynamoGraph, JointGraph
+from checkmate.backends.passes import CHECKS, REWRITES, JointGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, Lower, serving, within
@@ -154,7 +154,7 @@ class _Compilation:
         put_regions_in_place(module)
         self.guards, names = take_guards(module), input_names(module)
         for check in CHECKS:
-            check(DynamoGraph(module, inputs, names, measured=backend.measures))
+            check(module, inputs, names, backend.measures)
         # Read what it is given.
         self.backend, self.call, self.module, self.inputs = backend, call, module, inputs
         self.numbers, self.draws = numbers_and_draws(module, call.numbers)

@@ -35,20 +35,10 @@ from checkmate.updates.insert import Insert
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-@dataclass(frozen=True)
-class DynamoGraph:
-    """A graph as Dynamo captured it, with its inputs and their names."""
-
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-    names: Sequence[str]
-    measured: bool  # its ops are to run here
-
-
-def refuse_no_data(graph: DynamoGraph) -> None:
-    """Refuse inputs without data if ops are measured."""
-    for name, tensor in zip(graph.names, graph.inputs, strict=True):
-        if graph.measured and is_fake(tensor):
+def refuse_no_data(names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Refuse inputs without data, where ops are measured."""
+    for name, tensor in zip(names, inputs, strict=True):
+        if is_fake(tensor):
             raise Unsupported(
                 f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
                 'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
@@ -96,16 +86,17 @@ def refuse_inexact(module: fx.GraphModule) -> None:
             )
 
 
-CHECKS: tuple[Callable[[DynamoGraph], None], ...] = (
-    lambda g: refuse_inexact(g.module),
-    lambda g: refuse_nested(g.names, g.inputs),
-    lambda g: refuse_sizes_of_data(g.module),
-    lambda g: refuse_lost_leaves(g.module, g.inputs),
-    lambda g: refuse_products_within(g.module),
-    lambda g: checkpoints.refuse_other_draws(g.module),
-    lambda g: checkpoints.refuse_shared(g.module, g.names),
-    lambda g: checkpoints.warn_of_gradients(g.module.graph),
-    refuse_no_data,
+# Of a graph as Dynamo captured it, with its inputs and their names, and whether its ops are to run here.
+CHECKS: tuple[Callable[[fx.GraphModule, Sequence[Any], Sequence[str], bool], None], ...] = (
+    lambda module, inputs, names, runs: refuse_inexact(module),
+    lambda module, inputs, names, runs: refuse_nested(names, inputs),
+    lambda module, inputs, names, runs: refuse_sizes_of_data(module),
+    lambda module, inputs, names, runs: refuse_lost_leaves(module, inputs),
+    lambda module, inputs, names, runs: refuse_products_within(module),
+    lambda module, inputs, names, runs: checkpoints.refuse_other_draws(module),
+    lambda module, inputs, names, runs: checkpoints.refuse_shared(module, names),
+    lambda module, inputs, names, runs: checkpoints.warn_of_gradients(module.graph),
+    lambda module, inputs, names, runs: refuse_no_data(names, inputs) if runs else None,
 )
 
 

@@ -77,18 +77,9 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
         if store is None:
             return solver(query)
         # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
-        problem, rank = query.problem, str(dist.get_rank())
-        prints, host = fingerprints(problem), None if problem.host is None else problem.host.budget
-        asks = [
-            prints.structure,
-            prints.sizes,
-            query.budget,
-            query.method,
-            what,
-            host,
-            problem.graph.links,
-            __version__,
-        ]
+        rank, host, links = str(dist.get_rank()), query.problem.host, query.problem.graph.links
+        prints, room = fingerprints(query.problem), None if host is None else host.budget
+        asks = [prints.structure, prints.sizes, query.budget, query.method, what, room, links, __version__]
         question = f"checkmate/{hashlib.sha256(json.dumps(asks).encode()).hexdigest()}"
         try:
             key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
