@@ -134,7 +134,6 @@ class _Lowering:
         self.code: SwappableCode | None = None  # code that a better plan may replace
 
     def __call__(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Make one of them."""
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice

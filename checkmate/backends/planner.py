@@ -97,11 +97,8 @@ class Options:
         """Make options from the keywords of a public function; a TypeError names an unknown one."""
         for name in given:
             if name not in known:
-                own = [
-                    p.name
-                    for p in signature(way_in).parameters.values()
-                    if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                ]
+                kinds = signature(way_in).parameters.values()
+                own = [p.name for p in kinds if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
                 all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
                 raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
         return cls(budget, **given)

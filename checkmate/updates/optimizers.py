@@ -253,7 +253,6 @@ def _copied(what: Any) -> Any:
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
-    """Update a parameter slice by slice."""
     # A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
     # it makes take less than later updates do; the whole state is put together of them.
     before = dict(states.get(parameter, {}))
