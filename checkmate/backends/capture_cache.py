@@ -43,22 +43,17 @@ from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.core.solution import format_gap
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
+from checkmate.torch_internals import steps
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
-from checkmate.torch_internals.steps import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 log = logging.getLogger("checkmate.backends.capture_cache")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
-_HOOKS = [  # of all modules, without those that this version of PyTorch lacks
-    hooks
-    for hooks in (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
-    if isinstance(hooks, dict)
-]
+_FORWARD, _BACKWARD = (  # hooks of all modules
+    (steps._global_forward_pre_hooks, steps._global_forward_hooks),
+    (steps._global_backward_pre_hooks, steps._global_backward_hooks),
+)
+_HOOKS = [hooks for hooks in (*_FORWARD, *_BACKWARD) if isinstance(hooks, dict)]  # others this PyTorch lacks
 MISS: Any = object()  # result of a captured function for a call without compiled code
 
 

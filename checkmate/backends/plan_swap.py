@@ -37,19 +37,14 @@ from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.statusline import showing
-from checkmate.torch_internals.aot import (
-    BackwardTokenAOTInput,
-    ForwardTokenAOTInput,
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-    TracingContext,
-    is_sym_node,
-)
+from checkmate.torch_internals import aot
+from checkmate.torch_internals.aot import TracingContext, is_sym_node
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
 Write = Callable[[Solution], tuple[Any, Any] | None]
-_OF_SEVERAL = SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput, ForwardTokenAOTInput, BackwardTokenAOTInput
+_OF_SEVERAL = aot.SubclassGetAttrAOTInput, aot.SubclassGetAttrAOTOutput
+_TOKENS = aot.ForwardTokenAOTInput, aot.BackwardTokenAOTInput
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ def is_swappable(joint: Joint) -> bool:
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
         and all(isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders)
-        and not any(isinstance(desc, _OF_SEVERAL) for desc in found)
+        and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in found)
     )
 
 

@@ -29,16 +29,8 @@ from checkmate.codegen.boxed import Boxed
 from checkmate.codegen.writing_over import OVER, OWN, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
-from checkmate.torch_internals.aot import (
-    SavedForBackwardsAOTOutput,
-    SavedForBackwardsNoVcCheckAOTOutput,
-    _is_backward_state,
-    _is_bwd_seed_offset,
-    _is_fwd_seed_offset,
-    _is_primal,
-    _is_tangent,
-    is_sym_node,
-)
+from checkmate.torch_internals import aot
+from checkmate.torch_internals.aot import is_sym_node
 from checkmate.torch_internals.descriptions import FakeTensor
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
@@ -91,13 +83,13 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
             going[step.value] = step
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
-    tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
+    tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
     needed = _saved(joint, after, tangents)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     # Write both, the forward first.
-    kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-    inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
+    kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
+    inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
     first = _Writer(joint, inputs, times)
     call = first.begin(begin, plan) if plan.sent else None
