@@ -171,13 +171,13 @@ class _Compilation:
 
     def compiled(self) -> CapturedStep:
         """Trace and plan the graph, and give the compiled step."""
-        backend, guards, this = self.backend, self.guards, weakref.proxy(self)  # AOTAutograd keeps what it is given
+        backend, guards, this = self.backend, self.guards, weakref.ref(self)  # AOTAutograd keeps what it is given
         # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
             fw_compiler=partial(self.lowering, "forward"),
             bw_compiler=partial(self.lowering, "backward"),
             inference_compiler=backend.lower,
-            partition_fn=lambda *args, **options: this._partition(*args, **options),
+            partition_fn=lambda *args, **options: this()._partition(*args, **options),  # type: ignore[union-attr]
             keep_inference_input_mutations=True,
         )
         with (
@@ -293,7 +293,7 @@ class _Compilation:
             try:
                 plan = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
             except InfeasibleBudget as error:
-                raise planner.explained(error) from None
+                raise (error.saying(planner.source) if planner.source else error) from None
         else:
             plan = planner(problem)
 

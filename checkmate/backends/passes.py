@@ -129,20 +129,6 @@ class JointGraph:
         """The trial of an op, if ops can be tried."""
         return trial if self.has_data else None
 
-    def note_unreached(self) -> None:
-        """Note inputs that are never differentiated."""
-        self.unreached = undefined_gradients.unreached(self.module, self.results)
-
-    def insert_updates(self) -> None:
-        """Insert the updates of parameters."""
-        if self.updates is not None:
-            self.updates(self.module, self.inputs, self.results, self.names)
-
-    def note_watches(self) -> None:
-        """Note which gradients of results the backward has to refuse."""
-        within, users = added_within(self.graph, self.results), computed_from(self.graph, self.results)
-        self.watches = [partial(refuse_views, within), partial(refuse_watching, users)]
-
 
 REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     # Gradients that autograd sums and passes in, as in eager PyTorch.
@@ -151,9 +137,10 @@ REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     lambda g: g.copies.find(g.graph),
     lambda g: g.shards.refuse_converted(g.graph, g.copies.kept, g.names),
     lambda g: g.shards.join_exchanges(g.graph, g.static, overlap=g.overlap),
-    JointGraph.note_unreached,
-    JointGraph.insert_updates,
-    JointGraph.note_watches,
+    lambda g: g.unreached.extend(undefined_gradients.unreached(g.module, g.results)),
+    lambda g: None if g.updates is None else g.updates(g.module, g.inputs, g.results, g.names),
+    lambda g: g.watches.append(partial(refuse_views, added_within(g.graph, g.results))),
+    lambda g: g.watches.append(partial(refuse_watching, computed_from(g.graph, g.results))),
     # Ops as eager PyTorch runs them.
     lambda g: rewrite.expose_dropout(g.graph),
     lambda g: rewrite.draw_as_in_place(g.graph),

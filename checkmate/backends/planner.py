@@ -191,7 +191,7 @@ class Planner:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.total, self.reserve = options.total, options.set_aside  # bytes; those of a share are not found yet: 0
-        self._found = ""  # where the bytes of a share come from
+        self.source = ""  # where the bytes of a share come from, in words
         self._made: list[weakref.ref[Solution]] = []
         self._named: set[str] = set()  # patterns that have named an op of a graph
 
@@ -212,14 +212,14 @@ class Planner:
         assert share is not None
         self.total = max(1, least(rounded_down(int(share * there.bytes))))
         of = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
-        self._found = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
+        self.source = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
         if self.options.reserve is None and state:
             self.reserve = state
-            self._found += (
+            self.source += (
                 f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
                 "parameter, as Adam does; reserve= says how much."
             )
-        log.info("%s", self._found)  # as plans are: nothing is wrong, and of a warning each rank would give one
+        log.info("%s", self.source)  # as plans are: nothing is wrong, and of a warning each rank would give one
 
     def plan(self, problem: Problem, beside: int = 0, *, go_on: bool = False) -> Solution:
         """Find the cheapest plan within the budget less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
@@ -261,7 +261,3 @@ class Planner:
         solution = solve.with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
         return solution
-
-    def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """A refusal that says where the bytes come from, if the user named none."""
-        return error.saying(self._found) if self._found else error
