@@ -30,19 +30,13 @@ from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
 from checkmate.capture.number_inputs import numbers_and_draws
 from checkmate.capture.op_order import TracedStep
-from checkmate.capture.patches import (  # noqa: F401  # which change PyTorch once imported
-    context_variables,
-    ctc_lengths,
-    logging_calls,
-    numpy_draws,
-    small_changes,
-    transforms,
-)
+from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.only_our_captures import Answer
-from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # as these
+from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # this and the five above change PyTorch once imported
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.patches.traced_ops import traced_since_now
+from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
 from checkmate.capture.sharded.shards import Shards, local
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
@@ -181,7 +175,7 @@ class _Compilation:
             keep_inference_input_mutations=True,
         )
         with (
-            transforms.closing_levels(),
+            closing_levels(),
             eager_kernels(self.module),
             eager_strides(),
             keeping_copies(),
