@@ -93,7 +93,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    return _compile(fn, Options.of(compile, CompileOptions.__optional_keys__, options, budget))
+    asked = Options.of(compile, CompileOptions.__optional_keys__, options, budget)
+    return _compile_module(fn, asked) if isinstance(fn, nn.Module) else CompiledStep(fn, asked)
 
 
 def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int = 1, **kwargs: Any) -> Certificate:
@@ -132,10 +133,6 @@ def refuse_what_is_no_step(fn: Any, asked: str = "checkmate.compile") -> None:
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"{asked} takes a module or a function, not {kind}.")
-
-
-def _compile(fn: Any, options: Options) -> Any:
-    return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
 def new_backend(planner: Planner, second_memories: SecondMemories | None, updates: Insert | None = None) -> Backend:
@@ -202,7 +199,7 @@ class CompiledStep(Planned, Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _compile, (self._fn, self._options)
+        return CompiledStep, (self._fn, self._options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step; the first call for a kind of input plans it.
@@ -211,8 +208,17 @@ class CompiledStep(Planned, Generic[P, R]):
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
+        # Before the first call, refuse what cannot be planned, and compare it with plain PyTorch if so wished.
         if not self._ready:
-            self._begin(args, kwargs)
+            refuse_lazy(self._fn, args)
+            ranks.refuse_inner(self._fn, args)
+            self._ready = True  # for the calls that are compared
+            try:
+                if self._verify:
+                    log.info("%s", self._compare(args, kwargs))
+            except BaseException:
+                self._ready = False
+                raise
         try:
             result: R = self._run(*args, **kwargs)
         except Exception as error:
@@ -222,18 +228,6 @@ class CompiledStep(Planned, Generic[P, R]):
             raise reason.with_traceback(None) from reason.__cause__
         watch_backward(result)
         return result
-
-    def _begin(self, args: Any, kwargs: Any) -> None:
-        """Before the first call, refuse what cannot be planned, and compare it with plain PyTorch if so wished."""
-        refuse_lazy(self._fn, args)
-        ranks.refuse_inner(self._fn, args)
-        self._ready = True  # for the calls that are compared
-        if self._verify:
-            try:
-                log.info("%s", self._compare(args, kwargs))
-            except BaseException:
-                self._ready = False
-                raise
 
     def _compare_if_it_fits(self, args: Any, kwargs: Any) -> None:
         try:
@@ -279,7 +273,7 @@ def _compile_module(model: Any, options: Options) -> Any:
             return run(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _compile, (self._checkmate_model, options)  # has the same __dict__, and is pickled as its class says
+            return _compile_module, (self._checkmate_model, options)  # it has the same __dict__
 
         def __copy__(self) -> Any:
             return _compile_module(copy(self._checkmate_model), options)

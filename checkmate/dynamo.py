@@ -23,7 +23,7 @@ from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.dynamo")
-_OPTIONS = [field.name for field in fields(Options) if field.name not in ("verify", "max_plans")]
+_OPTIONS = [field.name for field in fields(Options) if field.init and field.name not in ("verify", "max_plans")]
 
 
 def backend(

@@ -59,7 +59,8 @@ def showing(
         with _lock:
             _line.parts.remove(part)
             if not _line.parts:
-                _line.close()
+                _line.over.set()
+                _line.thread.join()
                 _line = None
 
 
@@ -90,26 +91,21 @@ class _Line:
     def __init__(self) -> None:
         self.parts: list[_Part] = []  # the innermost last
         self.due = time.perf_counter() + QUIET_SECONDS
-        self._over = threading.Event()
+        self.over = threading.Event()  # remove the line
         context = copy_context()  # in which a notebook knows the cell that works
-        self._thread = threading.Thread(target=context.run, args=(self._draw,), name="checkmate-line", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=context.run, args=(self._draw,), name="checkmate-line", daemon=True)
+        self.thread.start()
 
     def _draw(self) -> None:
         while time.perf_counter() < self.due:
-            if self._over.wait(min(REFRESH_SECONDS, max(0.0, self.due - time.perf_counter()))):
+            if self.over.wait(min(REFRESH_SECONDS, max(0.0, self.due - time.perf_counter()))):
                 return
         with _output() if _in_a_notebook() else _last_line() as show:
             over = False
             while not over:
                 if parts := tuple(self.parts):  # without the lock: a process that is forked now would keep it locked
                     show(*written(parts))
-                over = self._over.wait(REFRESH_SECONDS)
-
-    def close(self) -> None:
-        """Remove the line."""
-        self._over.set()
-        self._thread.join()
+                over = self.over.wait(REFRESH_SECONDS)
 
 
 @contextmanager

@@ -250,7 +250,44 @@ class TrainingStep(Planned):
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         with self._alone():
-            return self._train(args, kwargs)
+            if self._verify:
+                self._verify = False
+                self._compare(args, kwargs)
+            # Plan anew if optimizers, schedules or wrappers changed since the last plan.
+            updates = self._updates
+            refuse_hooks(updates.optimizers)
+            if updates.signature != self._planned_for:
+                checked(updates.optimizers, keep=updates.keep, alone=updates.alone)
+                self._plan_anew()
+            refuse_special(self._wrapped)
+            stand_aside(self._wrapped)
+            if self._count() == 0:
+                self._begin()
+            # Forward, with the updates inside the backward of an accumulation's last call.
+            last = self._added == self._accumulate - 1
+            with self.as_captured():
+                result = self._steps[-1 if last else 0](*args, **kwargs)
+            loss, *others = result if isinstance(result, tuple) else (result,)
+            if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+                is_tensor = isinstance(loss, torch.Tensor)
+                given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
+                raise Unsupported(
+                    f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with "
+                    "one."
+                )
+            # Backward: it updates parameters as their gradients are complete.
+            refuse_hooks(updates.optimizers)  # loss_fn may have registered some
+            scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+            if updates.sums is not None:
+                updates.sums.make_rooms()
+            if last:
+                updates.begin()
+            scaled.backward()
+            self._added = 0 if last else self._added + 1
+            if last:
+                updates.finish()
+            self._left = self._versions_now() if self._added else 0
+            return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -269,45 +306,6 @@ class TrainingStep(Planned):
         finally:
             if running is this:  # and not a call within one, as verify makes it
                 self._running.clear()
-
-    def _train(self, args: Any, kwargs: Any) -> Any:
-        if self._verify:
-            self._verify = False
-            self._compare(args, kwargs)
-        # Plan anew if optimizers, schedules or wrappers changed since the last plan.
-        updates = self._updates
-        refuse_hooks(updates.optimizers)
-        if updates.signature != self._planned_for:
-            checked(updates.optimizers, keep=updates.keep, alone=updates.alone)
-            self._plan_anew()
-        refuse_special(self._wrapped)
-        stand_aside(self._wrapped)
-        if self._count() == 0:
-            self._begin()
-        # Forward, with the updates inside the backward of an accumulation's last call.
-        last = self._added == self._accumulate - 1
-        with self.as_captured():
-            result = self._steps[-1 if last else 0](*args, **kwargs)
-        loss, *others = result if isinstance(result, tuple) else (result,)
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            is_tensor = isinstance(loss, torch.Tensor)
-            given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
-            raise Unsupported(
-                f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
-            )
-        # Backward: it updates parameters as their gradients are complete.
-        refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
-        if updates.sums is not None:
-            updates.sums.make_rooms()
-        if last:
-            updates.begin()
-        scaled.backward()
-        self._added = 0 if last else self._added + 1
-        if last:
-            updates.finish()
-        self._left = self._versions_now() if self._added else 0
-        return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 
     def _begin(self) -> None:
         """Prepare the first call of an update."""

@@ -225,14 +225,9 @@ def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
 
 def _give_up(plans: KeptOps, choice: Choice, but: int) -> Choice:
     """Run one more op again: the one that costs the fewest seconds per byte off the peak."""
-    tables = plans.tables
-
-    def waits(k: int) -> bool:
-        return k != but and any(tables.users[v] and tables.users[v][-1] >= choice.at for v in tables.outputs[k])
-
-    def rate(k: int) -> float:
-        return tables.seconds[k] / max(1, plans.bytes_of[k])
-
-    waiting = sorted((k for k in choice.kept.intersection(plans.free) if waits(k)), key=rate)
+    tables, may = plans.tables, choice.kept.intersection(plans.free) - {but}
+    reads = {k: [tables.users[v][-1] for v in tables.outputs[k] if tables.users[v]] for k in may}  # the last of each
+    waiting = [k for k in sorted(may) if any(last >= choice.at for last in reads[k])]
+    waiting.sort(key=lambda k: tables.seconds[k] / max(1, plans.bytes_of[k]))
     lower = [plan for plan in (plans.of(choice.again | {k}) for k in waiting[:AMONG]) if plan.peak < choice.peak]
     return min(lower, key=lambda plan: (plan.seconds - choice.seconds) / (choice.peak - plan.peak), default=choice)

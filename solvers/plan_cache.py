@@ -122,7 +122,6 @@ def _from_nearest(
     earlier: Sequence[tuple[Solution, Start]],
     records: Sequence[Record],
 ) -> Solution:
-    """Ask with the nearest known plan to begin with."""
     problem, budget, question = query.problem, query.budget, Question.of(query.problem, query.budget, query.method)
     start: Start | None = None if known is None else known.certified(problem, budget)
     origin = "less time"

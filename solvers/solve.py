@@ -19,7 +19,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
 from checkmate.core.solution import Query, Refusal, Solution, Solver, Status, check_problem, smallest_budget
 from checkmate.errors import RuleError, SolverError
-from checkmate.solvers.catalogue import METHODS, Method
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
@@ -130,7 +130,19 @@ def attempt(
             # Of a method that knows of no second memory take the plan, and none of its bounds.
             knows = problem.host is None or chosen.sends
             own = incumbent if knows else Incumbent(replace(task, problem=problem.with_host(None)))
-            remarks = _remarks(chosen, own, options)
+            run = partial(chosen.run, **options)
+            if problem.graph.links:
+                run = partial(overlap, recompute=run, proves=method in PROVING)
+            # If the method is interrupted or fails, its offers remain.
+            try:
+                remarks = run(own.task, own)
+            except KeyboardInterrupt:
+                if own.R is None:
+                    raise
+                remarks = Remarks(f"interrupted after {format_seconds(clock.elapsed)}", interrupted=True)
+            except SolverError as error:
+                log.warning("%s failed: %s", method, error)
+                remarks = Remarks(f"{method} failed", {"failed": [str(error)]})
             if not knows and own.R is not None:
                 incumbent.offer(own.R, method)
             solution = incumbent.solution(method, remarks)
@@ -285,22 +297,6 @@ def check_limits(time_limit: float, gap: float) -> None:
     check_positive("time_limit", time_limit, " of seconds")
     if isinstance(gap, bool) or not isinstance(gap, numbers.Real) or not 0 <= gap <= 1:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
-
-
-def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
-    """Run the method; if it is interrupted or fails, its offers remain."""
-    try:
-        run = partial(method.run, **options)
-        if incumbent.task.problem.graph.links:
-            return overlap(incumbent.task, incumbent, run, proves=method.name in PROVING)
-        return run(incumbent.task, incumbent)
-    except KeyboardInterrupt:
-        if incumbent.R is None:
-            raise
-        return Remarks(f"interrupted after {format_seconds(incumbent.task.clock.elapsed)}", interrupted=True)
-    except SolverError as error:
-        log.warning("%s failed: %s", method.name, error)
-        return Remarks(f"{method.name} failed", {"failed": [str(error)]})
 
 
 def _what_it_costs(problem: Problem, reserve: int) -> str:

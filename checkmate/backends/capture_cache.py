@@ -9,7 +9,6 @@ On the main path, 2 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
@@ -39,28 +38,22 @@ from checkmate.capture.meta_tensors import Descriptions
 from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
-from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.core.solution import format_gap
 from checkmate.errors import Unsupported
 from checkmate.statusline import showing
+from checkmate.torch_internals import steps
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
-from checkmate.torch_internals.steps import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 log = logging.getLogger("checkmate.backends.capture_cache")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
-_HOOKS = [  # of all modules, without those that this version of PyTorch lacks
-    hooks
-    for hooks in (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
-    if isinstance(hooks, dict)
-]
+_FORWARD, _BACKWARD = (  # hooks of all modules
+    (steps._global_forward_pre_hooks, steps._global_forward_hooks),
+    (steps._global_backward_pre_hooks, steps._global_backward_hooks),
+)
+_HOOKS = [hooks for hooks in (*_FORWARD, *_BACKWARD) if isinstance(hooks, dict)]  # others this PyTorch lacks
 MISS: Any = object()  # result of a captured function for a call without compiled code
 
 
@@ -116,27 +109,6 @@ def _drop(code: types.CodeType) -> None:
         vars(one).update(root=None, diff_guard_root=None, closure_vars=None, code_parts=[], verbose_code_parts=None)
 
 
-def _compiled(own: types.FunctionType, answer: Answer, compile: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
-    """Let Dynamo compile a step by a function of its graph and inputs; Dynamo keeps the reference until it is reset."""
-
-    def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        known = compile()
-        assert known is not None
-        return known(module, inputs)
-
-    compile_graph.answer = answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
-    run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
-
-    @functools.wraps(run)
-    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
-        # By default Dynamo does not look whether hooks were added to a module that had none, and never calls them.
-        with dynamo_config.patch(skip_nnmodule_hook_guards=False):
-            return run(*args, **kwargs)
-
-    captured = knowing_selections(with_recurrent_modules(guarding_hooks), answer)
-    return plain_if_possible(captured, answer)
-
-
 @dataclass(eq=False)
 class _Entry:
     """A captured step of the cache."""
@@ -187,7 +159,9 @@ class CaptureCache:
         kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
-            if any(_goes_another_way(known.step.answers, answers) for answers in found):
+            # Pass over a capture that differs from this call in the last of some answers, and in none before it.
+            was = known.step.answers
+            if any(was[: len(a) - 1] == a[:-1] and was[len(a) - 1 : len(a)] not in ((), a[-1:]) for a in found):
                 continue
             state = other_random_states() if known.draws else None
             try:
@@ -277,9 +251,22 @@ class CaptureCache:
                 made.step = replace(step, run=surrounded(_hand_back, [Descriptions(module)]))
             return made.step.run
 
+        this, answer = weakref.ref(compile), self.backend.answer
+
+        # Dynamo keeps this one until it is reset, and so neither the call nor the cache.
+        def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+            compile_now = this()
+            assert compile_now is not None
+            return compile_now(module, inputs)
+
+        compile_graph.answer = answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
+        captured = with_recurrent_modules(torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph))
+        captured = plain_if_possible(knowing_selections(captured, answer), answer)
+        # By default Dynamo does not look whether hooks were added to a module that had none, and never calls them.
+        looking = dynamo_config.patch(skip_nnmodule_hook_guards=False)
         try:
-            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), collecting_seldom():
-                result = _compiled(own, self.backend.answer, weakref.ref(compile))(*args, **kwargs)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), collecting_seldom(), looking:
+                result = captured(*args, **kwargs)
         except _NothingToPlan:
             made.draws = _have_drawn(state)
             draw_again_from(state)
@@ -324,11 +311,6 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     primals = [n for n in step.placeholders if _is_primal(n)]
     gradients = [g for n, g in zip(primals, step.backward_outputs, strict=False) if n not in step.numbers]
     return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
-
-
-def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
-    """Tell whether a capture differs from a call in the last of these guards, and in none before it."""
-    return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 
 def _have_drawn(before: tuple[Any, Any]) -> bool:

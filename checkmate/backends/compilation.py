@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
-from checkmate.backends.passes import CHECKS, REWRITES, DynamoGraph, JointGraph
+from checkmate.backends.passes import CHECKS, REWRITES, JointGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, Lower, serving, within
@@ -30,19 +30,13 @@ from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
 from checkmate.capture.number_inputs import numbers_and_draws
 from checkmate.capture.op_order import TracedStep
-from checkmate.capture.patches import (
-    context_variables,
-    ctc_lengths,
-    logging_calls,
-    numpy_draws,
-    small_changes,
-    transforms,
-)
+from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.only_our_captures import Answer
-from checkmate.capture.patches.results import averages_by_count
+from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # this and the five above change PyTorch once imported
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.patches.traced_ops import traced_since_now
+from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
 from checkmate.capture.sharded.shards import Shards, local
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
@@ -66,9 +60,6 @@ from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
 MEASURE = Measure()
-IN_PLACE = (  # once imported
-    *(averages_by_count, context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes, transforms),
-)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -137,7 +128,6 @@ class _Lowering:
         self.code: SwappableCode | None = None  # code that a better plan may replace
 
     def __call__(self, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Make one of them."""
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []  # no saved tensor is reused: the backward may run twice
@@ -157,7 +147,7 @@ class _Compilation:
         put_regions_in_place(module)
         self.guards, names = take_guards(module), input_names(module)
         for check in CHECKS:
-            check(DynamoGraph(module, inputs, names, measured=backend.measures))
+            check(module, inputs, names, backend.measures)
         # Read what it is given.
         self.backend, self.call, self.module, self.inputs = backend, call, module, inputs
         self.numbers, self.draws = numbers_and_draws(module, call.numbers)
@@ -175,17 +165,17 @@ class _Compilation:
 
     def compiled(self) -> CapturedStep:
         """Trace and plan the graph, and give the compiled step."""
-        backend, guards, this = self.backend, self.guards, weakref.proxy(self)  # AOTAutograd keeps what it is given
+        backend, guards, this = self.backend, self.guards, weakref.ref(self)  # AOTAutograd keeps what it is given
         # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
             fw_compiler=partial(self.lowering, "forward"),
             bw_compiler=partial(self.lowering, "backward"),
             inference_compiler=backend.lower,
-            partition_fn=lambda *args, **options: this._partition(*args, **options),
+            partition_fn=lambda *args, **options: this()._partition(*args, **options),  # type: ignore[union-attr]
             keep_inference_input_mutations=True,
         )
         with (
-            transforms.closing_levels(),
+            closing_levels(),
             eager_kernels(self.module),
             eager_strides(),
             keeping_copies(),
@@ -215,7 +205,10 @@ class _Compilation:
             yield exchanges
         if self.training is not None and self.search_on is not None:
             yield self.training
-        if watches := self._watches():
+        watches = [] if self.joint is None else [*self.joint.watches]
+        if self.backend.lower is run_generated_code:
+            watches.insert(0, partial(keep_undefined, set[type]()))
+        if watches:
             yield Watches(*watches)
         if self.sharing.apart or self.sharing.together:
             yield FanOut(self.sharing)
@@ -223,11 +216,6 @@ class _Compilation:
             yield Unreached(self.joint.unreached)
         if self.shards.layouts:
             yield self.shards
-
-    def _watches(self) -> list[Callable[..., None]]:
-        is_generated = self.backend.lower is run_generated_code
-        nones = [partial(keep_undefined, set[type]())] if is_generated else []
-        return [*nones, *(() if self.joint is None else self.joint.watches)]
 
     def _partition(
         self,
@@ -284,8 +272,10 @@ class _Compilation:
 
         def pose(joint: Joint) -> Problem:
             problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
-            problem = step_problem.with_what_is_held(problem, allocated, unread=unread, state=made)
-            return replace(problem, name=name)
+            # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
+            resident = max(problem.resident + unread, allocated or 0)
+            profile = replace(problem.profile, resident_bytes=resident, state_bytes=made)
+            return replace(problem, profile=profile, name=name)
 
         problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
 
@@ -297,7 +287,7 @@ class _Compilation:
             try:
                 plan = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
             except InfeasibleBudget as error:
-                raise planner.explained(error) from None
+                raise (error.saying(planner.source) if planner.source else error) from None
         else:
             plan = planner(problem)
 

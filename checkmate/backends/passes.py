@@ -17,12 +17,7 @@ import torch.fx as fx
 from checkmate.capture import rewrite
 from checkmate.capture.autocast import Copies, refuse_products_within
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.higher_order.checkpoints import (
-    refuse_other_draws,
-    refuse_shared,
-    warn_of_gradients,
-    warn_of_second_writes,
-)
+from checkmate.capture.higher_order import checkpoints
 from checkmate.capture.higher_order.fused_attention import compile_attention
 from checkmate.capture.higher_order.triton_kernels import make_what_they_write
 from checkmate.capture.inplace.shape_only import forget_inputs
@@ -40,20 +35,10 @@ from checkmate.updates.insert import Insert
 _BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-@dataclass(frozen=True)
-class DynamoGraph:
-    """A graph as Dynamo captured it, with its inputs and their names."""
-
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-    names: Sequence[str]
-    measured: bool  # its ops are to run here
-
-
-def refuse_no_data(graph: DynamoGraph) -> None:
-    """Refuse inputs without data if ops are measured."""
-    for name, tensor in zip(graph.names, graph.inputs, strict=True):
-        if graph.measured and is_fake(tensor):
+def refuse_no_data(names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Refuse inputs without data, where ops are measured."""
+    for name, tensor in zip(names, inputs, strict=True):
+        if is_fake(tensor):
             raise Unsupported(
                 f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
                 'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
@@ -101,16 +86,17 @@ def refuse_inexact(module: fx.GraphModule) -> None:
             )
 
 
-CHECKS: tuple[Callable[[DynamoGraph], None], ...] = (
-    lambda g: refuse_inexact(g.module),
-    lambda g: refuse_nested(g.names, g.inputs),
-    lambda g: refuse_sizes_of_data(g.module),
-    lambda g: refuse_lost_leaves(g.module, g.inputs),
-    lambda g: refuse_products_within(g.module),
-    lambda g: refuse_other_draws(g.module),
-    lambda g: refuse_shared(g.module, g.names),
-    lambda g: warn_of_gradients(g.module.graph),
-    refuse_no_data,
+# Of a graph as Dynamo captured it, with its inputs and their names, and whether its ops are to run here.
+CHECKS: tuple[Callable[[fx.GraphModule, Sequence[Any], Sequence[str], bool], None], ...] = (
+    lambda module, inputs, names, runs: refuse_inexact(module),
+    lambda module, inputs, names, runs: refuse_nested(names, inputs),
+    lambda module, inputs, names, runs: refuse_sizes_of_data(module),
+    lambda module, inputs, names, runs: refuse_lost_leaves(module, inputs),
+    lambda module, inputs, names, runs: refuse_products_within(module),
+    lambda module, inputs, names, runs: checkpoints.refuse_other_draws(module),
+    lambda module, inputs, names, runs: checkpoints.refuse_shared(module, names),
+    lambda module, inputs, names, runs: checkpoints.warn_of_gradients(module.graph),
+    lambda module, inputs, names, runs: refuse_no_data(names, inputs) if runs else None,
 )
 
 
@@ -143,31 +129,18 @@ class JointGraph:
         """The trial of an op, if ops can be tried."""
         return trial if self.has_data else None
 
-    def note_unreached(self) -> None:
-        """Note inputs that are never differentiated."""
-        self.unreached = undefined_gradients.unreached(self.module, self.results)
-
-    def insert_updates(self) -> None:
-        """Insert the updates of parameters."""
-        if self.updates is not None:
-            self.updates(self.module, self.inputs, self.results, self.names)
-
-    def note_watches(self) -> None:
-        """Note which gradients of results the backward has to refuse."""
-        within, users = added_within(self.graph, self.results), computed_from(self.graph, self.results)
-        self.watches = [partial(refuse_views, within), partial(refuse_watching, users)]
-
 
 REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     # Gradients that autograd sums and passes in, as in eager PyTorch.
-    lambda g: warn_of_second_writes(g.graph),
+    lambda g: checkpoints.warn_of_second_writes(g.graph),
     lambda g: undefined_gradients.drop_gradients_of_writes(g.module, g.inputs),
     lambda g: g.copies.find(g.graph),
     lambda g: g.shards.refuse_converted(g.graph, g.copies.kept, g.names),
     lambda g: g.shards.join_exchanges(g.graph, g.static, overlap=g.overlap),
-    JointGraph.note_unreached,
-    JointGraph.insert_updates,
-    JointGraph.note_watches,
+    lambda g: g.unreached.extend(undefined_gradients.unreached(g.module, g.results)),
+    lambda g: None if g.updates is None else g.updates(g.module, g.inputs, g.results, g.names),
+    lambda g: g.watches.append(partial(refuse_views, added_within(g.graph, g.results))),
+    lambda g: g.watches.append(partial(refuse_watching, computed_from(g.graph, g.results))),
     # Ops as eager PyTorch runs them.
     lambda g: rewrite.expose_dropout(g.graph),
     lambda g: rewrite.draw_as_in_place(g.graph),

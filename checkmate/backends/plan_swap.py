@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -37,19 +37,14 @@ from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.statusline import showing
-from checkmate.torch_internals.aot import (
-    BackwardTokenAOTInput,
-    ForwardTokenAOTInput,
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-    TracingContext,
-    is_sym_node,
-)
+from checkmate.torch_internals import aot
+from checkmate.torch_internals.aot import TracingContext, is_sym_node
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
 Write = Callable[[Solution], tuple[Any, Any] | None]
-_OF_SEVERAL = SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput, ForwardTokenAOTInput, BackwardTokenAOTInput
+_OF_SEVERAL = aot.SubclassGetAttrAOTInput, aot.SubclassGetAttrAOTOutput
+_TOKENS = aot.ForwardTokenAOTInput, aot.BackwardTokenAOTInput
 
 
 @dataclass(frozen=True)
@@ -122,48 +117,43 @@ class SwappablePlan(Around):
 
     def before(self, inputs: list[Any]) -> None:
         """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
-        if self._write is not None and self._looking.acquire(blocking=False):  # else another thread does
-            try:
-                self._swap(inputs)
-            finally:
-                self._looking.release()
-
-    def _swap(self, args: Sequence[Any]) -> None:
-        assert self._search is not None
-        over, news = not self._search.goes_on, self._search.better
-        leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
-        before, self._versions = self._versions, sum(t._version for t in leaves)
-        if news is not None and news is not self._tried:
-            accumulating = self._versions == before and any(t.grad is not None for t in leaves)
-            if accumulating or self._code.pending:
-                return
-            # Verify and simulate the plan that was found, write its code, and swap that in.
-            self._tried = news
-            assert news.plan is not None
-            problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
-            about: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
-            try:
-                found = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **about)
-                found = with_guards(found, self._taken)
-                assert self._write is not None
-                code = self._write(found)
-            except SolverError as error:  # no reason to end a training
-                log.warning("A plan that was found beside the training cannot take over: %s", error)
-                return
-            if code is None:
-                log.info("a plan that was found beside the training does not fit the captured graph")
-                return
-            self._code.swap(*code)
-            self.plan, self.swaps = found, self.swaps + 1
-            log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
-        elif over:
-            # Let go of the search, whose best plan has taken over.
-            known = self.known
-            if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
-                closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
-                status = Status.OPTIMAL if closed else self.plan.status
-                self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
-            self._write = None
+        if self._write is None or self._search is None or not self._looking.acquire(blocking=False):
+            return  # or another thread does
+        try:
+            over, news = not self._search.goes_on, self._search.better
+            leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+            before, self._versions = self._versions, sum(t._version for t in leaves)
+            if news is not None and news.plan is not None and news is not self._tried:
+                accumulating = self._versions == before and any(t.grad is not None for t in leaves)
+                if accumulating or self._code.alive:
+                    return
+                # Verify and simulate the plan that was found, write its code, and swap that in.
+                self._tried = news
+                problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
+                about: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
+                try:
+                    found = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **about)
+                    found = with_guards(found, self._taken)
+                    code = self._write(found)
+                except SolverError as error:  # no reason to end a training
+                    log.warning("A plan that was found beside the training cannot take over: %s", error)
+                    return
+                if code is None:
+                    log.info("a plan that was found beside the training does not fit the captured graph")
+                    return
+                self._code.swap(*code)
+                self.plan, self.swaps = found, self.swaps + 1
+                log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
+            elif over:
+                # Let go of the search, whose best plan has taken over.
+                known = self.known
+                if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
+                    closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+                    status = Status.OPTIMAL if closed else self.plan.status
+                    self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
+                self._write = None
+        finally:
+            self._looking.release()
 
 
 def is_swappable(joint: Joint) -> bool:
@@ -179,7 +169,7 @@ def is_swappable(joint: Joint) -> bool:
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
         and all(isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders)
-        and not any(isinstance(desc, _OF_SEVERAL) for desc in found)
+        and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in found)
     )
 
 
@@ -190,13 +180,8 @@ class SwappableCode:
         self._results = results  # how many of the forward's outputs are not saved tensors
         self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by the number of the plan
         self._calls = itertools.count()
-        self._alive: set[int] = set()  # calls whose saved tensors live
+        self.alive: set[int] = set()  # calls whose saved tensors live: they may wait for their backward
         self.now = 0  # the plan by which the forward runs
-
-    @property
-    def pending(self) -> bool:
-        """Tell whether saved tensors of a forward wait for their backward."""
-        return bool(self._alive)
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
         """Take the first plan's functions, the backward last, and give AOTAutograd the ones to call."""
@@ -219,8 +204,8 @@ class SwappableCode:
         ((number, run),) = self._runs["forward"].items()
         results = run(inputs)
         call = next(self._calls)
-        self._alive.add(call)
-        token = call_token(call, partial(self._alive.discard, call), length=number + 1)
+        self.alive.add(call)
+        token = call_token(call, partial(self.alive.discard, call), length=number + 1)
         return [*results[: self._results], token, *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
 from inspect import signature
 from math import inf
 from typing import Any, Literal, TypedDict, get_args
@@ -23,18 +22,9 @@ from checkmate.core.solution import Query, Solution, infeasible
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, rounded_down
 from checkmate.profiling.source import Choice, Source, source_of
-from checkmate.solvers import plan_cache
+from checkmate.solvers import plan_cache, solve
 from checkmate.solvers.background_search import first_plan
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import (
-    attempt,
-    cheapest_split,
-    check_host,
-    check_method,
-    refuse_unknown_rules,
-    refused,
-    with_halved,
-)
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_budget, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -97,17 +87,18 @@ class Options:
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
     overlap: bool = False  # collectives beside other ops
+    share: float | None = field(init=False, repr=False)  # of the free memory, that the budget is; None: it is in bytes
+    total: int = field(init=False, repr=False)  # bytes of the budget; 0 for a share, which is found with the first plan
+    set_aside: int = field(init=False, repr=False)  # bytes of the budget for what the step cannot see
+    host_bytes: int = field(init=False, repr=False)  # of the second memory; 0 if there is none
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
         """Make options from the keywords of a public function; a TypeError names an unknown one."""
         for name in given:
             if name not in known:
-                own = [
-                    p.name
-                    for p in signature(way_in).parameters.values()
-                    if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                ]
+                kinds = signature(way_in).parameters.values()
+                own = [p.name for p in kinds if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
                 all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
                 raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
         return cls(budget, **given)
@@ -123,7 +114,7 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
             raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {self.max_plans!r}.")
-        check_method(self.method)
+        solve.check_method(self.method)
         check_positive("time_limit", self.time_limit, " of seconds")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
@@ -134,55 +125,31 @@ class Options:
             raise ValueError(f'wait is "first", "best", or a positive number of seconds, not {self.wait!r}.')
         if self.rules is not None:
             check(self.rules)
-            object.__setattr__(self, "rules", {**self.rules})  # as they are now
-        check_host(self.method, has_host=self.host_budget is not None)
-        _ = self.total, self.set_aside, self.host_bytes  # each is read once, or an error
-
-    @property
-    def first_seconds(self) -> float:
-        """Seconds to look for a plan before the first step runs."""
-        return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
+            vars(self)["rules"] = {**self.rules}  # as they are now
+        solve.check_host(self.method, has_host=self.host_budget is not None)
+        # Text becomes bytes here, and nowhere else.
+        share, set_aside, host, host_bytes = parse_share(self.budget), 0, self.host, 0
+        total = parse_budget(self.budget) if share is None else 0
+        if self.reserve is not None and self.reserve != 0:
+            try:
+                set_aside = parse_budget(self.reserve)
+            except BudgetError as error:
+                raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
+        if self.host_budget is not None:
+            host_bytes = parse_budget(self.host_budget)
+            if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
+                raise ValueError(
+                    f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
+                    'files, or "pinned" for a step on CUDA.'
+                )
+        elif host is not None:
+            raise ValueError(f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".')
+        vars(self).update(share=share, total=total, set_aside=set_aside, host_bytes=host_bytes)
 
     @property
     def costs(self) -> Source:
         """The source of the costs of ops."""
         return source_of(self.profile, cache=self.cache)
-
-    @cached_property
-    def share(self) -> float | None:
-        """The share of the free memory that the budget is; None if it is in bytes."""
-        return parse_share(self.budget)
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of the budget; 0 for a share of the free memory, which is found when a step is planned."""
-        return parse_budget(self.budget) if self.share is None else 0
-
-    @cached_property
-    def set_aside(self) -> int:
-        """Bytes of the budget set aside for what the step cannot see."""
-        try:
-            return 0 if self.reserve is None or self.reserve == 0 else parse_budget(self.reserve)
-        except BudgetError as error:
-            raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
-
-    @cached_property
-    def host_bytes(self) -> int:
-        """Bytes of the second memory; 0 if there is none."""
-        host = self.host
-        if self.host_budget is None:
-            if host is not None:
-                raise ValueError(
-                    f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".'
-                )
-            return 0
-        count = parse_budget(self.host_budget)
-        if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
-            raise ValueError(
-                f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
-                'files, or "pinned" for a step on CUDA.'
-            )
-        return count
 
     @property
     def second_memories(self) -> SecondMemories | None:
@@ -224,7 +191,7 @@ class Planner:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.total, self.reserve = options.total, options.set_aside  # bytes; those of a share are not found yet: 0
-        self._found = ""  # where the bytes of a share come from
+        self.source = ""  # where the bytes of a share come from, in words
         self._made: list[weakref.ref[Solution]] = []
         self._named: set[str] = set()  # patterns that have named an op of a graph
 
@@ -245,14 +212,14 @@ class Planner:
         assert share is not None
         self.total = max(1, least(rounded_down(int(share * there.bytes))))
         of = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
-        self._found = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
+        self.source = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
         if self.options.reserve is None and state:
             self.reserve = state
-            self._found += (
+            self.source += (
                 f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
                 "parameter, as Adam does; reserve= says how much."
             )
-        log.info("%s", self._found)  # as plans are: nothing is wrong, and of a warning each rank would give one
+        log.info("%s", self.source)  # as plans are: nothing is wrong, and of a warning each rank would give one
 
     def plan(self, problem: Problem, beside: int = 0, *, go_on: bool = False) -> Solution:
         """Find the cheapest plan within the budget less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
@@ -260,44 +227,37 @@ class Planner:
         ``go_on``: take the first plan; its `Solution.rest` is to go on with if a better one may come. Ranks wait for
         the best.
         """
+        # Apply the rules, except rules that named an op of an earlier graph and name none here.
+        if rules := self.options.rules:
+            named = {pattern for pattern in rules if names_any(pattern, problem.graph)}
+            if absent := [pattern for pattern in rules if pattern in self._named - named]:
+                log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
+            problem = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
+            self._named |= named
+            solve.refuse_unknown_rules(problem, self.options.method)
         # Refuse a reserve that leaves nothing.
-        options, problem, reserve = self.options, self._ruled(problem), self.reserve + beside
+        options, reserve = self.options, self.reserve + beside
         if self.total <= reserve:
             why = f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}."
             raise infeasible(why, self.total, min_budget(problem).peak + reserve)
         # The question.
-        together, budget, seconds = ranks.train_together(), self.total - reserve, options.time_limit
-        wait = options.first_seconds if go_on and not together else inf
+        together, budget, seconds, wait = ranks.train_together(), self.total - reserve, options.time_limit, inf
+        if go_on and not together and options.wait != "best":
+            wait = options.wait if not isinstance(options.wait, str) else FIRST_SECONDS
         query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
         # Its way: the loss in more parts where none fits; one of the ranks for all; known plans; a first one; a method.
         earlier = [plan for known in self._made if (plan := known()) is not None]
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
-        solver = cheapest_split(ranks.one_plan(plan_cache.kept(first_plan(attempt), earlier)), look_on=look_on)
+        known_or_new = plan_cache.kept(first_plan(solve.attempt), earlier)
+        solver = solve.cheapest_split(ranks.one_plan(known_or_new), look_on=look_on)
         solution = solver(query)
         if solution.plan is None:
             # Refuse, with the smallest budget that works, which is equal on all ranks.
-            refusing = ranks.one_plan(lambda query: refused(solution, seconds, reserve), "refusal")
+            refusing = ranks.one_plan(lambda query: solve.refused(solution, seconds, reserve), "refusal")
             solution = refusing(replace(query, problem=solution.problem))
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(solution.message, budget=self.total, min_budget=smallest, op=op)
-        solution = with_halved(solution)
+        solution = solve.with_halved(solution)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
         return solution
-
-    def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """A refusal that says where the bytes come from, if the user named none."""
-        return error.saying(self._found) if self._found else error
-
-    def _ruled(self, problem: Problem) -> Problem:
-        """Apply the rules, except rules that named an op of an earlier graph and name none here."""
-        rules = self.options.rules
-        if not rules:
-            return problem
-        named = {pattern for pattern in rules if names_any(pattern, problem.graph)}
-        if absent := [pattern for pattern in rules if pattern in self._named - named]:
-            log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
-        ruled = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
-        self._named |= named
-        refuse_unknown_rules(ruled, self.options.method)
-        return ruled

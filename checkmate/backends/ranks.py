@@ -17,8 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -76,52 +76,48 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
         store = _store()
         if store is None:
             return solver(query)
+        # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
+        rank, host, links = str(dist.get_rank()), query.problem.host, query.problem.graph.links
+        prints, room = fingerprints(query.problem), None if host is None else host.budget
+        asks = [prints.structure, prints.sizes, query.budget, query.method, what, room, links, __version__]
+        question = f"checkmate/{hashlib.sha256(json.dumps(asks).encode()).hexdigest()}"
         try:
-            return _one_plan(store, solver, query, what)
+            key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
+            planner = store.compare_set(f"{key}/planner", "", rank).decode()
+            if planner == rank:
+                return _plan_for_all(solver, query, store, key)
+            # Wait for its answer, for as long as it gives signs of life.
+            log.info("Rank %s plans this step; waiting for its plan.", planner)
+            looked = heard = time.monotonic()
+            beats = 0
+            while not store.check([f"{key}/answer"]):
+                now = time.monotonic()
+                if now - looked > BEAT_SECONDS:
+                    looked, before, beats = now, beats, store.add(f"{key}/beats", 0)
+                    heard = heard if beats == before else now
+                if now - heard > SILENCE_SECONDS:
+                    raise SolverError(
+                        f"Rank {planner} was to plan this step for all, and has given no sign of life for "
+                        f"{now - heard:.0f} s: its process has ended or stands still. Look at what it said last; out "
+                        "of memory is a common reason."
+                    )
+                time.sleep(POLL_SECONDS)
+            document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
         except dist.DistError as error:
             raise SolverError(
                 "Ranks agree on a plan through the store of their process group, which does not answer: the process "
                 "that keeps it, rank 0 in most jobs, has ended or cannot be reached. Look at what that one said last. "
                 f"({error})"
             ) from error
-
-    return agreed
-
-
-def _one_plan(store: Any, solver: Solver, query: Query, what: str) -> Solution:
-    # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
-    problem, rank = query.problem, str(dist.get_rank())
-    prints, host = fingerprints(problem), None if problem.host is None else problem.host.budget
-    asked = [prints.structure, prints.sizes, query.budget, query.method, what, host, problem.graph.links, __version__]
-    question = f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
-    key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
-    planner = store.compare_set(f"{key}/planner", "", rank).decode()
-    if planner == rank:
-        return _plan_for_all(solver, query, store, key)
-    # Wait for its answer, for as long as it gives signs of life.
-    log.info("Rank %s plans this step; waiting for its plan.", planner)
-    looked = heard = time.monotonic()
-    beats = 0
-    while not store.check([f"{key}/answer"]):
-        now = time.monotonic()
-        if now - looked > BEAT_SECONDS:
-            looked, before, beats = now, beats, store.add(f"{key}/beats", 0)
-            heard = heard if beats == before else now
-        if now - heard > SILENCE_SECONDS:
-            raise SolverError(
-                f"Rank {planner} was to plan this step for all, and has given no sign of life for {now - heard:.0f} s: "
-                "its process has ended or stands still. Look at what it said last; out of memory is a common reason."
-            )
-        time.sleep(POLL_SECONDS)
-    # Follow its plan, if that fits here.
-    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
-    if "failure" in document:
-        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-    followed = _follow(document, query, planner)
-    if followed is None:
+        # Follow its plan, if that fits here.
+        if "failure" in document:
+            raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
+        if (followed := _follow(document, query, planner)) is not None:
+            return followed
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
         return solver(query)
-    return followed
+
+    return agreed
 
 
 class SameExchanges(Around):
@@ -191,11 +187,10 @@ def _store() -> Any:
     return _get_default_store()
 
 
-@contextmanager
-def _giving_signs(store: Any, key: str) -> Iterator[None]:
-    """Within the block, count up in the store, so that who waits can tell that this process lives."""
+def _plan_for_all(solver: Solver, query: Query, store: Any, key: str) -> Solution:
     done = threading.Event()
 
+    # While it plans, a thread counts up in the store, so that who waits can tell that this process lives.
     def beat() -> None:
         with suppress(dist.DistError):  # who plans comes to that by itself, with its answer
             while not done.wait(BEAT_SECONDS):
@@ -204,19 +199,13 @@ def _giving_signs(store: Any, key: str) -> Iterator[None]:
     thread = threading.Thread(target=beat, name="checkmate planning", daemon=True)
     thread.start()
     try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _plan_for_all(solver: Solver, query: Query, store: Any, key: str) -> Solution:
-    try:
-        with _giving_signs(store, key):
-            solution = solver(query)
+        solution = solver(query)
     except BaseException as error:
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise
+    finally:
+        done.set()
+        thread.join()
     answer: dict[str, Any]
     if solution.plan is None:
         about = {"status": solution.status.name, "method": solution.method, "message": solution.message}

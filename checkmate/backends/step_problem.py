@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,11 @@ import torch
 from checkmate.backends.tensor_state import modules_within, tensors_within
 from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.guards import DataGuards
-from checkmate.capture.joint import Joint
+from checkmate.capture.joint import NUMBERS, Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.sharded.shards import local
-from checkmate.codegen.emit import Begin, emit
+from checkmate.codegen.emit import emit
 from checkmate.codegen.second_memory import SecondMemory
-from checkmate.codegen.transfers import no_second_memory
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -29,22 +27,11 @@ from checkmate.solvers.search.late_gradients import late_results
 from checkmate.units import format_bytes
 
 
-@dataclass(frozen=True, eq=False)
-class Write:
-    """Writes the modules of a plan for a captured step."""
-
-    joint: Joint
-    begin: Begin = no_second_memory  # called by a forward that sends values
-
-    def __call__(self, plan: Plan) -> Any:
-        """Write the forward and the backward."""
-        return emit(self.joint, plan, self.begin)
-
-
 def joint_of(problem: Problem) -> Joint:
-    """The captured step of a problem."""
-    assert isinstance(problem.codegen, Write)
-    return problem.codegen.joint
+    """The captured step of a problem, whose modules `emit` writes."""
+    assert isinstance(problem.codegen, partial)
+    joint: Joint = problem.codegen.args[0]
+    return joint
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:
@@ -55,10 +42,10 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
     costs = profile_of(joint, source)
-    problem = Problem(joint.graph, costs if tried else tried_here(joint, costs), Write(joint))
+    costs = costs if tried else tried_here(joint, costs)
     if memory is None:
-        return problem
-    return replace(problem, host=memory.host(problem.graph), codegen=Write(joint, memory.begin))
+        return Problem(joint.graph, costs, partial(emit, joint))
+    return Problem(joint.graph, costs, partial(emit, joint, begin=memory.begin), host=memory.host(joint.graph))
 
 
 def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> str:
@@ -76,16 +63,6 @@ def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> s
     return " with ".join([step, *dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)])
 
 
-def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0, state: int = 0) -> Problem:
-    """The problem with all bytes in use on the device before the step as resident.
-
-    That is what the graph reads, what the step holds ``unread``, of which optimizers keep ``state``, and on CUDA
-    whatever else is ``allocated``; in bytes.
-    """
-    resident = max(problem.resident + unread, allocated or 0)  # other models, kept gradients
-    return replace(problem, profile=replace(problem.profile, resident_bytes=resident, state_bytes=state))
-
-
 def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
     """Bytes of tensors on its device that a step holds and its graph does not take, each storage once."""
 
@@ -101,8 +78,9 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
 def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
     """Measure the bytes of the guards before the step, beside resident ones; refuse them above the limit."""
-    device, given = main_device(inputs), joint_of(plan.problem).number_bytes  # which are made anew at each call
-    taken = given + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
+    device, graph = main_device(inputs), plan.problem.graph
+    given = [graph.values[v].size_bytes for op in graph.ops if op.name == NUMBERS for v in op.outputs]  # at each call
+    taken = sum(given) + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(guards.places))

@@ -63,11 +63,6 @@ class Joint:
         """Bytes of parameters, buffers and inputs, which stay with the caller."""
         return sum(value.size_bytes for value in self.graph.values if value.producer is None)
 
-    @property
-    def number_bytes(self) -> int:
-        """Bytes of the tensors in which Dynamo passes numbers."""
-        return sum(self.graph.values[v].size_bytes for op in self.graph.ops if op.name == NUMBERS for v in op.outputs)
-
     def in_order(self, order: Sequence[int]) -> Joint:
         """The step with its ops in another order, as in `checkmate.core.graph.Graph.in_order`."""
         return replace(self, graph=self.graph.in_order(order), nodes=tuple(self.nodes[k] for k in order))
@@ -117,7 +112,12 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
     for node in backward:
         found.add_op(node, "backward")
     kept = found.results(tangents, let_go)
-    found.add_tags(noted)
+    # Name the ops that make what the step has tagged.
+    for tensor, name in noted:
+        v = found.by_storage.get(storage(tensor))
+        k = None if v is None else found.values[v].producer
+        if k is not None and name not in found.ops[k].tags:
+            found.ops[k] = replace(found.ops[k], tags=(*found.ops[k].tags, name))
     return Joint(
         step=step,
         graph=Graph(tuple(found.ops), tuple(found.values), kept),
@@ -220,14 +220,6 @@ class _Contents:
         link = node.meta.get(LINK, "") if starts else ""  # not of what took its place
         about: Any = {"where": where(node), "overwrites": over, "link": link}
         self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
-
-    def add_tags(self, noted: Noted) -> None:
-        """Name the ops that make what the step has tagged."""
-        for tensor, name in noted:
-            v = self.by_storage.get(storage(tensor))
-            k = None if v is None else self.values[v].producer
-            if k is not None and name not in self.ops[k].tags:
-                self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
         """Add values made by others: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""

@@ -20,17 +20,12 @@ Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node read
 LINK = "checkmate_link"  # in the meta of a node: what carries it beside other ops, as in `Op.link`
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
-    torch.ops.aten.copy.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
 }
 LOSSES = {  # their kernels make the sum or mean of the terms within the storage of all terms, and keep that
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
 }
 
 

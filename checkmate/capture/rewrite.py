@@ -11,23 +11,12 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from checkmate.capture import random_draws
 from checkmate.capture.device import WAVERS
 from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_convolution, is_random, tensors
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
-from checkmate.capture.random_draws import (
-    DEVICE_STATE_BYTES,
-    DRAWS,
-    STATE_BYTES,
-    WORTH_BYTES,
-    Drawn,
-    draw_mask,
-    draw_numbers,
-    draw_saved,
-    save_device_state,
-    save_state,
-)
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import OpOverload
 
@@ -42,7 +31,7 @@ def expose_workspaces(graph: fx.Graph) -> None:
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase nodes that nobody reads, without draws and other effects."""
-    graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
+    graph.eliminate_dead_code(lambda n: n.target in random_draws.DRAWS or n.is_impure() or bool(done_with_gradients(n)))
 
 
 def note_wavering(graph: fx.Graph, repeats: Callable[[fx.Node], bool] | None) -> None:
@@ -69,7 +58,7 @@ def expose_dropout(graph: fx.Graph) -> None:
             continue
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         vals = {place: output.meta["val"] for place, output in outputs.items()}
-        mask = _call(node, draw_mask, (x, 1.0 - p), f"{node.name}_mask", vals.get(1))
+        mask = _call(node, random_draws.draw_mask, (x, 1.0 - p), f"{node.name}_mask", vals.get(1))
         noise = _call(node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), f"{node.name}_noise")
         product = _call(node, aten.mul.Tensor, (x, noise), f"{node.name}_product", vals.get(0))
         for backward in list(outputs[1].users) if 1 in outputs else []:
@@ -84,15 +73,16 @@ def expose_dropout(graph: fx.Graph) -> None:
 
 def save_states(graph: fx.Graph) -> None:
     """Keep the generator's state before each large mask of the forward, so that it can be drawn again."""
-    for node in graph.find_nodes(op="call_function", target=draw_mask):
+    for node in graph.find_nodes(op="call_function", target=random_draws.draw_mask):
         x, p = node.args
         shape = tuple(node.meta["val"].shape)
-        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or math.prod(shape) < WORTH_BYTES:
+        in_backward = "backward" in node.meta.get("partitioner_tag", "")
+        if not node.users or in_backward or math.prod(shape) < random_draws.WORTH_BYTES:
             continue
         with node.meta["val"].fake_mode:
-            like = torch.empty(STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
-        saved = _call(node, save_state, (x,), f"{node.name}_state", like)
-        _replace(node, draw_saved, (saved, shape, p), f"{node.name}_drawn")
+            like = torch.empty(random_draws.STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
+        saved = _call(node, random_draws.save_state, (x,), f"{node.name}_state", like)
+        _replace(node, random_draws.draw_saved, (saved, shape, p), f"{node.name}_drawn")
 
 
 def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
@@ -108,15 +98,15 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
             continue
         if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
             continue
-        if not made or made[0].device.type == "cpu" or made[0].nbytes < WORTH_BYTES:
+        if not made or made[0].device.type == "cpu" or made[0].nbytes < random_draws.WORTH_BYTES:
             continue
         if again is not None and not again(node):
             continue
         val: Any = made[0]
         with val.fake_mode:
-            like = torch.empty(DEVICE_STATE_BYTES, dtype=torch.uint8)
-        saved = _call(node, save_device_state, (val.device,), f"{node.name}_state", like)
-        node.target, node.kwargs = Drawn(op), {**node.kwargs, "on": val.device, "saved": saved}
+            like = torch.empty(random_draws.DEVICE_STATE_BYTES, dtype=torch.uint8)
+        saved = _call(node, random_draws.save_device_state, (val.device,), f"{node.name}_state", like)
+        node.target, node.kwargs = random_draws.Drawn(op), {**node.kwargs, "on": val.device, "saved": saved}
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
@@ -127,7 +117,7 @@ def draw_as_in_place(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=draw_copy):
         op, x, *p = node.args
         if op is aten.bernoulli_.float and not node.kwargs and aten.is_non_overlapping_and_dense(x.meta["val"]):
-            _replace(node, draw_numbers, (x, *(p or (0.5,))), f"{node.name}_drawn")
+            _replace(node, random_draws.draw_numbers, (x, *(p or (0.5,))), f"{node.name}_drawn")
     for node in graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
         if not node.args[0].meta["val"].is_contiguous():
             raise Unsupported(

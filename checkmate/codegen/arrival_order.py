@@ -15,7 +15,6 @@ that is found on the stack, in the call of PyTorch that runs the engine.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import walk_stack
 from typing import Any
@@ -116,16 +115,9 @@ def reachable(roots: Iterable[Any]) -> dict[Any, None]:
 
 def _beginnings() -> Iterator[list[Edge]]:
     """The roots of the running backwards, this thread's innermost first; the engine has more threads."""
-    yield from map(_roots, _engine_frames(sys._getframe()))
-    for frame in sys._current_frames().values():
-        yield from map(_roots, _engine_frames(frame))
-
-
-def _engine_frames(frame: types.FrameType) -> Iterator[types.FrameType]:
-    return (caller for caller, _ in walk_stack(frame) if caller.f_code is _engine_run_backward.__code__)
-
-
-def _roots(frame: types.FrameType) -> list[Edge]:
-    given = frame.f_locals["t_outputs"]
-    edges = [graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in given]
-    return [(edge.node, edge.output_nr) for edge in edges]
+    for innermost in (sys._getframe(), *sys._current_frames().values()):
+        for frame, _ in walk_stack(innermost):
+            if frame.f_code is _engine_run_backward.__code__:
+                given = frame.f_locals["t_outputs"]
+                edges = (graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in given)
+                yield [(edge.node, edge.output_nr) for edge in edges]

@@ -220,7 +220,11 @@ def sharing_of(
     for i in found:
         count = arrived[i].contributions
         position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
-        if count < 2 and not (position in kept and _adds_through_views(gradients[i])):
+        # One that may belong to a view of the input is a sum, too: plain PyTorch sums those of the view first.
+        total = as_made(gradients[i])
+        while position in kept and is_view(total):
+            total = as_made(total.all_input_nodes[0])
+        if count < 2 and not (position in kept and total.target is aten.add.Tensor):
             continue
         if position is None:  # it stands for several inputs that are views of one tensor
             together.append(UNKNOWN)
@@ -230,13 +234,6 @@ def sharing_of(
         (apart if fits else together).append(shared)
     output.meta[_APART] = {shared.gradient: shared.count for shared in apart}
     return Sharing(tuple(apart), tuple(together))
-
-
-def _adds_through_views(total: fx.Node) -> bool:
-    """Tell whether a gradient may belong to a view of the input; plain PyTorch sums those of the view first."""
-    while is_view(total := as_made(total)):
-        total = total.all_input_nodes[0]
-    return total.target is aten.add.Tensor
 
 
 def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:

@@ -29,16 +29,8 @@ from checkmate.codegen.boxed import Boxed
 from checkmate.codegen.writing_over import OVER, OWN, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
-from checkmate.torch_internals.aot import (
-    SavedForBackwardsAOTOutput,
-    SavedForBackwardsNoVcCheckAOTOutput,
-    _is_backward_state,
-    _is_bwd_seed_offset,
-    _is_fwd_seed_offset,
-    _is_primal,
-    _is_tangent,
-    is_sym_node,
-)
+from checkmate.torch_internals import aot
+from checkmate.torch_internals.aot import is_sym_node
 from checkmate.torch_internals.descriptions import FakeTensor
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
@@ -91,13 +83,13 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
             going[step.value] = step
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
-    tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
+    tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
     needed = _saved(joint, after, tangents)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     # Write both, the forward first.
-    kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-    inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
+    kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
+    inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
     first = _Writer(joint, inputs, times)
     call = first.begin(begin, plan) if plan.sent else None
@@ -106,20 +98,8 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
     second = _Writer(joint, [*numbers, *saved, *tangents], times, call)
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
-    _draw_once(forward)
-    for module in (forward, backward):
-        refuse_unwritable(module.graph)
-    for node in backward.graph.nodes:
-        if node.op in ("call_function", "get_attr"):
-            node.meta["autograd_backward"] = True
-    return Modules(forward, backward)
-
-
-def _draw_once(forward: fx.GraphModule) -> None:
-    """Save no random state for a mask that the plan draws once, at once, from a tensor that is read later.
-
-    To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
-    """
+    # Save no random state for a mask that the plan draws once, at once, from a tensor that is read later: to save it
+    # and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
     states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
     for state in states:
         x, drawn = state.args[0], state.next
@@ -128,6 +108,12 @@ def _draw_once(forward: fx.GraphModule) -> None:
             drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
     if states:
         forward.recompile()
+    for module in (forward, backward):
+        refuse_unwritable(module.graph)
+    for node in backward.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            node.meta["autograd_backward"] = True
+    return Modules(forward, backward)
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:

@@ -25,12 +25,7 @@ from checkmate.capture.patches.small_changes import here
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.writing_over import IN_PLACE_OF
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import (
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    TangentAOTInput,
-    _is_tangent,
-)
+from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_leaves
 
@@ -99,18 +94,17 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
     reached = [getattr(d, "grad_of", None) for grad, d in [*descs][results:] if isinstance(grad, fx.Node)]
     if not all(isinstance(found, PlainAOTInput) for found in reached):  # of a tensor that several inputs are views of
         return []
-    handed_out = [n for n in leaf_nodes(outputs[:results]) if not _is_detached(n)]
-    seen = {*storages(*handed_out, *(a for n in joint.graph.nodes for a in written(n)))}
+    # What it returns is seen, but for views of a detached tensor.
+    seen = {*storages(*(a for n in joint.graph.nodes for a in written(n)))}
+    for n in leaf_nodes(outputs[:results]):
+        root = n
+        while isinstance(root.target, OpOverload) and root.target.is_view and root.target != aten.detach.default:
+            root = root.all_input_nodes[0]
+        if root.target != aten.detach.default:
+            seen.update(storages(n))
     given = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
     without_gradient = [n for n in given if n.meta["desc"] not in reached]
     return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(storages(n))]
-
-
-def _is_detached(node: fx.Node) -> bool:
-    """Tell whether a view is one of a detached tensor."""
-    while isinstance(node.target, OpOverload) and node.target.is_view and node.target != aten.detach.default:
-        node = node.all_input_nodes[0]
-    return node.target == aten.detach.default
 
 
 class Unreached(Around):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -131,23 +130,24 @@ def writing_over(module: fx.GraphModule) -> Run:
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
-        if _is_watched():
+        # A mode of the user's that sees each op may keep results: not that of the default device, nor that by which
+        # AOTAutograd looks at custom ops in a first run.
+        dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
+        function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
+        if (
+            functorch.maybe_current_level() is not None
+            or any(type(mode).__module__ != _AOT_AUTOGRAD for mode in dispatch)
+            or any(type(mode) is not DeviceContext for mode in function)
+        ):
             return plain()(inputs)
-        return (sparing() if saved and _is_any_shared(inputs, saved) else whole)(inputs)
+        # Something else may hold one of the saved tensors, or another tensor in its storage.
+        is_shared = bool(saved) and not _CAN_COUNT
+        if saved and _CAN_COUNT:
+            alone = _alone()
+            is_shared = any(n > own for i in saved for n, own in zip(_holders(inputs, i), alone, strict=True))
+        return (sparing() if is_shared else whole)(inputs)
 
     return run
-
-
-def _is_watched() -> bool:
-    """Tell whether a mode of the user's sees each op, and may keep results."""
-    # The mode of the default device does not, nor that by which AOTAutograd looks at custom ops in a first run.
-    dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
-    function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
-    return (
-        functorch.maybe_current_level() is not None
-        or any(type(mode).__module__ != _AOT_AUTOGRAD for mode in dispatch)
-        or any(type(mode) is not DeviceContext for mode in function)
-    )
 
 
 def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
@@ -159,11 +159,3 @@ def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
 @cache
 def _alone() -> tuple[int, int, int]:
     return _holders([torch.empty(1, device="cpu")], 0)
-
-
-def _is_any_shared(inputs: list[Any], which: Collection[int]) -> bool:
-    """Tell whether something else may hold one of these tensors, or another tensor in its storage."""
-    if not _CAN_COUNT:
-        return True
-    alone = _alone()
-    return any(held > own for i in which for held, own in zip(_holders(inputs, i), alone, strict=True))

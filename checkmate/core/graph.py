@@ -108,7 +108,19 @@ class Graph:
         if not self.ops:
             raise InvalidProblem("The graph is empty: there is nothing to schedule.")
         for v, value in enumerate(self.values):
-            self._check_value(v, value)
+            _check_texts(f"Value {v}", value.name)
+            size, producer, of = value.size_bytes, value.producer, f"Value {value.name!r}"
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
+                raise InvalidProblem(f"{of} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
+            if value.role not in get_args(Role):
+                raise InvalidProblem(f"{of} has role {value.role!r}; a role is one of {get_args(Role)}.")
+            if producer is None:
+                continue
+            _check_indices(of, [producer])
+            if not 0 <= producer < len(self.ops):
+                raise InvalidProblem(f"{of} is made by op {producer}, but there are {len(self.ops)} ops.")
+            if v not in self.ops[producer].outputs:
+                raise InvalidProblem(f"{of} names {self.ops[producer].name!r} as its producer, whose outputs lack it.")
         for k, op in enumerate(self.ops):
             self._check_op(k, op)
         _check_indices("The graph", self.outputs)
@@ -134,24 +146,6 @@ class Graph:
                 if v in first:
                     raise InvalidProblem(f"Ops {first[v]!r} and {op.name!r} both overwrite {name!r}; one op may.")
                 first[v] = op.name
-
-    def _check_value(self, v: int, value: Value) -> None:
-        _check_texts(f"Value {v}", value.name)
-        size = value.size_bytes
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
-            raise InvalidProblem(f"Value {value.name!r} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
-        if value.role not in get_args(Role):
-            raise InvalidProblem(f"Value {value.name!r} has role {value.role!r}; a role is one of {get_args(Role)}.")
-        producer = value.producer
-        if producer is None:
-            return
-        _check_indices(f"Value {value.name!r}", [producer])
-        if not 0 <= producer < len(self.ops):
-            raise InvalidProblem(f"Value {value.name!r} is made by op {producer}, but there are {len(self.ops)} ops.")
-        if v not in self.ops[producer].outputs:
-            raise InvalidProblem(
-                f"Value {value.name!r} names {self.ops[producer].name!r} as its producer, whose outputs lack it."
-            )
 
     def _check_op(self, k: int, op: Op) -> None:
         _check_texts(f"Op {k}", op.name, op.target, op.pinned or "", op.where or "", *op.tags, op.link)

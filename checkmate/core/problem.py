@@ -27,14 +27,15 @@ from checkmate.errors import InvalidProblem
 
 FORMAT = "checkmate-problem"
 VERSION = 1
-WITH_RULES = 2  # the version of files whose problem has rules: who does not know them would break them
-WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
-WITH_OVERWRITES = 4  # and of those whose ops overwrite something: who does not know would run others after them
-WITH_HOST = 5  # and of those with a second memory: who does not know it would count other seconds
-WITH_LINKS = 6  # and of those whose ops links carry: likewise
+NEWER: dict[int, Callable[[Problem], object]] = {  # versions of files, and what a problem has then
+    6: lambda problem: problem.graph.links,  # who does not know them would count other seconds
+    5: lambda problem: problem.host,  # likewise
+    4: lambda problem: problem.graph.overwritten_by,  # ... would run other ops after what overwrites
+    3: lambda problem: problem.profile.ways,  # ... would count other bytes
+    2: lambda problem: problem.rules,  # ... would break them
+}
 NOT_IN_OLDER = ("tags", "overwrites", "link", "slower")  # of ops and ways
 MOST_BYTES = 2**26  # of a file, unpacked: some 100,000 ops
-NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST, WITH_LINKS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,17 +308,9 @@ class Problem:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
-        # The oldest version of the format that holds all features of the problem.
-        needs = {
-            WITH_LINKS: self.graph.links,
-            WITH_HOST: self.host,
-            WITH_OVERWRITES: self.graph.overwritten_by,
-            WITH_WAYS: self.profile.ways,
-            WITH_RULES: self.rules,
-        }
         document = {
             "format": FORMAT,
-            "version": next((version for version, there in needs.items() if there), VERSION),
+            "version": next((n for n, has in NEWER.items() if has(self)), VERSION),  # the oldest that holds all
             "ops": [_without_defaults(op) for op in self.graph.ops],
             "values": [asdict(value) for value in self.graph.values],
             "outputs": self.graph.outputs,

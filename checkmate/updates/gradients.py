@@ -31,11 +31,8 @@ import torch
 from torch import nn, optim
 
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.kernels import (
-    _amp_foreach_non_finite_check_and_unscale_,
-    _foreach_norm,
-    _group_tensors_by_device_and_dtype,
-)
+from checkmate.torch_internals import kernels
+from checkmate.torch_internals.kernels import _amp_foreach_non_finite_check_and_unscale_, _foreach_norm
 from checkmate.units import check_positive
 from checkmate.updates.optimizers import parameters_of
 
@@ -227,5 +224,5 @@ def order_of(gradients: Sequence[torch.Tensor]) -> list[int]:
     if len({g.dtype for g in gradients}) == 1:
         return [*range(len(gradients))]
     like: Any = [torch.empty(0, dtype=g.dtype, device=g.device) for g in gradients]
-    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
+    groups = kernels._group_tensors_by_device_and_dtype([like], with_indices=True)
     return [i for _, positions in groups.values() for i in positions]

@@ -95,8 +95,13 @@ class Insert:
         found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}
         if found:
             inputs = {id(tensor): primals[i] for i, tensor in enumerate(given) if i in primals}
-            if self.last and self.updates.exchange is not None:
-                _refuse_other_exchanges(graph)
+            # Refuse a backward with further collectives: ranks with other plans could order them otherwise.
+            later = after_tangent(graph.nodes) if self.last and self.updates.exchange is not None else ()
+            if other := next((node for node in graph.nodes if node in later and is_collective(node)), None):
+                raise Unsupported(
+                    f"{where(other)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. "
+                    f"Gradients cannot be averaged within its plan. {INSTEAD}"
+                )
             write = _Writer(self.updates, output, results, found, inputs)
             write.without_sums() if self.updates.sums is None else write.with_sums(last=self.last)
         if self.last and self.updates.average is not None:
@@ -247,17 +252,6 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
             raise Unsupported(
                 f"The step reaches none of the {len(parameters)} parameters of {which}: {why}. Nothing was updated. "
                 "Make it of the parameters that loss_fn uses; or leave it out, and have a step of its own for it."
-            )
-
-
-def _refuse_other_exchanges(graph: fx.Graph) -> None:
-    """Refuse a backward with further collectives: ranks with other plans could order them otherwise."""
-    later = after_tangent(graph.nodes)
-    for node in graph.nodes:
-        if node in later and is_collective(node):
-            raise Unsupported(
-                f"{where(node)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. Gradients "
-                f"cannot be averaged within its plan. {INSTEAD}"
             )
 
 

@@ -177,8 +177,18 @@ class Update:
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
         """Update a parameter; a large one in slices, which takes less memory."""
-        step = partial(self._step, settings=settings)
-        if self._saves_by_slices(parameter, gradient, states.get(parameter, {})):
+        step, kind, own = partial(self._step, settings=settings), known(self.optimizer), self.settings
+        saves = parameter.numel() > SLICE and not own.get("fused") and kind is not None and kind not in _WHOLE
+        if saves and kind is optim.SGD:  # which makes no temporaries without these
+            saves = any(own[name] for name in ("weight_decay", "nesterov", "maximize"))
+        # All slices have to be laid out alike.
+        of_elements = (t for t in states.get(parameter, {}).values() if _is_by_element(t, parameter))
+        if (
+            saves
+            and parameter.dtype in _ROUNDED_ALIKE
+            and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            and all(t.layout == parameter.layout and t.stride() == parameter.stride() for t in (gradient, *of_elements))
+        ):
             _step_in_slices(step, parameter, gradient, states)
         else:
             step(parameter, gradient, states)
@@ -193,20 +203,6 @@ class Update:
         step_one(self.optimizer, group, parameter, gradient, states)
         if settings is not None:
             settings.update({name: what for name, what in group.items() if name != "params"})
-
-    def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Tell whether to update a parameter in slices: large, saving memory, all slices laid out alike."""
-        kind, settings = known(self.optimizer), self.settings
-        if parameter.numel() <= SLICE or settings.get("fused") or kind is None or kind in _WHOLE:
-            return False
-        if kind is optim.SGD and not any(settings[name] for name in ("weight_decay", "nesterov", "maximize")):
-            return False  # it makes no temporaries
-        alike = [gradient, *(t for t in state.values() if _is_by_element(t, parameter))]
-        return (
-            parameter.dtype in _ROUNDED_ALIKE
-            and torch.ops.aten.is_non_overlapping_and_dense(parameter)
-            and all(t.layout == parameter.layout and t.stride() == parameter.stride() for t in alike)
-        )
 
 
 def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
@@ -257,7 +253,6 @@ def _copied(what: Any) -> Any:
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
-    """Update a parameter slice by slice."""
     # A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
     # it makes take less than later updates do; the whole state is put together of them.
     before = dict(states.get(parameter, {}))

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from benchmarks.networks import CASES
-from checkmate.backends.step_problem import with_what_is_held
 from checkmate.capture import device as devices
 from checkmate.capture.device import allocated_on, device_of, in_autograds_thread, random_states
 from checkmate.capture.joint import read_joint
@@ -54,14 +53,15 @@ def test_one_device() -> None:
             device_of(_graph(*kinds))
 
 
-def test_what_is_held_counts_as_resident() -> None:
-    problem = checkmate.Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[10, 20], resident_bytes=1000)
-    assert with_what_is_held(problem, None).resident == 1000
-    assert with_what_is_held(problem, 800).resident == 1000
-    held = with_what_is_held(problem, 4000)
-    assert held.resident == 4000
-    assert held.keep_all_peak == problem.keep_all_peak + 3000
-    assert checkmate.min_budget(held).peak == checkmate.min_budget(problem).peak + 3000
+def test_what_is_held_counts_as_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    problem = checkmate.trace(step, x)
+    for allocated, more in ((0, 0), (problem.resident - 8, 0), (problem.resident + 3000, 3000)):
+        monkeypatch.setattr("checkmate.backends.compilation.allocated_on", lambda device, count=allocated: count)
+        held = checkmate.trace(step, x)
+        assert held.resident == problem.resident + more
+        assert held.keep_all_peak == problem.keep_all_peak + more
+        assert checkmate.min_budget(held).peak == checkmate.min_budget(problem).peak + more
 
 
 @pytest.mark.slow

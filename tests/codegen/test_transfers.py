@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.networks import CASES
 from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Options
-from checkmate.backends.step_problem import Write
+from checkmate.backends.step_problem import joint_of
+from checkmate.codegen.emit import emit
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.transfers import most_there
 from checkmate.compiler import CompiledStep
@@ -257,6 +258,6 @@ def test_a_plan_of_no_step_has_no_second_memory() -> None:
     step, _ = compiled(Net(), sending(0))
     step(batch(0))
     (plan,) = step.plans
-    forward = Write(plan.problem.codegen.joint)(plan.plan).forward
+    forward = emit(joint_of(plan.problem), plan.plan).forward
     with pytest.raises(HostError, match="was made for a problem"):
         forward([torch.zeros(()) for _ in forward.graph.find_nodes(op="placeholder")])

@@ -47,7 +47,7 @@ def test_what_is_changed_while_a_step_is_captured_is_undone_at_its_end(monkeypat
         return attempt(query)
 
     before = _changed()
-    monkeypatch.setattr("checkmate.backends.planner.attempt", solving)
+    monkeypatch.setattr("checkmate.solvers.solve.attempt", solving)
     step = checkmate.compile(lambda x: x.prod(0).square().sum(), budget="1 MB", method="next-use", cache=False)
     step(torch.ones(3, 4, requires_grad=True)).backward()
     (within,) = seen
