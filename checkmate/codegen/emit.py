@@ -98,8 +98,20 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
     second = _Writer(joint, [*numbers, *saved, *tangents], times, call)
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
-    # Save no random state for a mask that the plan draws once, at once, from a tensor that is read later: to save it
-    # and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
+    _draw_once(forward)
+    for module in (forward, backward):
+        refuse_unwritable(module.graph)
+    for node in backward.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            node.meta["autograd_backward"] = True
+    return Modules(forward, backward)
+
+
+def _draw_once(forward: fx.GraphModule) -> None:
+    """Save no random state for a mask that the plan draws once, at once, from a tensor that is read later.
+
+    To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as in the plan.
+    """
     states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
     for state in states:
         x, drawn = state.args[0], state.next
@@ -108,12 +120,6 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
             drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
     if states:
         forward.recompile()
-    for module in (forward, backward):
-        refuse_unwritable(module.graph)
-    for node in backward.graph.nodes:
-        if node.op in ("call_function", "get_attr"):
-            node.meta["autograd_backward"] = True
-    return Modules(forward, backward)
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
