@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from checkmate.capture.rounding_probes import cancel, made_up
+from checkmate.capture.loss.rounding_probes import cancel, made_up
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 TERMS = 8, 16, 32, 64, 256

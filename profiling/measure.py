@@ -212,7 +212,7 @@ def fill(
     estimated = tuple(k for k in nodes if costs[k] is None and k not in collectives)
     scale = 1.0
     if estimated and (known := [(cost, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]):
-        scale = median(cost.seconds / _estimate(node) for cost, node in known)
+        scale = median(cost.seconds / estimate(node) for cost, node in known)
 
     def made(k: int, without: int | None = None) -> int:
         block = kind_of(device_of_op(nodes[k])).block_bytes
@@ -221,7 +221,7 @@ def fill(
     for k, node in nodes.items():
         if (cost := costs[k]) is None:
             of_device = 1.0 if is_collective(node) else scale
-            seconds[k] = collectives[k] if k in collectives else of_device * _estimate(node)
+            seconds[k] = collectives[k] if k in collectives else of_device * estimate(node)
             workspace[k] = sum(graph.values[v].size_bytes for v in graph.ops[k].inputs) + made(k)
         else:
             seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - made(k))
@@ -237,7 +237,8 @@ def fill(
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(ways))
 
 
-def _estimate(node: fx.Node) -> float:
+def estimate(node: fx.Node) -> float:
+    """The seconds of an op by the data sheet of a device like its own; of use in ratios only."""
     device = DEVICES[kind_of(device_of_op(node)).like]
     try:
         return roofline_seconds(node, device)
@@ -263,6 +264,15 @@ def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iter
                 yield key, cost
 
 
+def recorded_bytes(nodes: Nodes[K]) -> Iterator[tuple[K, OpCost | None]]:
+    """The bytes of each op on the CPU, run once, and its ways; no seconds."""
+    keys = [*nodes]
+    for begin in range(0, len(keys), RECORDED_AT_ONCE):
+        some = keys[begin : begin + RECORDED_AT_ONCE]
+        found = aside(partial(_recorded, [nodes[key] for key in some], timed=False))
+        yield from zip(some, (next(iter(costs), None) for costs in found), strict=True)
+
+
 def _known_seconds(known: OpCost | None, allocated: int) -> float | None:
     return known.seconds if known is not None and known.allocated_bytes == allocated else None
 
@@ -279,10 +289,10 @@ def _measure_on_cpu(nodes: Nodes[K], known: Known[K]) -> Iterator[tuple[K, OpCos
                 yield key, cost
 
 
-def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
+def _recorded(nodes: Sequence[fx.Node], *, timed: bool = True) -> list[list[OpCost | None]]:
     """The peak bytes of each op, its ways, and its seconds if they are long, else 0.
 
-    An op without memory has no cost; one that does not run has None.
+    An op without memory has no cost; one that does not run has None. If not ``timed``, each runs once.
     """
 
     def span(*numbers: int) -> str:  # names the run of an op in the recording, or that over an argument
@@ -290,12 +300,13 @@ def _recorded(nodes: Sequence[fx.Node]) -> list[list[OpCost | None]]:
 
     def run_within(i: int) -> tuple[float, dict[int, bool]]:
         run, now = call_of(nodes[i]), _clock()
-        run()  # the first run may fill caches
+        if timed:
+            run()  # the first run may fill caches
         with torch.profiler.record_function(span(i)):
             began = now()
             run()
             taken = now() - began
-        seconds = time_on_cpu(run, warm=True) if taken > LONG else 0.0
+        seconds = time_on_cpu(run, warm=True) if timed and taken > LONG else 0.0
 
         def within(position: int, call: Callable[[], Any]) -> Any:
             with torch.profiler.record_function(span(i, position)):

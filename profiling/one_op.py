@@ -25,12 +25,12 @@ from checkmate.capture.higher_order import table
 from checkmate.capture.higher_order.bodies import body_of, text_of
 from checkmate.capture.higher_order.fused_attention import Fused
 from checkmate.capture.higher_order.triton_kernels import Launch
+from checkmate.capture.loss.rounding_probes import flat, packet_of, repeat
 from checkmate.capture.nodes import PlannedOp, is_collective, rehearsed, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
-from checkmate.capture.rounding_probes import flat, packet_of, repeat
 from checkmate.memory.available import ran_out_of_memory
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload

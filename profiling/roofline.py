@@ -42,9 +42,9 @@ from checkmate.capture.inplace.rules import block_bytes
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.kernels import estimate
+from checkmate.capture.loss.rounding_probes import packet_of
 from checkmate.capture.nodes import PlannedOp, is_view, storage, tensors
 from checkmate.capture.random_draws import save_device_state
-from checkmate.capture.rounding_probes import packet_of
 from checkmate.core.inplace import InPlace
 from checkmate.core.problem import Profile
 from checkmate.profiling.data_sheets import DEVICES as DEVICES  # where users find them

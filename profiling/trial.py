@@ -7,7 +7,7 @@ shapes, strides and types of the trace, on sets of numbers:
     special    the same, and in the first elements of each tensor infinities, NaNs and the largest numbers
     usual      between 0.1 and 0.9, as for its seconds
     cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
-               precision too (`checkmate.capture.rounding_probes`)
+               precision too (`checkmate.capture.loss.rounding_probes`)
 
 Pointwise ops run on the special set only: nothing special spreads to other elements there. What runs block by block
 runs on the cancelling set only: it takes long, and what is special in its weights would spread to all results. A way
@@ -42,10 +42,10 @@ from checkmate.capture.device import in_autograds_thread, same_random_state
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
+from checkmate.capture.loss.rounding_probes import cancel, flat, repeat, same_bytes
 from checkmate.capture.nodes import rehearsed, tensors
 from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
-from checkmate.capture.rounding_probes import cancel, flat, repeat, same_bytes
 from checkmate.core.problem import Profile
 from checkmate.memory.available import within_memory
 from checkmate.profiling.cost_cache import OpKey, conditions_on

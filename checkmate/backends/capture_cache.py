@@ -15,9 +15,11 @@ import logging
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +27,11 @@ import torch.fx as fx
 
 from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call, CapturedStep, run_generated_code
-from checkmate.backends.error_messages import quietly
+from checkmate.backends.error_messages import explained, quietly
+from checkmate.backends.kinds import Kind
+from checkmate.backends.other_sizes import Earlier, SizedPlans
 from checkmate.backends.plan_swap import SwappablePlan
-from checkmate.backends.recompile_reasons import Reason, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.recompile_reasons import Reason, changed, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.around import surrounded
@@ -40,14 +44,16 @@ from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.traced_ops import traced_since_now
+from checkmate.capture.sizes import Sizes
 from checkmate.core.solution import format_gap
-from checkmate.errors import Unsupported
+from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.statusline import showing
 from checkmate.torch_internals import steps
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
 
 log = logging.getLogger("checkmate.backends.capture_cache")
+TRIES = 2  # to make sizes inputs: some are special, such as a multiple of eight
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
 _FORWARD, _BACKWARD = (  # hooks of all modules
     (steps._global_forward_pre_hooks, steps._global_forward_hooks),
@@ -113,7 +119,7 @@ def _drop(code: types.CodeType) -> None:
 class _Entry:
     """A captured step of the cache."""
 
-    kind: Any  # of the calls that it may be for
+    kind: Kind  # of the calls that it may be for
     own: types.FunctionType
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
     because: Reason | None  # the value for which an earlier capture was not for its call
@@ -140,6 +146,7 @@ class CaptureCache:
         self._kept: list[_Entry] = []
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
+        self._closed = Counter[Kind]()  # times that open sizes could not be inputs
         self._warned = False
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
@@ -151,12 +158,12 @@ class CaptureCache:
     @property
     def plans(self) -> list[SwappablePlan]:
         """The plans by which these run now."""
-        return [step.training for step in self.steps if step.training is not None]
+        return [plan for step in self.steps if step.training is not None for plan in step.training.plans]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the capture for this call; make it if there is none."""
         # Dynamo does not look whether the hooks of all modules are others than at the capture.
-        kind, other = (within_region(), *map(tuple, _HOOKS), _kind((args, kwargs))), None
+        kind, other = Kind.of(args, kwargs, (within_region(), *map(tuple, _HOOKS))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
             # Pass over a capture that differs from this call in the last of some answers, and in none before it.
@@ -180,8 +187,8 @@ class CaptureCache:
                 return result
         return self._anew(kind, args, kwargs, other)
 
-    def _anew(self, kind: Any, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
-        """Capture the call. Numbers that changed since another capture become inputs, if they can.
+    def _anew(self, kind: Kind, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
+        """Capture the call. Numbers or sizes that changed since another capture become inputs, if they can.
 
         ``other``: the failed guard of a capture that is not for this call, if one failed.
         """
@@ -194,7 +201,8 @@ class CaptureCache:
                 self.before = before
         # Find a capture that only values keep from serving the call. If these are numbers, make them inputs.
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        near = ((one, why) for one in self._of_kind(kind) if (why := why_not(one.own, given)))
+        fixed = [one for one in self._of_kind(kind) if not isinstance(one.step.training, SizedPlans)]
+        near = ((one, why) for one in fixed if (why := why_not(one.own, given)))
         known, reasons = next(near, (None, list[Reason]()))
         are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
         if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
@@ -206,7 +214,7 @@ class CaptureCache:
             earlier = None if training is None else joint_of(training.plan.problem)
 
             def check(joint: Joint) -> None:
-                if earlier is None or _with(values, joint) != _with(values, earlier):
+                if earlier is None or as_data(values, joint) != as_data(values, earlier):
                     raise NotFree(f"with {values} the step is another one than before")
 
             try:
@@ -217,6 +225,9 @@ class CaptureCache:
             else:
                 self._forget(known)  # the new one is for its numbers too
                 return result
+        # Find a capture of which only sizes keep from serving the call, and make these inputs.
+        if known is None and (result := self._with_open_sizes(kind, args, kwargs)) is not MISS:
+            return result
         # Else capture the call as it is.
         if other is not None and other.place is not None and not reasons:
             advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
@@ -224,10 +235,45 @@ class CaptureCache:
             reasons = [Reason(place, other.was, other.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
-    def _captured(self, kind: Any, call: Call, because: Reason | None = None) -> Any:
+    def _with_open_sizes(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """Capture the call with the sizes as inputs that differ from an earlier one; `MISS` if they cannot be."""
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        for known in sorted(self._kept, key=lambda one: -one.used):
+            wide, training = known.kind.opened(kind), known.step.training
+            if wide is None or not isinstance(training, SwappablePlan) or self._closed[wide] >= TRIES:
+                continue
+            if known.numbers or training.plan.problem.splits or changed(known.own, given):
+                continue
+            then = dict[Any, set[Any]]()  # size now -> sizes then, where they are open
+            for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
+                if size is None:
+                    then.setdefault(now, set()).add(before)
+            earlier = Earlier(training, partial(_earlier, then), partial(_check, joint_of(training.plan.problem)))
+            try:
+                with wide.marked(args, kwargs):
+                    result = self._captured(wide, Call((self._fn, args, kwargs), earlier=earlier))
+            except Exception as error:  # any other error: it comes again with these sizes alone
+                reason = explained(error, self._fn)
+                if isinstance(reason, InfeasibleBudget):
+                    raise
+                why = str(error).partition("\n\n")[0].rpartition("\n")[2]
+                log.info("sizes that change are no inputs of %s, and each is captured by itself: %s", self._name, why)
+                log.debug("", exc_info=True)
+                self._closed[wide] += 1
+                return MISS
+            if isinstance(self._kept[-1].step.training, SizedPlans):
+                known.step = _NOTHING  # whose plan and search go on as the new one's
+                self._forget(known)
+            else:
+                self._kept[-1].kind = kind
+                self._closed[wide] += 1
+            return result
+        return MISS
+
+    def _captured(self, kind: Kind, call: Call, because: Reason | None = None) -> Any:
         """Capture a call, with some of its numbers as inputs, keep the capture, and give the result."""
         (_, args, kwargs), numbers = call.reach, call.numbers
-        if not numbers:
+        if not numbers and call.earlier is None:  # else it takes the place of another one
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
             while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
                 same = [one.because for one in kept if one.because and because and one.because.source == because.source]
@@ -295,9 +341,9 @@ class CaptureCache:
             )
         return result
 
-    def _of_kind(self, kind: Any) -> list[_Entry]:
+    def _of_kind(self, kind: Kind) -> list[_Entry]:
         """The captures for calls of a kind, the last used first."""
-        return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
+        return sorted((one for one in self._kept if one.kind.includes(kind)), key=lambda one: -one.used)
 
     def _forget(self, one: _Entry) -> None:
         self._kept.remove(one)
@@ -305,25 +351,26 @@ class CaptureCache:
         _drop(one.own.__code__)  # at once, and not when garbage is collected
 
 
-def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
+def as_data(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     """Write out the computation for these values of its numbers, as data that equal captures share."""
     step = joint.step
     primals = [n for n in step.placeholders if _is_primal(n)]
-    gradients = [g for n, g in zip(primals, step.backward_outputs, strict=False) if n not in step.numbers]
+    pairs = zip(primals, step.backward_outputs, strict=False)
+    gradients = [g for n, g in pairs if n not in step.numbers and isinstance(n.meta["val"], torch.Tensor)]
     return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
+
+
+def _earlier(then: Mapping[int, Set[Any]], sizes: Sizes) -> Sizes:
+    """The sizes of an earlier call in place of those of this one; strides of a larger tensor stay as they are."""
+    if any(len(then.get(size, ())) > 1 for size in sizes):
+        raise NotFree("sizes that are the same now were not the same before")
+    return tuple(next(iter(then.get(size, (size,)))) for size in sizes)
+
+
+def _check(earlier: Joint, joint: Joint) -> None:
+    if as_data({}, joint) != as_data({}, earlier):
+        raise NotFree("with the sizes of before, the step is another one than before")
 
 
 def _have_drawn(before: tuple[Any, Any]) -> bool:
     return pickle.dumps(other_random_states()) != pickle.dumps(before)
-
-
-def _kind(given: Any) -> Any:
-    """The shapes and types of a call, down to the leaves of containers; numbers are left to guards."""
-    if isinstance(given, torch.Tensor) and not given.is_nested:
-        return given.shape, given.dtype, given.device, given.requires_grad, given.is_leaf
-    kind = type(given)
-    if kind in (tuple, list):
-        return kind, *map(_kind, given)
-    if kind is dict:
-        return kind, *((name, _kind(value)) for name, value in given.items())
-    return given if kind in (bool, str) else kind

@@ -6,7 +6,7 @@ On the main path, 3 of 16: see docs/idea.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
-from checkmate.backends.passes import CHECKS, REWRITES, JointGraph
+from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans
+from checkmate.backends.passes import CHECKS, GRADIENT_REWRITES, REWRITES, JointGraph, OpGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, Lower, serving, within
@@ -28,19 +29,22 @@ from checkmate.capture.higher_order.bodies import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
-from checkmate.capture.number_inputs import numbers_and_draws
+from checkmate.capture.nodes import is_collective
+from checkmate.capture.number_inputs import NotFree, numbers_and_draws
 from checkmate.capture.op_order import TracedStep
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
-from checkmate.capture.patches.kernels import eager_kernels
+from checkmate.capture.patches.kernels import eager_kernels, value_of
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # this and the five above change PyTorch once imported
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
+from checkmate.capture.rewrite import states_kept
 from checkmate.capture.sharded.shards import Shards, local
+from checkmate.capture.sizes import open_sizes
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
-from checkmate.codegen.second_memory import SecondMemories
+from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.shared_copies import SharedCopies
 from checkmate.codegen.undefined_gradients import Unreached, Watches, keep_undefined
 from checkmate.codegen.writing_over import writing_over
@@ -74,6 +78,7 @@ class Call:
     reach: Any = ()  # the function with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # raises if the capture is wrong for such inputs
+    earlier: Earlier | None = None  # a capture, of which some sizes become inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +87,9 @@ class CapturedStep:
 
     run: Callable[..., Any]  # what Dynamo calls
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order: its guards
-    training: SwappablePlan | None = None  # the plan by which it runs; None: it needs no gradient, and is not planned
+    training: SwappablePlan | SizedPlans | None = (
+        None  # by which it runs; None: it needs no gradient, and is not planned
+    )
     arena: Arena | None = None  # serves it; None: PyTorch's allocator
 
 
@@ -160,7 +167,8 @@ class _Compilation:
         # Set by `_partition`, if there is anything to plan.
         self.joint: JointGraph | None = None
         self.sharing = Sharing()
-        self.training: SwappablePlan | None = None
+        self.training: SwappablePlan | SizedPlans | None = None
+        self.plan: Solution | None = None  # for the sizes of this call
         self.search_on: Callable[..., None] | None = None  # begins to look for a better plan
 
     def compiled(self) -> CapturedStep:
@@ -187,9 +195,11 @@ class _Compilation:
             run = compile_graph(self.module, self.shards.take_apart(self.module, self.inputs))
         # Its guards run before it, within the same budget.
         training, taken = self.training, 0
-        if guards.answers and backend.measures and training is not None:
-            taken = step_problem.guard_bytes(training.plan, guards, self.inputs, backend.limit(training.plan))
-            training.plan = step_problem.with_guards(training.plan, taken)
+        if guards.answers and backend.measures and self.plan is not None:
+            inputs = [*map(value_of, self.inputs)]
+            taken = step_problem.guard_bytes(self.plan, guards, inputs, backend.limit(self.plan))
+            if isinstance(training, SwappablePlan):
+                training.plan = step_problem.with_guards(training.plan, taken)
         if self.search_on is not None:
             self.search_on(taken=taken)
         return CapturedStep(surrounded(run, [*self._around()]), guards.answers, training, self.arena)
@@ -240,12 +250,17 @@ class _Compilation:
             *(module, results, static, self.known, self.names, self.copies, self.shards),
             updates=backend.updates,
             overlap=backend.overlap,
-            device=device,
-            has_data=not fakes,
-            on_cpu=for_this_cpu,
         )
-        for rewrite in REWRITES:
+        for rewrite in GRADIENT_REWRITES:
             rewrite(joint_graph)
+        places = {} if self.call.earlier is None else open_sizes(module.graph)
+
+        def rewrite_ops(module: fx.GraphModule, states: Collection[str] | None = None) -> fx.GraphModule:
+            graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
+            for rewrite in REWRITES:
+                rewrite(graph)
+            return module
+
         updates = None if backend.updates is None else backend.updates.updates
 
         # The ops and values of the graph.
@@ -256,10 +271,6 @@ class _Compilation:
             step = TracedStep(module, results, static, names, numbers, draws, parameters)
             return read_joint(step, block_bytes=block_bytes, noted=noted)
 
-        joint = read(module)
-        if self.numbers:
-            self.call.check(joint)
-
         # Its problem, with all that is in memory beside it.
         reach = (self.call.reach, updates and updates.reach)
         made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
@@ -267,36 +278,35 @@ class _Compilation:
         allocated = None if fakes else allocated_on(device)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
-
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
+        source, is_tried = backend.profile, fakes or backend.measures
 
         def pose(joint: Joint) -> Problem:
-            problem = step_problem.problem_of(joint, backend.profile, second_memory, tried=fakes or backend.measures)
+            problem = step_problem.problem_of(joint, source, second_memory, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
             resident = max(problem.resident + unread, allocated or 0)
             profile = replace(problem.profile, resident_bytes=resident, state_bytes=made)
             return replace(problem, profile=profile, name=name)
 
-        problem = with_loss_in_parts(pose(joint), module, read, pose, tried=for_this_cpu and not fakes)
+        def split(problem: Problem, module: fx.GraphModule) -> Problem:
+            return with_loss_in_parts(problem, module, read, pose, tried=for_this_cpu and not fakes)
 
         # Its plan.
         replays = Replays.now(device, limit) if limit and not fakes else None
-        planner = backend.planner
-        if isinstance(planner, Planner):
-            find = partial(planner.plan, go_on=is_swappable(joint))
+        planner, lower = backend.planner, backend.lower
+
+        def find(problem: Problem, known: Sequence[Solution] = (), *, go_on: bool = True) -> Solution:
+            if not isinstance(planner, Planner):
+                return planner(problem)
+            ask = partial(planner.plan, known=known, go_on=go_on)
             try:
-                plan = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+                return ask(problem) if replays is None else plan_in_blocks(ask, problem, replays)
             except InfeasibleBudget as error:
                 raise (error.saying(planner.source) if planner.source else error) from None
-        else:
-            plan = planner(problem)
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.
-        modules, lower = plan.modules, backend.lower
         share = partial(sharing_of, arrived, results, names, self.shards.layouts)
-        arena = self.lowering.arena = serving(self.arena, plan, device)
-        training = self.training = SwappablePlan(plan)
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             if replays is not None:
@@ -304,20 +314,73 @@ class _Compilation:
             modules = plan.modules
             if share(modules) != sharing:
                 return None
-            forward, backward = (within(serving(arena, plan, device), phase, lower) for phase in PHASES)
-            return forward(modules.forward, []), backward(modules.backward, [])
+            runs = [
+                within(serving(arena, plan, device), phase, lower)(module, [])
+                for phase, module in zip(PHASES, (modules.forward, modules.backward), strict=True)
+            ]
+            if sized is not None and (first := first_step(plan)) is not None:
+                runs = [first.around(phase, run) for phase, run in zip(PHASES, runs, strict=True)]
+                if arena is not None:
+                    arena.took_next = first.told
+            return runs[0], runs[1]
 
+        def first_step(plan: Solution) -> FirstStep | None:
+            if fakes or not isinstance(source, Measure) or not source.cache:
+                return None
+            return FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
+
+        code = sized = None
+        if not places:
+            joint = read(rewrite_ops(module))
+            if self.numbers:
+                self.call.check(joint)
+            plan = find(split(pose(joint), module), go_on=is_swappable(joint))
+        else:
+            # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
+            self._refuse_sizes(module.graph, second_memory)
+            earlier, sizes = self.call.earlier, tuple(places.values())
+            assert earlier is not None
+            assert isinstance(planner, Planner)
+            then = earlier.sizes(sizes)
+            reading = Reading(module, rewrite_ops, read, pose, split, source)
+            joint = reading.joint(then)
+            known = earlier.same(joint, source)
+            reading = replace(reading, states=states_kept(joint.module.graph))
+            code, most = SwappableCode(results, tuple(places), sizes), planner.options.max_plans
+            sized = SizedPlans(reading, earlier.training, known, then, find, write, code, most)
+            if self.guards.answers and backend.measures:
+                sized.guarding(self.guards, backend.limit(known))
+            plan = sized.plan_at(sizes)
+        self.plan, modules = plan, plan.modules
+        if self.arena is not None and sized is not None:
+            self.arena.lays_out = False
+        arena = self.lowering.arena = serving(self.arena, plan, device)
+        alone = SwappablePlan(plan)
+        self.training = sized or alone
         sharing = self.sharing = share(modules)
-        if not fakes and isinstance(backend.profile, Measure) and backend.profile.cache:
-            self.lowering.first = first = FirstStep(
-                plan, device, made, partial(forget, step_problem.joint_of(plan.problem))
-            )
-            if arena is not None:
-                arena.took = first.took
-        if plan.rest is not None:
+        self.lowering.first = first = first_step(plan)
+        if arena is not None and first is not None and sized is None:
+            arena.took = first.took
+        elif arena is not None and first is not None:
+            arena.took_next = first.told
+        if sized is not None:
+            self.lowering.code, self.search_on = code, partial(sized.begin, sizes, plan)
+        elif plan.rest is not None:
             self.lowering.code = code = SwappableCode(results)
-            self.search_on = partial(training.go_on, plan.rest, code, write)
+            self.search_on = partial(alone.go_on, plan.rest, code, write)
         return modules.forward, modules.backward
+
+    def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None) -> None:
+        """Raise `NotFree` where sizes cannot be inputs, as of yet, of what is captured so."""
+        reasons = {
+            "some of its numbers are inputs": self.numbers,
+            "some of its tensors are tagged": self.noted,
+            "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
+            "a second memory is planned for fixed sizes": second_memory is not None,
+            "its plans are not those of a budget": not isinstance(self.backend.planner, Planner),
+        }
+        if found := [reason for reason, is_so in reasons.items() if is_so]:
+            raise NotFree(found[0])
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
         """Find the bytes that the step may take, before anything is measured; 0 means any number."""

@@ -301,6 +301,9 @@ def _as_eager(error: Exception) -> str:
     return re.sub(_IN_CAT, r"Expected size \1 but got size \2 for tensor number \3 in the list.", said)
 
 
+_FAILING = "failed while attempting to run meta", "fake tensor raised"
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Keep fake tensors' logs of a failing op from standard error: the error says it in one sentence."""
@@ -312,7 +315,7 @@ def quietly() -> Iterator[None]:
 
 
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(
-    lambda record: not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
+    lambda record: not (_capturing.get() and str(record.msg).startswith(_FAILING))
 )
 
 

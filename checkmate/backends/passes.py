@@ -6,7 +6,7 @@ Who adds a pass adds a line. The parts around each call are listed in `checkmate
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,12 +113,25 @@ class JointGraph:
     shards: Shards
     updates: Insert | None
     overlap: bool
-    device: torch.device
-    has_data: bool  # of the inputs: ops can be tried
-    on_cpu: bool  # it is planned for the CPU
 
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     watches: list[Callable[..., None]] = field(default_factory=list)  # refuse what plain PyTorch does otherwise
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph, which a rewrite may replace."""
+        return self.module.graph
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """The same graph with fixed sizes, with what the rewrites of its ops need."""
+
+    module: fx.GraphModule
+    device: torch.device
+    has_data: bool  # of the inputs: ops can be tried
+    on_cpu: bool  # it is planned for the CPU
+    states: Collection[str] | None = None  # names of the random states that are kept; None: of large draws
 
     @property
     def graph(self) -> fx.Graph:
@@ -130,8 +143,8 @@ class JointGraph:
         return trial if self.has_data else None
 
 
-REWRITES: tuple[Callable[[JointGraph], None], ...] = (
-    # Gradients that autograd sums and passes in, as in eager PyTorch.
+# Gradients that autograd sums and passes in, as in eager PyTorch; sizes may be open.
+GRADIENT_REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     lambda g: checkpoints.warn_of_second_writes(g.graph),
     lambda g: undefined_gradients.drop_gradients_of_writes(g.module, g.inputs),
     lambda g: g.copies.find(g.graph),
@@ -141,6 +154,10 @@ REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     lambda g: None if g.updates is None else g.updates(g.module, g.inputs, g.results, g.names),
     lambda g: g.watches.append(partial(refuse_views, added_within(g.graph, g.results))),
     lambda g: g.watches.append(partial(refuse_watching, computed_from(g.graph, g.results))),
+)
+
+# Ops and what they read and keep; sizes are fixed.
+REWRITES: tuple[Callable[[OpGraph], None], ...] = (
     # Ops as eager PyTorch runs them.
     lambda g: rewrite.expose_dropout(g.graph),
     lambda g: rewrite.draw_as_in_place(g.graph),
@@ -157,8 +174,8 @@ REWRITES: tuple[Callable[[JointGraph], None], ...] = (
     lambda g: rewrite.split_convolutions(g.graph, g.tried(same_in_two) if g.device.type != "cpu" else None),
     # Draws may run again, unless a trial gave other bits.
     lambda g: forget_inputs(g.graph) if g.on_cpu else None,
-    lambda g: rewrite.save_states(g.graph) if g.on_cpu else None,
-    lambda g: rewrite.save_device_states(g.graph, g.tried(same_again)),
+    lambda g: rewrite.save_states(g.graph, g.states) if g.on_cpu else None,
+    lambda g: rewrite.save_device_states(g.graph, g.tried(same_again), g.states),
     lambda g: rewrite.note_wavering(g.graph, g.tried(repeats)),
     lambda g: g.graph.lint(),
     # Attention that Triton fuses.

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -78,13 +78,16 @@ class SwappablePlan(Around):
         self._search: Search | None = None  # None: nothing is open
         self._write: Write | None = None  # None: no plan can take over
 
-    def go_on(self, rest: Query, code: SwappableCode, write: Write, *, taken: int = 0) -> None:
-        """Begin to search for better plans, whose code replaces the first one's ``code``.
+    def go_on(
+        self, rest: Query, code: SwappableCode, write: Write, *, taken: int = 0, sizes: tuple[int, ...] = ()
+    ) -> None:
+        """Begin to search for better plans, whose code replaces the first one's ``code``, for calls of these sizes.
 
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
         was told of the first. ``taken``: bytes of the guards before the step, beside resident ones.
         """
         self._began, self._code, self._write, self._taken = self.plan.seconds, code, write, taken
+        self._sizes = sizes
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
         self._looking = threading.Lock()
@@ -92,10 +95,20 @@ class SwappablePlan(Around):
         weakref.finalize(self, self._search.end)
         self._search.start()
 
+    def move(self, plan: Solution, code: SwappableCode, write: Write, sizes: tuple[int, ...]) -> None:
+        """Go on as the same plan of another capture, which is for these sizes too."""
+        self.plan, self._code, self._sizes = plan, code, sizes
+        self._write = None if self._write is None else write
+
     def end(self) -> None:
         """End planning."""
         if self._search is not None:
             self._search.end()
+
+    @property
+    def plans(self) -> list[SwappablePlan]:
+        """The plan, in a list."""
+        return [self]
 
     @property
     def known(self) -> Planning:
@@ -141,7 +154,7 @@ class SwappablePlan(Around):
                 if code is None:
                     log.info("a plan that was found beside the training does not fit the captured graph")
                     return
-                self._code.swap(*code)
+                self._code.swap(*code, self._sizes)
                 self.plan, self.swaps = found, self.swaps + 1
                 log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
             elif over:
@@ -168,20 +181,28 @@ def is_swappable(joint: Joint) -> bool:
         not step.numbers
         and not any(is_sym_node(node) for node in nodes)
         and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
-        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders)
+        and all(isinstance(node.meta.get("val"), (torch.Tensor, int)) for node in step.placeholders)
         and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in found)
     )
 
 
 class SwappableCode:
-    """The forward and backward given to AOTAutograd, which run the present plan's code."""
+    """The forward and backward given to AOTAutograd, which run the present plan's code for the sizes of a call.
 
-    def __init__(self, results: int) -> None:
-        self._results = results  # how many of the forward's outputs are not saved tensors
-        self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by the number of the plan
-        self._calls = itertools.count()
-        self.alive: set[int] = set()  # calls whose saved tensors live: they may wait for their backward
-        self.now = 0  # the plan by which the forward runs
+    Args:
+        results: how many of the forward's outputs are not saved tensors.
+        places: positions of the sizes among the forward's inputs.
+        sizes: of the first plan.
+    """
+
+    def __init__(self, results: int, places: Sequence[int] = (), sizes: tuple[int, ...] = ()) -> None:
+        self._results, self._places = results, places
+        self.make: Callable[[tuple[int, ...], list[Any]], tuple[Run, Run]] | None = None  # code for other sizes
+        self._now = {sizes: 0}  # by sizes, the number of the plan by which the forward runs
+        self._last: dict[tuple[int, ...], int] = {}  # by sizes, the last call of them
+        self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by that number
+        self._numbers, self._calls = itertools.count(1), itertools.count()
+        self.alive: dict[int, int] = {}  # calls whose saved tensors live, so that a backward may come; their plans
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
         """Take the first plan's functions, the backward last, and give AOTAutograd the ones to call."""
@@ -194,18 +215,35 @@ class SwappableCode:
         whole = self._forward if phase == "forward" else self._backward
         return takes_one_list(lambda inputs: whole(inputs))
 
-    def swap(self, forward: Run, backward: Run) -> None:
-        """Run this code in all later forwards and their backwards."""
-        self._runs["forward"] = {self.now + 1: forward}
-        self._runs["backward"][self.now + 1] = backward
-        self.now += 1
+    def swap(self, forward: Run, backward: Run, sizes: tuple[int, ...] = ()) -> None:
+        """Run this code in all later forwards of these sizes and their backwards."""
+        number = next(self._numbers)
+        self._runs["backward"][number] = backward
+        self._runs["forward"][number] = forward
+        self._runs["forward"].pop(self._now.get(sizes, -1), None)
+        self._now[sizes] = number
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """The sizes that there is code for, the last used last."""
+        return sorted(self._now, key=lambda sizes: self._last.get(sizes, -1))
+
+    def forget(self, sizes: tuple[int, ...]) -> None:
+        """Drop the code for these sizes, and what no backward can ask for any more."""
+        self._runs["forward"].pop(self._now.pop(sizes, -1), None)
+        self._last.pop(sizes, None)
+        kept = {*self._now.values(), *self.alive.values()}
+        self._runs["backward"] = {number: run for number, run in self._runs["backward"].items() if number in kept}
 
     def _forward(self, inputs: list[Any]) -> Any:
-        ((number, run),) = self._runs["forward"].items()
-        results = run(inputs)
-        call = next(self._calls)
-        self.alive.add(call)
-        token = call_token(call, partial(self.alive.discard, call), length=number + 1)
+        sizes = tuple(inputs[i] for i in self._places)
+        if sizes not in self._now and self.make is not None:
+            self.swap(*self.make(sizes, inputs), sizes)
+        number, call = self._now[sizes], next(self._calls)
+        self._last[sizes] = call
+        results = self._runs["forward"][number](inputs)
+        self.alive[call] = number
+        token = call_token(call, partial(self.alive.pop, call, None), length=number + 1)
         return [*results[: self._results], token, *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:

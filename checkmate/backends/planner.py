@@ -24,6 +24,7 @@ from checkmate.memory.available import Available, rounded_down
 from checkmate.profiling.source import Choice, Source, source_of
 from checkmate.solvers import plan_cache, solve
 from checkmate.solvers.background_search import first_plan
+from checkmate.solvers.search.adapt import cheapest_known
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_budget, parse_share
 
@@ -221,11 +222,15 @@ class Planner:
             )
         log.info("%s", self.source)  # as plans are: nothing is wrong, and of a warning each rank would give one
 
-    def plan(self, problem: Problem, beside: int = 0, *, go_on: bool = False) -> Solution:
+    def plan(
+        self, problem: Problem, beside: int = 0, *, go_on: bool = False, known: Sequence[Solution] = ()
+    ) -> Solution:
         """Find the cheapest plan within the budget less ``beside`` bytes, or raise `InfeasibleBudget` or `RuleError`.
 
-        ``go_on``: take the first plan; its `Solution.rest` is to go on with if a better one may come. Ranks wait for
-        the best.
+        Args:
+            go_on: take the first plan; its `Solution.rest` is to go on with if a better one may come. Ranks wait for
+                the best.
+            known: plans of the same step at other sizes; the cheapest of those that fit is taken, if any does.
         """
         # Apply the rules, except rules that named an op of an earlier graph and name none here.
         if rules := self.options.rules:
@@ -240,6 +245,10 @@ class Planner:
         if self.total <= reserve:
             why = f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}."
             raise infeasible(why, self.total, min_budget(problem).peak + reserve)
+        if known and not options.rules and options.wait != "best":
+            cheapest = cheapest_known(problem, self.total - reserve, known)
+            if cheapest is not None:
+                return cheapest
         # The question.
         together, budget, seconds, wait = ranks.train_together(), self.total - reserve, options.time_limit, inf
         if go_on and not together and options.wait != "best":

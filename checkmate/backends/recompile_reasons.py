@@ -13,7 +13,7 @@ from typing import Any
 
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list
 
-_EQUALS = re.compile(r"^(?P<source>[LG]\[.+?) == (?P<value>[^#]+?)\s*(?:#\s*(?P<line>.+?)\s*(?:\(HINT.*)?)?$")
+_EQUALS = re.compile(r"^(?P<source>[LG]\[[^#]+?) == (?P<value>[^#]+?)\s*(?:#\s*(?P<line>.+?)\s*(?:\(HINT.*)?)?$")
 _SPELLINGS = (
     (re.compile(r"^G\['(\w+)'\]"), r"\1"),
     (re.compile(r"^L\['kwargs'\]\['(\w+)'\]"), r"\1"),
@@ -53,8 +53,11 @@ def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
         ]
     except (AttributeError, TypeError, RuntimeError):  # none of this is a public interface
         return []
-    if not any(map(read, failed)):
-        return []
+    return changed(own, given) if any(map(read, failed)) else []
+
+
+def changed(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
+    """The values of a call that are not those with which ``own`` was captured, whatever else differs."""
     found = []
     for source, value, line in _compared(own):
         now = value_now(source, own, given)

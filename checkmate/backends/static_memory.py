@@ -96,7 +96,7 @@ class FirstStep:
     def __init__(self, plan: Solution, device: torch.device, made: int, forget: Callable[[], None]) -> None:
         assert plan.peak is not None
         self._resident = plan.problem.resident
-        self._planned = plan.peak - self._resident  # bytes
+        self.planned = plan.peak - self._resident  # bytes
         self._device, self._made, self._forget, self._said = device, made, forget, False
         self._waits = {*PHASES}  # phases that were not called yet
         self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
@@ -114,6 +114,10 @@ class FirstStep:
             format_bytes(self._resident + planned),
         )
         self._forget()
+
+    def told(self, taken: int, capacity: int) -> None:
+        """Compare the bytes of a step from an arena that serves other plans too."""
+        self.took(taken, self.planned)
 
     def around(self, phase: Phase, run: Run) -> Run:
         """Wrap a function of one list to measure its first call on an accelerator; unchanged on the CPU."""
@@ -136,7 +140,7 @@ class FirstStep:
             begin, *between = self._levels[:3]
             others = max(0, between[1] - between[0]) if len(between) == 2 else 0
             if after.get(peak, 0) > before.get(peak, 0):
-                self.took(after[peak] - begin - others, self._planned)
+                self.took(after[peak] - begin - others, self.planned)
             return result
 
         return watched

@@ -17,10 +17,13 @@ from checkmate.capture.nodes import storage
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import emit
 from checkmate.codegen.second_memory import SecondMemory
+from checkmate.core.graph import Op
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
+from checkmate.profiling.measure import Measure
+from checkmate.profiling.other_sizes import profile_at
 from checkmate.profiling.source import Source, profile_of
 from checkmate.profiling.trial import tried_here
 from checkmate.solvers.search.late_gradients import late_results
@@ -46,6 +49,26 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     if memory is None:
         return Problem(joint.graph, costs, partial(emit, joint))
     return Problem(joint.graph, costs, partial(emit, joint, begin=memory.begin), host=memory.host(joint.graph))
+
+
+def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:
+    """The problem of a step at other sizes than those of a known one; None if it has other ops or another order."""
+    then = joint_of(known)
+    # The same nodes have the same names; of another capture they come in the same order where the sizes are the same.
+    place = {op.name: k for k, op in enumerate(joint.graph.ops)}
+    is_same = place.keys() == {op.name for op in then.graph.ops}
+    order = [place[op.name] for op in then.graph.ops] if is_same else late_results(joint.graph)
+    joint = joint if order is None else joint.in_order(order)
+    if [_alike(op) for op in joint.graph.ops] != [_alike(op) for op in then.graph.ops]:
+        return None
+    profile = profile_at(joint, then, known.profile) if isinstance(source, Measure) else profile_of(joint, source)
+    resident = known.resident - then.resident_bytes + joint.resident_bytes
+    profile = replace(profile, resident_bytes=resident, state_bytes=known.profile.state_bytes)
+    return replace(known, graph=joint.graph, profile=profile, codegen=partial(emit, joint))
+
+
+def _alike(op: Op) -> tuple[Any, ...]:
+    return op.target, op.inputs, op.outputs, op.phase, op.pinned is None, op.overwrites, op.link
 
 
 def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> str:

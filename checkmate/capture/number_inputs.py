@@ -21,7 +21,9 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.nodes import input_position, leaf_nodes, needed_by, tensors, viewed
+from checkmate.capture.nodes import PlannedOp, input_position, leaf_nodes, needed_by, tensors, viewed
+from checkmate.capture.patches.kernels import value_of
+from checkmate.capture.patches.results.strides import strides_of
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node
@@ -62,7 +64,8 @@ def as_inputs(sources: Collection[str]) -> Iterator[None]:
         if sources:
             stack.enter_context(patch.object(builder, "is_dynamic_source", lambda name, *_: name in sources))
             stack.enter_context(patch.object(builder, "process_automatic_dynamic", frame_state))
-            stack.enter_context(patch.object(graph_compile, "tensorify_python_scalars", lambda *args: None))
+        # Leave numbers that are computed from these, or from sizes, numbers: 1 / sqrt(n), say.
+        stack.enter_context(patch.object(graph_compile, "tensorify_python_scalars", lambda *args: None))
         yield
 
 
@@ -181,11 +184,6 @@ def _size_of_data(node: fx.Node) -> str:
     )
 
 
-def value_of(leaf: Any) -> Any:
-    """The captured number behind a symbol of Dynamo's, without a guard on it; other values unchanged."""
-    return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
-
-
 def written_out(
     graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
 ) -> list[Any]:
@@ -207,15 +205,17 @@ def written_out(
 
     # A line for each op and input: its target, its arguments with numbers put in, and what it makes.
     for node in graph.nodes:
-        if node.op == "output" or hands_out_number(node):
+        if node.op == "output" or hands_out_number(node) or type(node.meta.get("val")) is int:  # a size put in
             continue
         if node in numbers:
             value[node] = given[numbers[node]]
         elif is_sym_node(node):
             value[node] = put_in(node.args[0]) if node.target is _ITEM else node.target(*put_in(node.args))
         else:
-            made = [(*t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))]
+            made = [(*t.shape, strides_of(t), t.dtype) for t in tensors(node.meta.get("val"))]
             target: Any = node.target if node.op == "call_function" else node.op
+            if isinstance(target, PlannedOp):  # an update of ours: which one its arguments say
+                target = str(target), target.overwrites, target.moved
             if node.op == "get_attr":
                 held = getattr(graph.owning_module, str(node.target), None)
                 if not isinstance(held, torch.Tensor):
@@ -233,7 +233,7 @@ class _Position(int):
 def hands_out_number(node: fx.Node) -> bool:
     """Tell whether a node passes a number to Dynamo in a tensor, to set a module's attribute after the step."""
     number: Any = node.args[0] if node.target is torch.ops.aten.scalar_tensor.default else None
-    if number is None or not is_sym_node(number):
+    if not isinstance(number, fx.Node) or not is_sym_node(number):
         return False
     return node.kwargs.get("dtype") is torch.float64 and all(user.op == "output" for user in node.users)
 

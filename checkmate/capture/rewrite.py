@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -71,13 +71,17 @@ def expose_dropout(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def save_states(graph: fx.Graph) -> None:
-    """Keep the generator's state before each large mask of the forward, so that it can be drawn again."""
+def save_states(graph: fx.Graph, names: Collection[str] | None = None) -> None:
+    """Keep the generator's state before each large mask of the forward, so that it can be drawn again.
+
+    ``names`` are those of the states to keep, whatever the size; None: of what is large.
+    """
     for node in graph.find_nodes(op="call_function", target=random_draws.draw_mask):
         x, p = node.args
         shape = tuple(node.meta["val"].shape)
-        in_backward = "backward" in node.meta.get("partitioner_tag", "")
-        if not node.users or in_backward or math.prod(shape) < random_draws.WORTH_BYTES:
+        if not node.users or "backward" in node.meta.get("partitioner_tag", ""):
+            continue
+        if not _is_worth_a_state(node, math.prod(shape), names):
             continue
         with node.meta["val"].fake_mode:
             like = torch.empty(random_draws.STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
@@ -85,11 +89,13 @@ def save_states(graph: fx.Graph) -> None:
         _replace(node, random_draws.draw_saved, (saved, shape, p), f"{node.name}_drawn")
 
 
-def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
+def save_device_states(
+    graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None, names: Collection[str] | None = None
+) -> None:
     """Keep seed and offset before each large draw of the forward on an accelerator, so that it can run again.
 
     Else its result has to wait: that of dropout, which its mask alone does not give with the same bits, of attention
-    with dropout, noise. ``again`` as for `prepare`.
+    with dropout, noise. ``again``: a trial whether it has the same bits; ``names`` as for `save_states`.
     """
     for node in list(graph.nodes):
         # An op of PyTorch's whose large result is drawn by the generator of an accelerator, and is read.
@@ -98,7 +104,7 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
             continue
         if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
             continue
-        if not made or made[0].device.type == "cpu" or made[0].nbytes < random_draws.WORTH_BYTES:
+        if not made or made[0].device.type == "cpu" or not _is_worth_a_state(node, made[0].nbytes, names):
             continue
         if again is not None and not again(node):
             continue
@@ -107,6 +113,16 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
             like = torch.empty(random_draws.DEVICE_STATE_BYTES, dtype=torch.uint8)
         saved = _call(node, random_draws.save_device_state, (val.device,), f"{node.name}_state", like)
         node.target, node.kwargs = random_draws.Drawn(op), {**node.kwargs, "on": val.device, "saved": saved}
+
+
+def _is_worth_a_state(node: fx.Node, nbytes: int, names: Collection[str] | None) -> bool:
+    return nbytes >= random_draws.WORTH_BYTES if names is None else f"{node.name}_state" in names
+
+
+def states_kept(graph: fx.Graph) -> frozenset[str]:
+    """The names of the random states that a rewritten graph keeps."""
+    states = random_draws.save_state, random_draws.save_device_state
+    return frozenset(n.name for n in graph.nodes if n.target in states)
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
@@ -257,21 +273,26 @@ def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], n
     node.graph.erase_node(node)
 
 
-def without_dead_code(
-    module: fx.GraphModule, graph: fx.Graph, kind: type[fx.GraphModule] = fx.GraphModule
-) -> fx.GraphModule:
+def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module of this graph, without unread ops, and with the tensors of another module."""
     graph.eliminate_dead_code(has_effect)
     graph.lint()
-    return kind(module, graph)
+    return Unwritten(module, graph)
 
 
 class Unwritten(fx.GraphModule):
-    """A module without generated code: of the splits that are tried, few become a plan."""
+    """A module whose code is generated where somebody runs or reads it: of most graphs on the way nobody does."""
 
     def recompile(self) -> Any:
-        """Generate no code."""
+        """Generate no code yet."""
 
     def forward(self, *args: Any) -> Any:
-        """Run it node by node."""
-        return fx.Interpreter(self).run(*args)
+        """Generate the code, which takes the place of this, and run it."""
+        super().recompile()
+        return self(*args)
+
+    @property
+    def code(self) -> str:
+        """The generated code."""
+        super().recompile()
+        return super().code

@@ -13,10 +13,10 @@ import torch
 
 
 def call_token(number: int, gone: Callable[[], object], length: int = 1) -> torch.Tensor:
-    """Make the token of a call, with its number in each element; ``gone`` is called when nobody has it any more.
+    """Make the token of a call, with its number as each element; ``gone`` is called when nobody has it any more.
 
     The length outlasts hooks that put another tensor in its place. It is not 0: they may ask for its maximum.
     """
-    memory = np.full(length, number, dtype=np.int64)
+    memory = np.full(1, number, dtype=np.int64)
     weakref.finalize(memory, gone).atexit = False
-    return torch.from_numpy(memory)
+    return torch.from_numpy(memory).expand(length)

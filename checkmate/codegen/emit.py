@@ -23,6 +23,7 @@ import torch.fx as fx
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.joint import Joint
+from checkmate.capture.rewrite import Unwritten
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
@@ -219,7 +220,7 @@ class _Writer:
                 self.graph.erase_node(node)
         self.graph.lint()
         self.graph.set_codegen(Boxed())
-        return fx.GraphModule(self.joint.module, self.graph)
+        return Unwritten(self.joint.module, self.graph)
 
     def _run(self, step: Run) -> None:
         op = step.op

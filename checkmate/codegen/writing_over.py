@@ -25,6 +25,7 @@ import torch.fx as fx
 
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
+from checkmate.capture.rewrite import Unwritten
 from checkmate.codegen.boxed import Run, boxed, takes_one_list
 from checkmate.errors import SolverError
 from checkmate.torch_internals.dispatcher import (
@@ -112,7 +113,7 @@ def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
                 args[position] = graph.create_node("call_function", aten.detach.default, view, name=f"{node.name}_in")
         copy.target, copy.args, copy.kwargs = call_over(copy.target, tuple(args), copy.kwargs, position)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return Unwritten(module, graph)
 
 
 def writing_over(module: fx.GraphModule) -> Run:

@@ -106,6 +106,10 @@ class Counts:
     alive: int = 0  # bytes of the mapping, now
 
 
+def _told_nobody(taken: int, planned: int) -> None:
+    """Nobody asks what a first step took."""
+
+
 class Arena:
     """A memory mapping that serves the allocations of a captured step.
 
@@ -120,7 +124,9 @@ class Arena:
         self._noted: _Noted | None = None  # by which addresses were planned
         self._lower: PendingPlaces | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
-        self.took: Callable[[int, int], None] = lambda taken, planned: None  # is told what a first step took at most
+        self.took: Callable[[int, int], None] = _told_nobody  # is told what a first step took at most
+        self.lays_out = True  # plans addresses; False: steps have other sizes each, and find theirs as first steps do
+        self.took_next: Callable[[int, int], None] | None = None  # the same of the next step, where none are planned
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
         self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet
         self._library: Any = None
@@ -129,6 +135,8 @@ class Arena:
 
     def expect(self, capacity: int) -> None:
         """Prepare for another step, with this many bytes alive at once; not while a step runs."""
+        if not self.lays_out and capacity <= self.capacity:
+            return
         self.capacity, self.live_peak, self._lower = capacity, 0, None
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
@@ -180,7 +188,12 @@ class Arena:
     def _enter(self, phase: int) -> bool:
         if self._handle is None and not self._open():
             return False
-        if phase == 0 and self._library.checkmate_wants_layout(self._handle):
+        if phase == 0 and not self.lays_out:
+            # Tell of the last step, if that was the first of its sizes.
+            if self.took is not _told_nobody and self._library.checkmate_wants_layout(self._handle):
+                self.took(self._record().taken, self.capacity)
+            self.took, self.took_next = self.took_next or _told_nobody, None
+        elif phase == 0 and self._library.checkmate_wants_layout(self._handle):
             # Plan addresses for what the last step allocated.
             self._noted = noted = self._record()
             height = self._lay(noted, self._place_soon(noted.lives))

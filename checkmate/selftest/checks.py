@@ -34,8 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture import random_draws
 from checkmate.capture.device import is_unordered, may_waver, same_random_state
+from checkmate.capture.loss.rounding_probes import same_bytes
 from checkmate.capture.nodes import target_name, tensors
-from checkmate.capture.rounding_probes import same_bytes
 from checkmate.compiler import compile as compiled_within
 from checkmate.compiler import verify
 from checkmate.demo.training import Bottlenecks, Step, Transformer, paired_seconds, run_step, step_of

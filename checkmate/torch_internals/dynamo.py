@@ -41,6 +41,7 @@ NAMES = Table(
     Name("reset_code", "torch._C:_dynamo.eval_frame.reset_code", "forgets what was captured"),
     Name("_debug_get_cache_entry_list", "torch._dynamo.eval_frame", "what is captured, with its guards"),
     Name("mark_static_address", "torch._dynamo.decorators", "a call between the user's code and a question"),
+    Name("maybe_mark_dynamic", "torch._dynamo", "makes a size an input", "each size is captured by itself"),
     Name("get_optimize_ddp_mode", "torch._dynamo.utils", "whether DistributedDataParallel cuts graphs", _RANKS),
     Name("auto_dynamic", "torch._dynamo.pgo", "guesses which sizes change, which is turned off"),
     Name("builder", _VARIABLES, "makes inputs of what a step reads; `get_fake_value` describes a node's results"),

@@ -7,6 +7,8 @@ again. And passes of eviction let go first of what the known plan does not keep:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +19,16 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
+from checkmate.errors import SolverError
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Task
+from checkmate.solvers.common.incumbent import Task, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import drop_runs, exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
+NEAREST = 8  # known plans of other sizes that are looked at
 
 
 def as_schedule(problem: Problem, start: Start) -> Schedule:
@@ -97,3 +101,23 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     if not found:
         return None
     return as_matrix(exchange(task, as_stages(min(found, key=lambda runs: cost_of(task.problem, runs)))))
+
+
+def cheapest_known(problem: Problem, budget: int, known: Iterable[Solution]) -> Solution | None:
+    """The cheapest plan that fits among those of the same ops at other sizes, or all kept; None if none fits.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> cheapest_known(chain, 4, []).cost
+    4.0
+    """
+    origin, all_kept = "another size", np.eye(len(problem.graph.ops), dtype=bool)
+    if budget >= problem.keep_all_peak:
+        return certify(problem, budget, all_kept, method="checkpoint-all", origin=origin)
+    found: list[Solution] = []
+    for solution in sorted(known, key=lambda solution: abs(solution.problem.keep_all_peak - problem.keep_all_peak))[
+        :NEAREST
+    ]:
+        if solution.schedule is not None and solution.schedule.R.shape == all_kept.shape:
+            with suppress(SolverError):
+                found.append(certify(problem, budget, solution.schedule.R, method=solution.method, origin=origin))
+    return min(found, key=lambda solution: solution.cost, default=None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkmate.capture.inplace.shape_only import convolution_backward_input
-from checkmate.capture.rounding_probes import DRAWN, cancel, made_up
+from checkmate.capture.loss.rounding_probes import DRAWN, cancel, made_up
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -52,7 +52,7 @@ def _forgotten() -> Iterator[None]:
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Take the plan of the smallest budget whatever the budget says: ops run again in it."""
 
-    def plan(self: Planner, problem: Problem, beside: int = 0, *, go_on: bool = False) -> Solution:
+    def plan(self: Planner, problem: Problem, beside: int = 0, **options: Any) -> Solution:
         smallest, runs = least_runs(problem, time_limit=0.2)
         return certify(problem, smallest, runs, method="auto")
 

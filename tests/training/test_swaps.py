@@ -83,8 +83,8 @@ def test_steps_with_swaps_have_the_bits_of_plain_training(searches: list[Offers]
     plain, (module, step) = _net(), _compiled()
     found = _train(module, step, searches)
 
-    assert len(searches) == 2
-    assert [planning.swaps > 5 for planning in step.planning] == [True, True]
+    assert len(searches) == 1  # for the larger size; the other one takes the cheapest known plan
+    assert [planning.swaps > 5 for planning in step.planning] == [True, False]
     assert_same_bits(found, _train(plain, plain, []))
 
 
@@ -206,7 +206,8 @@ def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> No
     _once(module, step)
     searches[0].offer()
     _once(module, step)
-    _once(module, step, size=48)
+    module[0][0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    _once(module, step)
     assert [search.goes_on for search in searches] == [False, True]
     assert len(step.plans) == len(step.planning) == 1
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from checkmate.capture.loss.find import Loss, losses
 from checkmate.capture.loss.kernels import COLUMNS, ROWS, length, slices
+from checkmate.capture.loss.rounding_probes import DRAWN, cancel, made_up, repeat, same_bytes
 from checkmate.capture.loss.write import LossSplit, in_parts
 from checkmate.capture.nodes import ancestors, tensors
-from checkmate.capture.rounding_probes import DRAWN, cancel, made_up, repeat, same_bytes
 from checkmate.memory.available import ran_out_of_memory, within_memory
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.trees import tree_leaves

@@ -23,7 +23,7 @@ from checkmate.capture.loss.kernels import (
     weighted_loss,
 )
 from checkmate.capture.nodes import call
-from checkmate.capture.rewrite import Unwritten, without_dead_code
+from checkmate.capture.rewrite import without_dead_code
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
         graph = deepcopy(module.graph)  # the fake tensors are the same
     for loss in losses(graph):
         _write(graph, loss, split)
-    return without_dead_code(module, graph, Unwritten)
+    return without_dead_code(module, graph)
 
 
 def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:

@@ -70,6 +70,11 @@ _VALUES = {  # functions that give values only, or are computed from these
 _WITH_VECTORS = {aten._linalg_svd.default: False, aten._linalg_eigh.default: "L"}  # by their second argument's default
 
 
+def value_of(leaf: Any) -> Any:
+    """The captured number behind a symbol of Dynamo's, without a guard on it; other values unchanged."""
+    return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
+
+
 @contextmanager
 def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
     """Within the block, a step of Dynamo's is traced to the ops, and later called with the bits, of eager PyTorch."""
@@ -168,7 +173,8 @@ def _folds(x: Tensor, y: Tensor, is_out: bool) -> bool:
         for t in (x, y):
             needs = t.requires_grad and not is_out  # said here, as torch.func refuses requires_grad_()
             options: dict[str, Any] = {"dtype": t.dtype, "device": "meta", "requires_grad": needs}
-            described.append(torch.empty_strided(t.shape, t.stride(), **options))
+            shape, strides = (list(map(value_of, numbers)) for numbers in (t.shape, t.stride()))
+            described.append(torch.empty_strided(shape, strides, **options))
         torch.matmul(*described)
     return seen.folded
 

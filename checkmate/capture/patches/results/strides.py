@@ -183,7 +183,7 @@ def eager_strides() -> Iterator[None]:
         for tensor in targets:
             base: Any = tensor if tensor._base is None else tensor._base
             value = base.from_functional()
-            if value.shape == base.shape and value.numel() and _strides(value) != _strides(base):
+            if value.shape == base.shape and value.numel() and strides_of(value) != strides_of(base):
                 _set(base, _record(lay_out, (value, tuple(base.shape), base.stride(), value.dtype), {}))
         return result
 
@@ -210,7 +210,7 @@ def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     twin = getattr(getattr(aten, _name(op).removesuffix("_"), None), op._overloadname, None)
     if aten.is_non_overlapping_and_dense(x):
         with disable_proxy_modes_tracing():
-            return twin is not None and _strides(twin(*args, **kwargs)) != _strides(x)
+            return twin is not None and strides_of(twin(*args, **kwargs)) != strides_of(x)
     # Into a part of a tensor a pointwise op computes the same: the part is read again from the whole.
     return op not in _LIKE_POINTWISE and (twin is None or torch.Tag.pointwise not in twin.tags)
 
@@ -218,10 +218,10 @@ def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | None:
     """The number of leading dimensions of size one that an expansion adds, if it does nothing else; else None."""
     leading = len(sizes) - tensor.dim()
-    if not all(isinstance(n, int) for n in (*sizes, *tensor.shape)) or any(n != 1 for n in sizes[:leading]):
-        return None
-    kept = all(n in (-1, size) for n, size in zip(sizes[leading:], tensor.shape, strict=True))
-    return leading if kept else None
+    numbers = [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*sizes, *tensor.shape)]
+    added, kept, shape = numbers[:leading], numbers[leading : len(sizes)], numbers[len(sizes) :]
+    is_only = all(n == 1 for n in added) and all(n in (-1, size) for n, size in zip(kept, shape, strict=True))
+    return leading if is_only else None
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -269,8 +269,8 @@ def obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     return grad.is_contiguous()
 
 
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides of dimensions with more than one element."""
+def strides_of(tensor: torch.Tensor) -> list[int]:
+    """The strides of dimensions with more than one element; others are of no use."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

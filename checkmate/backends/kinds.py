@@ -1,0 +1,98 @@
+"""The kind of a call: the shapes and types of its tensors, of which some sizes may be open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from checkmate.torch_internals.dynamo import maybe_mark_dynamic
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call.
+
+    >>> short, long = (Kind.of((torch.ones(4, length), True), {}) for length in (7, 9))
+    >>> short.opened(long).includes(Kind.of((torch.ones(4, 300), True), {}))
+    True
+    >>> short.opened(long).includes(Kind.of((torch.ones(5, 7), True), {}))
+    False
+    """
+
+    types: Any  # of all that is given, down to the leaves of containers; numbers are left to guards
+    sizes: tuple[int | None, ...]  # of all tensors, one after another; None: any size of two or more
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, beside: Any = None) -> Kind:
+        """The kind of a call with these arguments; calls of one kind have equal ``beside``."""
+        tensors: list[torch.Tensor] = []
+        types = beside, _types((args, kwargs), tensors)
+        return cls(types, tuple(size for tensor in tensors for size in tensor.shape))
+
+    def includes(self, call: Kind) -> bool:
+        """Tell whether a call of another kind is of this one too."""
+        if self.types != call.types:
+            return False
+        pairs = zip(self.sizes, call.sizes, strict=True)
+        return all(n == m or (n is None and m is not None and m > 1) for n, m in pairs)
+
+    def opened(self, call: Kind) -> Kind | None:
+        """The kind with all sizes open that differ in a call; None if more differs, or none, or a size is 0 or 1.
+
+        Such sizes are captured by themselves: they decide what is broadcast, and what is computed at all.
+        """
+        if self.types != call.types or self.sizes == call.sizes:
+            return None
+        pairs = [*zip(self.sizes, call.sizes, strict=True)]
+        if any(n != m and min(n or 2, m or 2) < 2 for n, m in pairs):
+            return None
+        return replace(self, sizes=tuple(n if n == m else None for n, m in pairs))
+
+    @contextmanager
+    def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Within the block, Dynamo takes the open sizes of these arguments for inputs, unless the step fixes them."""
+        tensors: list[torch.Tensor] = []
+        _types((args, kwargs), tensors)
+        sizes = iter(self.sizes)
+        before: dict[int, tuple[torch.Tensor, Any]] = {}  # what the user has marked
+        try:
+            for tensor in tensors:
+                for dim in [dim for dim, size in enumerate([next(sizes) for _ in tensor.shape]) if size is None]:
+                    for marked, d in _same(tensor, dim):
+                        before.setdefault(id(marked), (marked, {*getattr(marked, _MARK, ())}))
+                        maybe_mark_dynamic(marked, d)
+            yield
+        finally:
+            for marked, dims in before.values():
+                setattr(marked, _MARK, dims)
+                if not dims:
+                    delattr(marked, _MARK)
+
+
+_MARK = "_dynamo_weak_dynamic_indices"  # of a tensor: what `maybe_mark_dynamic` leaves
+
+
+def _same(tensor: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """A dimension of a tensor, and the same one of what it is a view of."""
+    yield tensor, dim
+    base = tensor._base
+    if base is not None:
+        alike = zip(base.shape, base.stride(), strict=True)
+        yield from ((base, d) for d, one in enumerate(alike) if one == (tensor.shape[dim], tensor.stride(dim)))
+
+
+def _types(given: Any, tensors: list[torch.Tensor]) -> Any:
+    """All of a call but sizes, which are those of the tensors that are appended."""
+    if isinstance(given, torch.Tensor) and not given.is_nested:
+        tensors.append(given)
+        return given.dim(), given.dtype, given.device, given.requires_grad, given.is_leaf
+    kind = type(given)
+    if kind in (tuple, list):
+        return kind, *(_types(one, tensors) for one in given)
+    if kind is dict:
+        return kind, *((name, _types(value, tensors)) for name, value in given.items())
+    return given if kind in (bool, str) else kind

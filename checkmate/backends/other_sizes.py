@@ -1,0 +1,196 @@
+"""Plan a captured step whose sizes are inputs, at the sizes of each call.
+
+The first sizes are those of an earlier capture of fixed sizes, whose measured costs and plan serve all others. For
+other sizes all is kept, where that fits; else the cheapest known plan that fits there runs, simulated to the byte at
+these sizes; where none fits, one is found as for a first step. The plan of the largest sizes is the one that a search
+beside the training makes better.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.backends import step_problem
+from checkmate.backends.plan_swap import Planning, SwappableCode, SwappablePlan, is_swappable
+from checkmate.capture.around import Around
+from checkmate.capture.guards import DataGuards
+from checkmate.capture.joint import Joint
+from checkmate.capture.number_inputs import NotFree
+from checkmate.capture.sizes import Sizes, put_in
+from checkmate.core.problem import Problem
+from checkmate.core.rules import without_rules
+from checkmate.core.solution import Solution
+from checkmate.errors import InfeasibleBudget, SolverError
+from checkmate.profiling.source import Source
+from checkmate.solvers.common.incumbent import again
+from checkmate.torch_internals.dispatcher import outside_tracing
+
+
+@dataclass(frozen=True, eq=False)
+class Earlier:
+    """A capture of fixed sizes, of which some become inputs."""
+
+    training: SwappablePlan
+    sizes: Callable[[Sizes], Sizes]  # what the open sizes were then, by what they are now; NotFree if that is not known
+    check: Callable[[Joint], None]  # raises NotFree if with these sizes another step was captured
+
+    def same(self, joint: Joint, source: Source) -> Solution:
+        """The plan of the earlier capture, for the same step as it is captured now at the same sizes."""
+        self.check(joint)
+        plan = self.training.plan
+        with outside_tracing():
+            problem = step_problem.at_other_sizes(joint, without_rules(plan.problem), source)
+        if problem is None or not is_swappable(joint):
+            raise NotFree("its plans cannot take over from each other")
+        problem = replace(plan.problem, graph=problem.graph, profile=problem.profile, codegen=problem.codegen)
+        return again(plan, problem, plan.budget, bound=plan.bound, seconds=plan.seconds, origin=plan.origin)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How a joint graph with open sizes is read at given sizes.
+
+    ``rewrite`` makes the graph's ops those that run, ``read`` finds ops and values, ``pose`` adds costs and bytes,
+    measured here, and ``split`` the splits of its loss.
+    """
+
+    module: fx.GraphModule
+    rewrite: Callable[[fx.GraphModule, Collection[str] | None], object]
+    read: Callable[[fx.GraphModule], Joint]
+    pose: Callable[[Joint], Problem]
+    split: Callable[[Problem, fx.GraphModule], Problem]
+    source: Source
+    states: Collection[str] | None = None  # that the rewrites keep, of whatever size; None: by size
+
+    def joint(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> Joint:
+        """The step at these sizes, for these inputs of the joint graph."""
+        with outside_tracing():
+            module = put_in(self.module, sizes, inputs)
+            self.rewrite(module, self.states)
+            return self.read(module)
+
+    def problem(self, joint: Joint, known: Problem) -> Problem:
+        """Its problem, by the costs of one with the same ops."""
+        with outside_tracing():
+            problem = step_problem.at_other_sizes(joint, known, self.source)
+        return self.split(self.pose(joint) if problem is None else problem, joint.module)
+
+
+class SizedPlans(Around):
+    """The plans of a captured step whose sizes are inputs, by sizes; for the largest of them a search goes on.
+
+    Args:
+        training: the plan of the earlier capture, with the search for a better one.
+        known: it, for the step at these sizes as it is captured now.
+        sizes: of that plan.
+        find: gives a plan for a problem, with known plans beside it.
+        write: makes the functions of a plan.
+        code: runs these, by sizes.
+        most: so many other sizes are kept, the last used.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        training: SwappablePlan,
+        known: Solution,
+        sizes: Sizes,
+        find: Callable[[Problem, Sequence[Solution]], Solution],
+        write: Callable[[Solution], tuple[Any, Any] | None],
+        code: SwappableCode,
+        most: int,
+    ) -> None:
+        self.training, self._sizes, self._first = training, sizes, known
+        self._reading, self._find, self._write, self._code, self._most = reading, find, write, code, most
+        self._others = dict[Sizes, SwappablePlan]()
+        self._making, self._call = threading.Lock(), threading.local()
+        self._guard_bytes: Callable[..., int] = lambda plan, inputs: 0
+
+    @property
+    def plan(self) -> Solution:
+        """The plan of the largest sizes."""
+        return self.training.plan
+
+    @property
+    def plans(self) -> list[SwappablePlan]:
+        """All plans, that of the largest sizes first."""
+        return [self.training, *self._others.values()]
+
+    @property
+    def known(self) -> Planning:
+        """The state of the search."""
+        return self.training.known
+
+    def guarding(self, guards: DataGuards, limit: int) -> None:
+        """Count the bytes of guards that run before each call."""
+        self._guard_bytes = partial(step_problem.guard_bytes, guards=guards, limit=limit)
+
+    def before(self, inputs: list[Any]) -> None:
+        """Before each forward, install a better plan for the largest sizes, if there is one."""
+        self._call.inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) else lambda x=x: x for x in inputs]
+        self.training.before(inputs)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the search to end; tell whether it has."""
+        return self.training.wait(timeout)
+
+    def end(self) -> None:
+        """End the search."""
+        self.training.end()
+
+    def plan_at(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> Solution:
+        """Find the plan for these sizes."""
+        reading, plans = self._reading, [self._first, *(plan.plan for plan in self.plans)]
+        problem = reading.problem(reading.joint(sizes, inputs), without_rules(self._first.problem))
+        # Where it is larger than all before, or does not fit, other random states may be worth to be kept.
+        refusal: InfeasibleBudget | None = None
+        if problem.keep_all_cost <= max(plan.problem.keep_all_cost for plan in plans):
+            try:
+                return self._find(problem, plans)
+            except InfeasibleBudget as error:
+                refusal = error
+        joint = replace(reading, states=None).joint(sizes, inputs)
+        if len(joint.graph.ops) != len(problem.graph.ops):
+            return self._find(reading.split(reading.pose(joint), joint.module), [])
+        if refusal is not None:
+            raise refusal
+        return self._find(problem, plans)
+
+    def begin(self, sizes: Sizes, solution: Solution, *, taken: int) -> None:
+        """Run by these plans from now on: that of the earlier capture, and that of the one at hand."""
+        self.training.move(self._first, self._code, self._write, self._sizes)
+        self._code.make = self._functions_at
+        self._add(sizes, solution, taken)
+
+    def _add(self, sizes: Sizes, solution: Solution, taken: int) -> None:
+        plan = SwappablePlan(step_problem.with_guards(solution, taken))
+        if solution.rest is None or solution.problem.keep_all_cost <= self.plan.problem.keep_all_cost:
+            self._others[sizes] = plan
+        else:
+            # It is larger than all before: search for a better one, and no more for that of the smaller sizes.
+            self.training.end()
+            self._others[self._sizes], self.training, self._sizes = self.training, plan, sizes
+            plan.go_on(solution.rest, self._code, self._write, taken=taken, sizes=sizes)
+        while len(self._others) > self._most:
+            oldest = next((sizes for sizes in self._code.sizes if sizes in self._others), next(iter(self._others)))
+            del self._others[oldest]
+            self._code.forget(oldest)
+
+    def _functions_at(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        with self._making:
+            known = self.training.plan if sizes == self._sizes else None
+            solution = known or self.plan_at(sizes, inputs)
+            functions = self._write(solution)
+            if functions is None:
+                raise SolverError(f"At the sizes {sizes} the step hands over its gradients in another way.")
+            if known is None:
+                self._add(sizes, solution, self._guard_bytes(solution, inputs=[x() for x in self._call.inputs]))
+            return functions

@@ -1,0 +1,166 @@
+"""Sizes that change from call to call, as inputs of a captured step.
+
+Dynamo and AOTAutograd trace such a step once, with symbols in place of these sizes. The sizes of a call are put into
+the joint graph, and all that comes behind, from the rewrites to the code, is for a graph of fixed sizes, as if it had
+been traced for that call: no rule, no simulator and no solver sees a symbol.
+
+The numbers of a graph are computed by the functions that the step calls, and not by algebra, which may round otherwise:
+1 / sqrt(n), say. Sizes are whole numbers, of which algebra is exact; where a float takes part in one, it stays fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+
+from checkmate.capture.nodes import storage
+from checkmate.capture.number_inputs import NotFree
+from checkmate.capture.patches.kernels import value_of
+from checkmate.capture.provenance import where
+from checkmate.capture.rewrite import Unwritten
+from checkmate.torch_internals.aot import _is_primal, is_sym_node
+from checkmate.torch_internals.descriptions import FakeTensor, FakeTensorMode
+from checkmate.torch_internals.trees import tree_map
+
+aten = torch.ops.aten
+Sizes = tuple[int, ...]  # of a call, in the order of the inputs that stand for them
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def open_sizes(graph: fx.Graph) -> dict[int, int]:
+    """The positions, among the inputs of a joint graph, of those that are sizes, with those that it was traced for.
+
+    Where an input that is a view begins in its storage is a number, too, but of no use where no op reads it.
+    """
+    primals = _primals(graph)
+    values = [node.meta["val"] for node in primals]
+    tensors = [val for val in values if isinstance(val, torch.Tensor)]
+    numbers = [n for tensor in tensors for n in (*tensor.shape, *tensor.stride())]
+    in_shapes = {n.node.expr for n in numbers if isinstance(n, torch.SymInt)}
+    return {
+        i: value_of(val)
+        for i, (node, val) in enumerate(zip(primals, values, strict=True))
+        if isinstance(val, torch.SymInt) and (node.users or val.node.expr in in_shapes)
+    }
+
+
+def _primals(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)]
+
+
+def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = None) -> fx.GraphModule:
+    """The joint graph of fixed sizes that a graph with open sizes stands for.
+
+    Args:
+        module: the joint graph; it stays as it is.
+        sizes: for those that are open, as `open_sizes` lists them.
+        inputs: of a call of these sizes; None: as they were when the graph was traced.
+
+    Raises:
+        NotFree: if a size is computed by way of a float.
+    """
+    primals = _primals(module.graph)
+    given = dict(zip(primals, [None] * len(primals) if inputs is None else inputs, strict=True))
+    symbols = {n: x for n, x in given.items() if isinstance(n.meta["val"], torch.SymInt)}
+    number_of = {n: value_of(n.meta["val"]) if x is None else x for n, x in symbols.items()}
+    number_of |= {primals[i]: size for i, size in zip(open_sizes(module.graph), sizes, strict=True)}
+    fixed = _Fixed({n.meta["val"].node.expr: number for n, number in number_of.items()})
+    graph = fx.Graph()
+    become = dict[fx.Node, Any]()  # a node of the new graph, or a number
+    for node in module.graph.nodes:
+        val = node.meta.get("val")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), become.__getitem__)
+        # Numbers.
+        if node.op == "call_function" and is_sym_node(node):
+            is_of_tensor = any(isinstance(arg, fx.Node) for arg in args)
+            become[node] = fixed.number(val, node) if is_of_tensor else node.target(*args, **kwargs)
+            continue
+        # A part that is all of a tensor is that tensor, as it is in a graph that is traced for these sizes.
+        if node.target is aten.slice.Tensor and _shape(args[0]) == [fixed.number(n, node) for n in val.shape]:
+            become[node] = args[0]
+            continue
+        if node.target is aten.slice_backward.default and _shape(args[0]) == [*args[1]]:
+            become[node] = args[0]
+            fixed.share(val, node.all_input_nodes[0].meta["val"])
+            continue
+        # Inputs as they are, and all else as it is described.
+        new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = {key: what for key, what in node.meta.items() if key != "tensor_meta"}
+        if node in given and isinstance(val, torch.Tensor):
+            new.meta["val"] = fixed.input(val, given[node], node)
+        elif "val" in node.meta:
+            new.meta["val"] = tree_map(lambda leaf, n=node: fixed.described(leaf, n), val)
+        become[node] = number_of.get(node, new)
+    result = Unwritten(module, graph)
+    result.meta.update(module.meta)
+    return result
+
+
+def _shape(node: Any) -> list[int]:
+    return [*node.meta["val"].shape]
+
+
+class _Fixed:
+    """Numbers and fake tensors in place of symbols and of tensors whose sizes are symbols."""
+
+    def __init__(self, sizes: Mapping[sympy.Expr, int]) -> None:
+        self._sizes = sizes
+        self._numbers = dict[Any, Any]()
+        self._storages = dict[int, torch.UntypedStorage]()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def number(self, value: Any, node: fx.Node) -> Any:
+        """The number that a symbolic one stands for; others unchanged."""
+        if not isinstance(value, SYMBOLS):
+            return value
+        expr = value.node.expr
+        if expr not in self._numbers:
+            if expr.has(sympy.Float):
+                raise NotFree(f"{where(node)}: a size of {node.name} is computed with floats")
+            number = sympy.sympify(expr.xreplace(self._sizes))
+            if number.free_symbols:
+                raise NotFree(f"{where(node)}: a size of {node.name} is of no input")
+            self._numbers[expr] = bool(number) if isinstance(value, torch.SymBool) else int(number)
+        return self._numbers[expr]
+
+    def described(self, value: Any, node: fx.Node) -> Any:
+        """A description of fixed sizes; tensors that share memory do so."""
+        if not isinstance(value, torch.Tensor):
+            return self.number(value, node)
+        if storage(value) not in self._storages:  # that of an input has bytes which the graph may not know
+            self._add(value, self.number(value.untyped_storage().nbytes(), node))
+        shape, strides = ([self.number(n, node) for n in numbers] for numbers in (value.shape, value.stride()))
+        return self._fake(value, self.number(value.storage_offset(), node), shape, strides)
+
+    def input(self, value: torch.Tensor, given: torch.Tensor | None, node: fx.Node) -> torch.Tensor:
+        """A description of an input as it is given."""
+        if storage(value) not in self._storages:
+            nbytes: Any = (value if given is None else given).untyped_storage().nbytes()
+            with suppress(NotFree):  # it is a view, and the graph does not know what of
+                nbytes = self.number(nbytes, node)
+            self._add(value, nbytes)
+        if given is None:
+            return self.described(value, node)
+        return self._fake(value, int(given.storage_offset()), given.shape, given.stride())
+
+    def share(self, value: torch.Tensor, other: torch.Tensor) -> None:
+        """Take the memory of a tensor for that of another one."""
+        self._storages[storage(value)] = self._storages[storage(other)]
+
+    def _add(self, value: torch.Tensor, nbytes: Any) -> None:
+        self._storages[storage(value)] = torch.UntypedStorage(value_of(nbytes), device="meta")
+
+    def _fake(self, like: torch.Tensor, offset: int, shape: Any, strides: Any) -> torch.Tensor:
+        memory = self._storages[storage(like)]
+        described = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, shape, strides)
+        fake = FakeTensor(self._mode, described, like.device)
+        if like.is_conj():
+            fake = fake.conj()
+        if like.is_neg():
+            fake = fake._neg_view()
+        return fake.requires_grad_() if like.requires_grad else fake

@@ -1,0 +1,90 @@
+"""The costs of a step at other sizes than those that it was measured at.
+
+Each op takes the seconds that it was measured to take, times the ratio of its estimates at both sizes. Its bytes are
+not estimated: a workspace grows in steps as often as in proportion. A pointwise op has none at any size, and may write
+over what it was tried to write over. Each other distinct op runs once here, on made-up inputs, to count its bytes, and
+is tried again over what it may write over: all of them together take less than the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.device import same_random_state
+from checkmate.capture.inplace.aliasing import candidates
+from checkmate.capture.inplace.rules import written_of
+from checkmate.capture.joint import Joint
+from checkmate.capture.patches.is_compiling import not_compiling
+from checkmate.core.inplace import InPlace
+from checkmate.core.problem import Profile
+from checkmate.profiling import cost_cache
+from checkmate.profiling.cost_cache import OpCost, OpKey
+from checkmate.profiling.measure import estimate, keys_of, measure_ops, recorded_bytes
+from checkmate.profiling.one_op import device_of_op, runs_alone
+from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
+
+
+def profile_at(joint: Joint, known: Joint, profile: Profile) -> Profile:
+    """The profile of a step at other sizes, by its measured profile at the sizes of ``known``.
+
+    Both have the same ops and values, in the same order.
+    """
+    graph, keys, then = joint.graph, keys_of(joint), keys_of(known)
+    other = {k: key for k, key in enumerate(keys) if key is not None and key != then[k]}
+    # The bytes of each distinct op that may have a workspace.
+    counted = _counted({
+        key: node
+        for k, key in other.items()
+        if (node := joint.nodes[k]) is not None and (profile.workspace_bytes[k] or not _is_pointwise(node))
+    })  # fmt: skip
+    seconds, workspace = profile.seconds.copy(), profile.workspace_bytes.copy()
+    ratios: dict[OpKey, float] = {}
+    for k, key in other.items():
+        node, before, op = joint.nodes[k], known.nodes[k], graph.ops[k]
+        assert node is not None
+        assert before is not None
+        if key not in ratios:
+            was = estimate(before)
+            ratios[key] = estimate(node) / was if was else 1.0
+        seconds[k] *= ratios[key]
+        if key in counted:
+            cost, made = counted[key], sum(graph.values[v].size_bytes for v in op.outputs)
+            if cost is None:  # it does not run alone: all that it touches
+                workspace[k] = made + sum(graph.values[v].size_bytes for v in op.inputs)
+            else:
+                workspace[k] = max(0, cost.allocated_bytes - made)
+    # What an op may write over: where it was tried at these sizes, or is pointwise and was tried at others.
+    held, ways = {(way.op, way.over): way for way in profile.ways}, []
+    for k, makes, over, position, slower in candidates(joint):
+        if k in other and other[k] in counted:
+            cost = counted[other[k]]
+            allocated = None if cost is None else cost.over.get(position)
+            if allocated is not None:
+                beside = sum(graph.values[v].size_bytes for v in graph.ops[k].outputs if v != makes)
+                ways.append(InPlace(k, makes, over, max(0, allocated - beside), slower))
+        elif (k, over) in held:
+            ways.append(held[k, over])
+    about = {"seconds": seconds, "workspace_bytes": workspace, "resident_bytes": joint.resident_bytes}
+    return replace(profile, **about, ways=tuple(ways))
+
+
+def _counted(nodes: Mapping[OpKey, fx.Node]) -> dict[OpKey, OpCost | None]:
+    """The costs of ops, of which only the bytes count; None of one that does not run on its own."""
+    counted = cost_cache.recall(nodes.keys())
+    todo = {key: node for key, node in nodes.items() if key not in counted}
+    counted |= {key: None for key, node in todo.items() if not runs_alone(node)}
+    todo = {key: node for key, node in todo.items() if key not in counted}
+    on_cpu = {key: node for key, node in todo.items() if device_of_op(node).type == "cpu"}
+    others = {key: node for key, node in todo.items() if key not in on_cpu}
+    with outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*map(device_of_op, others.values())):
+        return counted | dict(recorded_bytes(on_cpu)) | dict(measure_ops(others))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    written = written_of(node.target)
+    is_tagged = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return is_tagged or (written is not None and written.pointwise)
