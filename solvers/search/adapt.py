@@ -21,7 +21,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Task, certify
+from checkmate.solvers.common.incumbent import Clock, Task, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import drop_runs, exchange
@@ -29,6 +29,8 @@ from checkmate.solvers.search.local_search import drop_runs, exchange
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
 NEAREST = 8  # known plans of other sizes that are looked at
+ADAPT_SECONDS = 0.1  # to adapt the cheapest of them
+NEARLY = 0.005  # of the least that a step takes: so near, none is adapted
 
 
 def as_schedule(problem: Problem, start: Start) -> Schedule:
@@ -104,7 +106,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
 
 
 def cheapest_known(problem: Problem, budget: int, known: Iterable[Solution]) -> Solution | None:
-    """The cheapest plan that fits among those of the same ops at other sizes, or all kept; None if none fits.
+    """The cheapest plan that fits among those of the same ops at other sizes, adapted, or all kept; None if none fits.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> cheapest_known(chain, 4, []).cost
@@ -120,4 +122,10 @@ def cheapest_known(problem: Problem, budget: int, known: Iterable[Solution]) -> 
         if solution.schedule is not None and solution.schedule.R.shape == all_kept.shape:
             with suppress(SolverError):
                 found.append(certify(problem, budget, solution.schedule.R, method=solution.method, origin=origin))
-    return min(found, key=lambda solution: solution.cost, default=None)
+    best = min(found, key=lambda solution: solution.cost, default=None)
+    if best is None or best.schedule is None or best.cost <= (1 + NEARLY) * problem.least_cost:
+        return best
+    # Run less again, where there is room for that here.
+    R = adapt(Task(problem, budget, Clock(ADAPT_SECONDS)), best.schedule.R)
+    adapted = best if R is None else certify(problem, budget, R, method=best.method, origin=origin)
+    return min(best, adapted, key=lambda solution: solution.cost)

@@ -9,7 +9,7 @@ from benchmarks.networks import dags
 from checkmate import Schedule, Status, solve
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, peak_of
-from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
+from checkmate.solvers.search.adapt import adapt, as_schedule, cheapest_known, proven_by
 from tests.solvers.checks import all_runs, runs, takes_less_than, wrong
 from tests.support.budgets import recomputing
 from tests.support.oracle import best_within, drawn, random_problem
@@ -95,3 +95,16 @@ def test_a_start_that_is_none_is_refused() -> None:
                 solve(problem, 100, method=method, start=start)
     with pytest.raises(ValueError, match="'chen-sqrt' has no option 'start'"):
         solve(problem, 5, method="chen-sqrt", start=right)
+
+
+@pytest.mark.parametrize("size", [6, 12])
+def test_the_cheapest_known_plan_runs_less_again_where_there_is_room(size: int) -> None:
+    known, other = dags.resnet((1, 1, 1, 1), batch=8), dags.resnet((1, 1, 1, 1), batch=size)
+    first, budget = solve(known, recomputing(known, 0.1), time_limit=5), recomputing(other, 0.6)
+    cheapest, kept = (cheapest_known(other, n, [first]) for n in (budget, other.keep_all_peak))
+    assert cheapest is not None
+    assert wrong(other, cheapest.schedule.R, budget) == []
+    assert other.least_cost < cheapest.cost < cost_of(other, first.schedule.R)
+    assert kept is not None
+    assert kept.cost == pytest.approx(other.least_cost, rel=1e-12)
+    assert cheapest_known(other, 1, [first]) is None
