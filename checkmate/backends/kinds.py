@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,22 +59,24 @@ class Kind:
         tensors: list[torch.Tensor] = []
         _types((args, kwargs), tensors)
         sizes = iter(self.sizes)
-        before: dict[int, tuple[torch.Tensor, Any]] = {}  # what the user has marked
+        before: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}  # what the user has marked
         try:
             for tensor in tensors:
                 for dim in [dim for dim, size in enumerate([next(sizes) for _ in tensor.shape]) if size is None]:
                     for marked, d in _same(tensor, dim):
-                        before.setdefault(id(marked), (marked, {*getattr(marked, _MARK, ())}))
+                        before.setdefault(id(marked), (marked, deepcopy(_marks(marked))))
                         maybe_mark_dynamic(marked, d)
             yield
         finally:
-            for marked, dims in before.values():
-                setattr(marked, _MARK, dims)
-                if not dims:
-                    delattr(marked, _MARK)
+            for marked, marks in before.values():
+                for name in _marks(marked):
+                    delattr(marked, name)
+                vars(marked).update(marks)
 
 
-_MARK = "_dynamo_weak_dynamic_indices"  # of a tensor: what `maybe_mark_dynamic` leaves
+def _marks(tensor: torch.Tensor) -> dict[str, Any]:
+    """What Dynamo keeps with a tensor, such as which of its sizes are marked."""
+    return {name: value for name, value in vars(tensor).items() if "_dynamo" in name}
 
 
 def _same(tensor: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
