@@ -24,7 +24,8 @@ from checkmate.core.solution import Solution
 from checkmate.devices import REQUESTED
 from checkmate.inspection.addresses import lives_of
 from checkmate.memory import native
-from checkmate.memory.arena import PHASES, Arena, Lives, Phase, Run
+from checkmate.memory.arena import PHASES, Arena, Phase, Run
+from checkmate.memory.lives import Lives
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall

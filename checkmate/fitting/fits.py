@@ -38,9 +38,9 @@ from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
 from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of, without_parts
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
-from checkmate.memory.arena import Lives
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import EXPANDABLE, CudaAllocator, replay_steps
+from checkmate.memory.lives import Lives
 from checkmate.profiling.data_sheets import Device, device_named
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from checkmate.memory import native
+from checkmate.memory.lives import Lives
 
 ALIGNMENT = 64  # bytes, as of PyTorch's allocator
 ROOM = 1.25  # times the bytes of a plan: of the mapping in which a first step finds its addresses
@@ -35,23 +36,6 @@ Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Run = Callable[[list[Any]], Any]
 Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each allocation lies
-
-
-@dataclass(frozen=True)
-class Lives:
-    """The allocations of a step, in order. Time is counted in allocations from 0."""
-
-    sizes: np.ndarray  # (N,) int64, bytes, multiples of `ALIGNMENT`
-    born: np.ndarray  # (N,) int64
-    died: np.ndarray  # (N,) int64: an allocation at that time may have the same bytes
-
-    @property
-    def peak(self) -> int:
-        """The most bytes alive at once, a lower bound for every placement."""
-        changes = np.zeros(int(self.died.max(initial=0)) + 1, dtype=np.int64)
-        np.add.at(changes, self.born, self.sizes)
-        np.add.at(changes, self.died, -self.sizes)
-        return int(np.cumsum(changes).max(initial=0))
 
 
 class PendingPlaces(Protocol):

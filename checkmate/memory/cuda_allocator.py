@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from checkmate.memory.arena import Lives
+from checkmate.memory.lives import Lives
 from checkmate.torch_internals.kernels import _snapshot
 
 BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)

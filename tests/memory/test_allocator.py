@@ -14,7 +14,8 @@ import pytest
 from benchmarks.common.resident import status
 from checkmate.backends.static_memory import place_soon
 from checkmate.memory import measure_peak, native
-from checkmate.memory.arena import Arena, Counts, Lives, Offsets
+from checkmate.memory.arena import Arena, Counts, Offsets
+from checkmate.memory.lives import Lives
 from tests.support.sampling import in_turn, long
 
 TINY = 4096

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkmate.memory.arena import Lives
 from checkmate.memory.cuda_allocator import BLOCK, CudaAllocator, DeviceState, Used, replay, replay_steps
+from checkmate.memory.lives import Lives
 from tests.support.simulated_cuda import install
 
 MIB = 1 << 20
