@@ -28,19 +28,20 @@ from checkmate.profiling.one_op import device_of_op, runs_alone
 from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
 
 
-def profile_at(joint: Joint, known: Joint, profile: Profile) -> Profile:
+def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = True) -> Profile:
     """The profile of a step at other sizes, by its measured profile at the sizes of ``known``.
 
-    Both have the same ops and values, in the same order.
+    Both have the same ops and values, in the same order. ``cache``: take what was measured before.
     """
     graph, keys, then = joint.graph, keys_of(joint), keys_of(known)
     other = {k: key for k, key in enumerate(keys) if key is not None and key != then[k]}
     # The bytes of each distinct op that may have a workspace.
-    counted = _counted({
+    unknown = {
         key: node
         for k, key in other.items()
         if (node := joint.nodes[k]) is not None and (profile.workspace_bytes[k] or not _is_pointwise(node))
-    })  # fmt: skip
+    }
+    counted = _counted(unknown, cost_cache.recall(unknown.keys()) if cache else {})
     seconds, workspace = profile.seconds.copy(), profile.workspace_bytes.copy()
     ratios: dict[OpKey, float] = {}
     for k, key in other.items():
@@ -72,9 +73,8 @@ def profile_at(joint: Joint, known: Joint, profile: Profile) -> Profile:
     return replace(profile, **about, ways=tuple(ways))
 
 
-def _counted(nodes: Mapping[OpKey, fx.Node]) -> dict[OpKey, OpCost | None]:
-    """The costs of ops, of which only the bytes count; None of one that does not run on its own."""
-    counted = cost_cache.recall(nodes.keys())
+def _counted(nodes: Mapping[OpKey, fx.Node], counted: dict[OpKey, OpCost | None]) -> dict[OpKey, OpCost | None]:
+    """The costs of ops, of which only the bytes count, with those known; None of one that does not run on its own."""
     todo = {key: node for key, node in nodes.items() if key not in counted}
     counted |= {key: None for key, node in todo.items() if not runs_alone(node)}
     todo = {key: node for key, node in todo.items() if key not in counted}

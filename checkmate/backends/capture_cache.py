@@ -261,11 +261,12 @@ class CaptureCache:
                 log.debug("", exc_info=True)
                 self._closed[wide] += 1
                 return MISS
-            if isinstance(self._kept[-1].step.training, SizedPlans):
+            made = next((one for one in self._kept if one.kind is wide), None)  # None: torch.compile is turned off
+            if made is not None and isinstance(made.step.training, SizedPlans):
                 known.step = _NOTHING  # whose plan and search go on as the new one's
                 self._forget(known)
-            else:
-                self._kept[-1].kind = kind
+            elif made is not None:
+                made.kind = kind
                 self._closed[wide] += 1
             return result
         return MISS

@@ -61,7 +61,10 @@ def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | No
     joint = joint if order is None else joint.in_order(order)
     if [_alike(op) for op in joint.graph.ops] != [_alike(op) for op in then.graph.ops]:
         return None
-    profile = profile_at(joint, then, known.profile) if isinstance(source, Measure) else profile_of(joint, source)
+    if isinstance(source, Measure):
+        profile = profile_at(joint, then, known.profile, cache=source.cache)
+    else:
+        profile = profile_of(joint, source)
     resident = known.resident - then.resident_bytes + joint.resident_bytes
     profile = replace(profile, resident_bytes=resident, state_bytes=known.profile.state_bytes)
     return replace(known, graph=joint.graph, profile=profile, codegen=partial(emit, joint))

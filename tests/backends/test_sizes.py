@@ -356,3 +356,15 @@ def test_a_layer_that_cannot_be_open_says_nothing_on_standard_error(caplog: pyte
         x = torch.randn(2, length, 8)
         assert_same_bits(_left_by(step, net, x), _left_by(lambda x: net(x)[0].square().mean(), net, x))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_length_while_torch_compile_is_turned_off_changes_no_capture() -> None:
+    torch.manual_seed(0)
+    net = _Net(lambda h: h)
+    twin = copy.deepcopy(net)
+    step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
+    for length, stance in ((24, "default"), (30, "force_eager"), (24, "default"), (17, "default"), (9, "default")):
+        with torch.compiler.set_stance(stance):
+            left = _left_by(step, twin, *_tokens(length))
+        assert_same_bits(left, _left_by(net, net, *_tokens(length)))
+    assert [len(_captures(step)), len(step.plans)] == [1, 3]  # of 24, 17 and 9
