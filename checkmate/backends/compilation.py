@@ -371,7 +371,7 @@ class _Compilation:
         return modules.forward, modules.backward
 
     def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None) -> None:
-        """Raise `NotFree` where sizes cannot be inputs, as of yet, of what is captured so."""
+        """Raise `NotFree` for a capture that cannot have open sizes."""
         reasons = {
             "some of its numbers are inputs": self.numbers,
             "some of its tensors are tagged": self.noted,

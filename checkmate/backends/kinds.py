@@ -1,4 +1,4 @@
-"""The kind of a call: the shapes and types of its tensors, of which some sizes may be open."""
+"""Kinds of calls: the shapes and types of their tensors, with some sizes open."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Kind:
 
 
 def _marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """What Dynamo keeps with a tensor, such as which of its sizes are marked."""
+    """Dynamo's notes on a tensor, such as its marked sizes."""
     return {name: value for name, value in vars(tensor).items() if "_dynamo" in name}
 
 
 def _same(tensor: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """A dimension of a tensor, and the same one of what it is a view of."""
+    """A dimension of a tensor, and the same one of its base."""
     yield tensor, dim
     base = tensor._base
     if base is not None:
@@ -89,7 +89,7 @@ def _same(tensor: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _types(given: Any, tensors: list[torch.Tensor]) -> Any:
-    """All of a call but sizes, which are those of the tensors that are appended."""
+    """The types of a call, without sizes; append its tensors."""
     if isinstance(given, torch.Tensor) and not given.is_nested:
         tensors.append(given)
         return given.dim(), given.dtype, given.device, given.requires_grad, given.is_leaf

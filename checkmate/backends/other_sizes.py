@@ -36,7 +36,7 @@ from checkmate.torch_internals.dispatcher import outside_tracing
 
 @dataclass(frozen=True, eq=False)
 class Earlier:
-    """A capture of fixed sizes, of which some become inputs."""
+    """An earlier capture, of fixed sizes."""
 
     training: SwappablePlan
     sizes: Callable[[Sizes], Sizes]  # what the open sizes were then, by what they are now; NotFree if that is not known
@@ -121,7 +121,7 @@ class SizedPlans(Around):
 
     @property
     def plans(self) -> list[SwappablePlan]:
-        """All plans, that of the largest sizes first."""
+        """All plans, the largest sizes' first."""
         return [self.training, *self._others.values()]
 
     @property
@@ -165,7 +165,7 @@ class SizedPlans(Around):
         return self._find(problem, plans)
 
     def begin(self, sizes: Sizes, solution: Solution, *, taken: int) -> None:
-        """Run by these plans from now on: that of the earlier capture, and that of the one at hand."""
+        """Run by the earlier capture's plan and by this one from now on."""
         self.training.move(self._first, self._code, self._write, self._sizes)
         self._code.make = self._functions_at
         self._add(sizes, solution, taken)

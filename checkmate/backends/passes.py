@@ -125,7 +125,7 @@ class JointGraph:
 
 @dataclass(frozen=True)
 class OpGraph:
-    """The same graph with fixed sizes, with what the rewrites of its ops need."""
+    """The joint graph at fixed sizes, with facts for its rewrites."""
 
     module: fx.GraphModule
     device: torch.device

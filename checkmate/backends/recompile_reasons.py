@@ -57,7 +57,7 @@ def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
 
 
 def changed(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
-    """The values of a call that are not those with which ``own`` was captured, whatever else differs."""
+    """Compare the values of a call with those of the capture of ``own``, whatever else differs."""
     found = []
     for source, value, line in _compared(own):
         now = value_now(source, own, given)

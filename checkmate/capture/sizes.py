@@ -33,7 +33,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def open_sizes(graph: fx.Graph) -> dict[int, int]:
-    """The positions, among the inputs of a joint graph, of those that are sizes, with those that it was traced for.
+    """The sizes among the inputs of a joint graph: positions, and the numbers of the trace.
 
     Where an input that is a view begins in its storage is a number, too, but of no use where no op reads it.
     """
