@@ -73,10 +73,11 @@ def key_of(node: fx.Node) -> str:
     def describe(arg: Any) -> Any:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
             return f"graph {sha256(text_of(body, describe).encode()).hexdigest()[:16]}"
-        return tree_map(_describe, arg.meta.get("val") if isinstance(arg, fx.Node) else arg)
+        what = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+        return _describe(what) if isinstance(what, torch.Tensor) else tree_map(_describe, what)
 
-    what = f"{target_name(node)} {node.target.key}" if isinstance(node.target, Launch) else target_name(node)
-    return f"{what} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
+    name = f"{target_name(node)} {node.target.key}" if isinstance(node.target, Launch) else target_name(node)
+    return f"{name} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
 
 
 class _Text(str):

@@ -1,15 +1,18 @@
 """The costs of a step at other sizes than those that it was measured at.
 
 Each op takes the seconds that it was measured to take, times the ratio of its estimates at both sizes. Its bytes are
-not estimated: a workspace grows in steps as often as in proportion. A pointwise op has none at any size, and may write
-over what it was tried to write over. Each other distinct op runs once here, on made-up inputs, to count its bytes, and
-is tried again over what it may write over: all of them together take less than the step.
+not estimated: a workspace grows in steps as often as in proportion. Where the kernel takes nothing but its results and
+a few numbers, whatever the size, it takes these at all sizes, and may write over what it was tried to write over
+(`_has_same_needs`). Each other distinct op runs once here, on made-up inputs, to count its bytes, and is tried again
+over what it may write over: all of them together take less than the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -27,19 +30,34 @@ from checkmate.profiling.measure import estimate, keys_of, measure_ops, recorded
 from checkmate.profiling.one_op import device_of_op, runs_alone
 from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
 
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+EXACT = (torch.float32, torch.float64)
+ROWS = (
+    *(aten._softmax.default, aten._softmax_backward_data.default),
+    *(aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_backward.default),
+)
+
+_KEYS = WeakKeyDictionary[Joint, Any]()  # of steps that were measured
+
 
 def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = True) -> Profile:
     """The profile of a step at other sizes, by its measured profile at the sizes of ``known``.
 
     Both have the same ops and values, in the same order. ``cache``: take what was measured before.
     """
-    graph, keys, then = joint.graph, keys_of(joint), keys_of(known)
-    other = {k: key for k, key in enumerate(keys) if key is not None and key != then[k]}
-    # The bytes of each distinct op that may have a workspace.
+    if known not in _KEYS:
+        _KEYS[known] = keys_of(known)
+    graph, keys, then = joint.graph, keys_of(joint), _KEYS[known]
+    other = {k: key for k, key in enumerate(keys) if key is not None and (then[k] is None or key[1] != then[k][1])}
+    # The bytes of each distinct op that may need others here.
+    needed = profile.workspace_bytes.copy()
+    for way in profile.ways:
+        needed[way.op] = max(needed[way.op], 0 if way.slower else way.workspace)
     unknown = {
         key: node
         for k, key in other.items()
-        if (node := joint.nodes[k]) is not None and (profile.workspace_bytes[k] or not _is_pointwise(node))
+        if (node := joint.nodes[k]) is not None and not _has_same_needs(node, known.nodes[k], needed[k])
     }
     counted = _counted(unknown, cost_cache.recall(unknown.keys()) if cache else {})
     seconds, workspace = profile.seconds.copy(), profile.workspace_bytes.copy()
@@ -82,6 +100,36 @@ def _counted(nodes: Mapping[OpKey, fx.Node], counted: dict[OpKey, OpCost | None]
     others = {key: node for key, node in todo.items() if key not in on_cpu}
     with outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*map(device_of_op, others.values())):
         return counted | dict(recorded_bytes(on_cpu)) | dict(measure_ops(others))
+
+
+def _has_same_needs(node: fx.Node, before: fx.Node | None, needed: int) -> bool:
+    """Tell whether an op needs the bytes here that it was measured to need at other sizes, beside its results.
+
+    A pointwise kernel needs none, or numbers that it is given as tensors, or copies of operands in another type: these
+    would be a byte an element at least. On the CPU, products of float32 and float64 copy an operand or nothing, by its
+    strides; and what goes row by row sums up a row before it writes it, and copies what is not contiguous.
+    """
+    assert before is not None
+    if _is_pointwise(node):
+        tensors_ = [n.meta["val"] for n in (before, *before.all_input_nodes)]
+        elements = [t.numel() for t in tensors_ if isinstance(t, torch.Tensor) and t.dim()]
+        return needed == 0 or needed < min(elements, default=0)
+    if needed or device_of_op(node).type != "cpu":
+        return False
+    return (node.target in PRODUCTS and node.meta["val"].dtype in EXACT or node.target in ROWS) and all(
+        _layout(n.meta["val"]) == _layout(m.meta["val"])
+        for n, m in zip(node.all_input_nodes, before.all_input_nodes, strict=True)
+    )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The order of a tensor's dimensions in memory, and which of them are dense, or of one element."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]))
+    dense, kinds = 1, []
+    for d in order:
+        kinds.append((d, tensor.stride(d) == dense, tensor.stride(d) == 0, tensor.shape[d] == 1))
+        dense = tensor.stride(d) * tensor.shape[d]
+    return tuple(kinds)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

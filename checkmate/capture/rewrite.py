@@ -31,7 +31,11 @@ def expose_workspaces(graph: fx.Graph) -> None:
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase nodes that nobody reads, without draws and other effects."""
-    graph.eliminate_dead_code(lambda n: n.target in random_draws.DRAWS or n.is_impure() or bool(done_with_gradients(n)))
+
+    def stays(n: fx.Node) -> bool:
+        return bool(n.users or n.target in random_draws.DRAWS or n.is_impure() or done_with_gradients(n))
+
+    graph.eliminate_dead_code(stays)
 
 
 def note_wavering(graph: fx.Graph, repeats: Callable[[fx.Node], bool] | None) -> None:

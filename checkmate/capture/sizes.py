@@ -93,6 +93,8 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
         new.meta = {key: what for key, what in node.meta.items() if key != "tensor_meta"}
         if node in given and isinstance(val, torch.Tensor):
             new.meta["val"] = fixed.input(val, given[node], node)
+        elif isinstance(val, torch.Tensor):
+            new.meta["val"] = fixed.described(val, node)
         elif "val" in node.meta:
             new.meta["val"] = tree_map(lambda leaf, n=node: fixed.described(leaf, n), val)
         become[node] = number_of.get(node, new)
@@ -116,7 +118,7 @@ class _Fixed:
 
     def number(self, value: Any, node: fx.Node) -> Any:
         """The number that a symbolic one stands for; others unchanged."""
-        if not isinstance(value, SYMBOLS):
+        if type(value) is int or not isinstance(value, SYMBOLS):
             return value
         expr = value.node.expr
         if expr not in self._numbers:

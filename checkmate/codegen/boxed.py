@@ -5,10 +5,13 @@ On the main path, 16 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +23,10 @@ from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
 from checkmate.errors import CheckmateError
 from checkmate.torch_internals import kernels
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # of inputs in one list
-_SAY_WHERE = "_say_where"
-_EXCEPT = ("    except Exception as error:", f"        {_SAY_WHERE}(error)", "        raise")
-_OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
 _PRIVATE = (
@@ -67,44 +68,121 @@ def takes_one_list(run: Run) -> Run:
     return run
 
 
-def boxed(module: fx.GraphModule) -> Run:
+@dataclass(frozen=True)
+class Detached:
+    """A view as an argument to write over: whoever gets what is made could not write to it as a view."""
+
+    node: fx.Node
+
+
+Calls = Mapping[fx.Node, tuple[Any, tuple[Any, ...], dict[str, Any]]]  # target, arguments, and keywords
+
+
+def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
     """The function of a module that takes and clears one list, marked for AOTAutograd.
 
-    It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this
-    has the op itself. On small tensors this takes a third to a half off what a call costs.
-    """
-    # Write the code, with each op under a short name of its own.
-    module.graph.set_codegen(Boxed())
-    code = module.graph.python_code("self")
-    bound = {name: what.run if isinstance(what, PlannedOp) else what for name, what in code.globals.items()}
+    Its code has a line for each node, as that of `torch.fx` has, with each op under a name of its own: to look up
+    ``torch.ops.aten.mm.default`` takes a third to a half of what a call costs on small tensors.
 
-    def bind(match: re.Match[str]) -> str:
-        namespace, name, overload = match.groups()
-        op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        short = f"_{namespace}_{name}_{overload}"
-        bound[short] = _BINDINGS.get(op, op._op)
-        return f"{short}("
+    Args:
+        calls: for some nodes, what they call instead.
+    """
+    # Write a line for each node, which frees what no later one reads.
+    graph, code = module.graph, _Code(module)
+    last: dict[fx.Node, list[str]] = {}
+    read = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        for a in node.all_input_nodes:
+            if a not in read:
+                read.add(a)
+                last.setdefault(node, []).append(a.name)
+    given = [node.name for node in graph.nodes if node.op == "placeholder"]
+    lines = ["def forward(inputs):", *([f"    {', '.join(given)}, = inputs"] if given else [])]
+    lines += ["    inputs.clear()", "    try:"]
+    nodes = dict[int, fx.Node]()  # by line
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append(f"        return {code.text(node.args[0])}")
+            break
+        call = code.attribute(node) if node.op == "get_attr" else code.call(*calls.get(node, _call_of(node)))
+        gone = [*last.get(node, ()), *([] if node.users else [node.name])]
+        lines.append(f"        {node.name} = {call}" + (f"; {' = '.join(gone)} = None" if gone else ""))
+        nodes[len(lines)] = node
 
     # Make the function, which says where an op that fails comes from. It is one function: each call of another takes
     # longer than many an op.
     file = f"<checkmate {id(module):x}>"
-    head, body = _OP_CALL.sub(bind, code.src).split(":\n", 1)
-    bound[_SAY_WHERE] = partial(_say_where, graph=module.graph, file=file)
-    lines = [f"{head}:", "    try:", *(f"    {line}" for line in body.splitlines()), *_EXCEPT]
-    exec(compile("\n".join(lines), file, "exec"), bound)
-    return takes_one_list(ending_calls(module.graph, partial(bound["forward"], module)))
+    say_where = code.name_of(partial(_say_where, nodes=nodes, file=file))
+    lines += ["    except Exception as error:", f"        {say_where}(error)", "        raise"]
+    exec(compile("\n".join(lines), file, "exec"), code.bound)
+    return takes_one_list(ending_calls(graph, code.bound["forward"]))
 
 
-def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
+def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
+    return node.target, node.args, node.kwargs
+
+
+class _Code:
+    """Expressions for the calls of a module's nodes, and what their names are bound to."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.bound: dict[str, Any] = {}
+        self._module = module
+        self._names = dict[int, str]()  # of what is bound, by id
+        self._prefix = "_"  # of no node's name
+        while any(node.name.startswith(self._prefix) for node in module.graph.nodes):
+            self._prefix += "_"
+
+    def name_of(self, what: Any) -> str:
+        """The name that something is bound to."""
+        if id(what) not in self._names:
+            name = self._names[id(what)] = f"{self._prefix}{len(self.bound)}"
+            self.bound[name] = what
+        return self._names[id(what)]
+
+    def attribute(self, node: fx.Node) -> str:
+        """An attribute of the module."""
+        return f"{self.name_of(self._module)}.{node.target}"
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """A call of a function; of an op by the quickest way to it."""
+        given = [self.text(arg) for arg in args]
+        if target is operator.getitem:
+            return f"{given[0]}[{given[1]}]"
+        if isinstance(target, OpOverload):
+            target = _BINDINGS.get(target, target._op)
+        elif isinstance(target, PlannedOp):
+            target = target.run
+        given += [f"{name}={self.text(arg)}" for name, arg in kwargs.items()]
+        return f"{self.name_of(target)}({', '.join(given)})"
+
+    def text(self, arg: Any) -> str:
+        """An argument."""
+        if isinstance(arg, fx.Node):
+            return arg.name
+        if isinstance(arg, list):
+            return f"[{', '.join(map(self.text, arg))}]"
+        if isinstance(arg, tuple):
+            return f"({''.join(f'{self.text(one)}, ' for one in arg)})"
+        if isinstance(arg, dict):
+            return f"{{{', '.join(f'{key!r}: {self.text(one)}' for key, one in arg.items())}}}"
+        if isinstance(arg, slice):
+            return f"slice({', '.join(map(self.text, (arg.start, arg.stop, arg.step)))})"
+        if isinstance(arg, Detached):
+            return self.call(aten.detach.default, (arg.node,), {})
+        is_literal = arg is None or type(arg) in (bool, int, str) or (type(arg) is float and isfinite(arg))
+        return repr(arg) if is_literal else self.name_of(arg)
+
+
+def _say_where(error: Exception, nodes: Mapping[int, fx.Node], file: str) -> None:
     """Add the line of the user's code to the error message of an op; an error of checkmate's has said where."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
     if isinstance(error, CheckmateError) or at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
-    nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
-    line = graph.python_code("self").src.splitlines()[frames[at][1] - 2]  # what runs has a `try` before it
-    made = re.match(r"\s*(\w+)(?::.*?)? = ", line)
-    node = nodes.get(made.group(1)) if made else None
+    node = nodes.get(frames[at][1])
     if node is None:
         return
     phase = "backward" if node.meta.get("autograd_backward") else "forward"

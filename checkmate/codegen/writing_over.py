@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -25,8 +26,7 @@ import torch.fx as fx
 
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
-from checkmate.capture.rewrite import Unwritten
-from checkmate.codegen.boxed import Run, boxed, takes_one_list
+from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list
 from checkmate.errors import SolverError
 from checkmate.torch_internals.dispatcher import (
     DeviceContext,
@@ -48,7 +48,7 @@ _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Cou
 
 def refuse_unwritable(graph: fx.Graph) -> None:
     """Raise a `SolverError` if an op is marked to overwrite a value that is still read, or not the step's own."""
-    allowed = _writes(graph)
+    allowed = writes_of(graph)
     for node in graph.nodes:
         if OVER in node.meta and node not in allowed:
             over = node.args[node.meta[OVER]]
@@ -72,7 +72,7 @@ def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
     return found
 
 
-def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
+def writes_of(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     """The marked ops that can write over their argument, with its position; ``spare``: the module's inputs."""
     numbered = _numbered_storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in numbered[a].values()}
@@ -96,37 +96,35 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     return found
 
 
-def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
-    """A module whose marked ops write over their arguments, except inputs if ``spare``."""
-    writes = _writes(module.graph, spare=spare)
-    if not writes:
-        return module
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    graph.output(graph.graph_copy(module.graph, copies)).meta = module.graph.output_node().meta
+def calls_over(writes: Mapping[fx.Node, int]) -> Calls:
+    """The calls of ops that write over the argument at a position."""
+    calls = {}
     for node, position in writes.items():
-        copy, args = copies[node], [*copies[node].args]
-        over: Any = node.args[position]
-        if is_view(over):  # as a view, what is made could not be written to by who gets it
-            with graph.inserting_before(copy):
-                view = (args[position],)
-                args[position] = graph.create_node("call_function", aten.detach.default, view, name=f"{node.name}_in")
-        copy.target, copy.args, copy.kwargs = call_over(copy.target, tuple(args), copy.kwargs, position)
-    graph.lint()
-    return Unwritten(module, graph)
+        args: list[Any] = [*node.args]
+        if is_view(args[position]):
+            args[position] = Detached(args[position])
+        calls[node] = call_over(node.target, tuple(args), node.kwargs, position)
+    return calls
+
+
+def run_over(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> Any:
+    """Run an op over the argument at a position."""
+    args = (*args[:position], args[position].detach(), *args[position + 1 :])
+    target, args, kwargs = call_over(target, args, kwargs, position)
+    return target(*args, **kwargs)
 
 
 def writing_over(module: fx.GraphModule) -> Run:
     """The function of a module whose marked ops write over their arguments if only this call can see it."""
-    writes = _writes(module.graph)
+    writes = writes_of(module.graph)
     if not writes:
         return boxed(module)
     numbered = _numbered_storages(module.graph)
     over = {number for node, i in writes.items() for number in numbered[node.args[i]].values()}  # type: ignore[index]
     given = module.graph.find_nodes(op="placeholder")
     saved = [i for i, node in enumerate(given) if not over.isdisjoint(numbered[node].values())]
-    whole = boxed(written(module))
-    sparing = cache(lambda: boxed(written(module, spare=True)))
+    whole = boxed(module, calls_over(writes))
+    sparing = cache(lambda: boxed(module, calls_over(writes_of(module.graph, spare=True))))
     plain = cache(lambda: boxed(module))
 
     @takes_one_list

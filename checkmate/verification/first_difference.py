@@ -25,7 +25,7 @@ from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
-from checkmate.codegen.writing_over import written
+from checkmate.codegen.writing_over import run_over, writes_of
 from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
@@ -61,7 +61,7 @@ def first_difference(capture: Capture, solution: Solution, run: Callable[[Step],
         found: list[tuple[str, list[str]]] = []
 
         def lower(module: fx.GraphModule, _: list[Any]) -> Callable[[list[Any]], Any]:
-            recorder = _Recorder(written(module), found)
+            recorder = _Recorder(module, found)
             return takes_one_list(lambda values: recorder.run(*values))
 
         run(capture(Backend(lambda _: plan, lower, profile)))
@@ -93,10 +93,13 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, found: list[tuple[str, list[str]]]) -> None:
         super().__init__(module)
-        self.found = found
+        self.found, self._writes = found, writes_of(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        if n in self._writes:
+            result = run_over(n.target, *self.fetch_args_kwargs_from_env(n), self._writes[n])
+        else:
+            result = super().run_node(n)
         if n.op == "call_function":
             self.found.append((n.name, _fingerprints(result)))
         return result
