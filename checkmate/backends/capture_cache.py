@@ -211,7 +211,7 @@ class CaptureCache:
             then = constants(known.own)
             values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
             training = known.step.training
-            earlier = None if training is None else joint_of(training.plan.problem)
+            earlier = joint_of(training.captured) if isinstance(training, SwappablePlan) else None
 
             def check(joint: Joint) -> None:
                 if earlier is None or as_data(values, joint) != as_data(values, earlier):
@@ -242,13 +242,13 @@ class CaptureCache:
             wide, training = known.kind.opened(kind), known.step.training
             if wide is None or not isinstance(training, SwappablePlan) or self._closed[wide] >= TRIES:
                 continue
-            if known.numbers or training.plan.problem.splits or changed(known.own, given):
+            if known.numbers or changed(known.own, given):
                 continue
             then = dict[Any, set[Any]]()  # size now -> sizes then, where they are open
             for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
                 if size is None:
                     then.setdefault(now, set()).add(before)
-            earlier = Earlier(training, partial(_earlier, then), partial(_check, joint_of(training.plan.problem)))
+            earlier = Earlier(training, partial(_earlier, then), partial(_check, joint_of(training.captured)))
             try:
                 with wide.marked(args, kwargs):
                     result = self._captured(wide, Call((self._fn, args, kwargs), earlier=earlier))

@@ -288,8 +288,14 @@ class _Compilation:
             profile = replace(problem.profile, resident_bytes=resident, state_bytes=made)
             return replace(problem, profile=profile, name=name)
 
-        def split(problem: Problem, module: fx.GraphModule) -> Problem:
-            return with_loss_in_parts(problem, module, read, pose, tried=for_this_cpu and not fakes)
+        def split(
+            problem: Problem,
+            module: fx.GraphModule,
+            pose: Callable[[Joint], Problem] = pose,
+            known: Collection[str] = (),
+        ) -> Problem:
+            tried = for_this_cpu and not fakes
+            return with_loss_in_parts(problem, module, read, pose, tried=tried, known=known)
 
         # Its plan.
         replays = Replays.now(device, limit) if limit and not fakes else None
@@ -334,7 +340,9 @@ class _Compilation:
             joint = read(rewrite_ops(module))
             if self.numbers:
                 self.call.check(joint)
-            plan = find(split(pose(joint), module), go_on=is_swappable(joint))
+            problem = split(pose(joint), module)
+            plan = find(problem, go_on=is_swappable(joint))
+            self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
             self._refuse_sizes(module.graph, second_memory)
@@ -344,19 +352,20 @@ class _Compilation:
             then = earlier.sizes(sizes)
             reading = Reading(module, rewrite_ops, read, pose, split, source)
             joint = reading.joint(then)
-            known = earlier.same(joint, source)
+            known, problems = earlier.known(joint, reading)
             reading = replace(reading, states=states_kept(joint.module.graph))
             code, most = SwappableCode(results, tuple(places), sizes), planner.options.max_plans
-            sized = SizedPlans(reading, earlier.training, known, then, find, write, code, most)
+            self.training = sized = SizedPlans(
+                reading, earlier.training, known, problems, then, find, write, code, most
+            )
             if self.guards.answers and backend.measures:
                 sized.guarding(self.guards, backend.limit(known))
-            plan = sized.plan_at(sizes)
+            at_once = sized.plan_at(sizes)
+            plan = at_once.plan
         self.plan, modules = plan, plan.modules
         if self.arena is not None and sized is not None:
             self.arena.lays_out = False
         arena = self.lowering.arena = serving(self.arena, plan, device)
-        alone = SwappablePlan(plan)
-        self.training = sized or alone
         sharing = self.sharing = share(modules)
         self.lowering.first = first = first_step(plan)
         if arena is not None and first is not None and sized is None:
@@ -364,7 +373,7 @@ class _Compilation:
         elif arena is not None and first is not None:
             arena.took_next = first.told
         if sized is not None:
-            self.lowering.code, self.search_on = code, partial(sized.begin, sizes, plan)
+            self.lowering.code, self.search_on = code, partial(sized.begin, sizes, at_once)
         elif plan.rest is not None:
             self.lowering.code = code = SwappableCode(results)
             self.search_on = partial(alone.go_on, plan.rest, code, write)

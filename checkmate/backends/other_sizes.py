@@ -42,16 +42,23 @@ class Earlier:
     sizes: Callable[[Sizes], Sizes]  # what the open sizes were then, by what they are now; NotFree if that is not known
     check: Callable[[Joint], None]  # raises NotFree if with these sizes another step was captured
 
-    def same(self, joint: Joint, source: Source) -> Solution:
-        """The plan of the earlier capture, for the same step as it is captured now at the same sizes."""
+    def known(self, joint: Joint, reading: Reading) -> tuple[Solution, list[Problem]]:
+        """The plan of the earlier capture, for the same step as it is captured now at the same sizes.
+
+        With it come the problems of the step, and of the step with its loss in the plan's parts, at these sizes.
+        """
         self.check(joint)
-        plan = self.training.plan
-        with outside_tracing():
-            problem = step_problem.at_other_sizes(joint, without_rules(plan.problem), source)
-        if problem is None or not is_swappable(joint):
+        plan, captured = self.training.plan, without_rules(self.training.captured)
+        if reading.known(joint, captured) is None or not is_swappable(joint):
             raise NotFree("its plans cannot take over from each other")
-        problem = replace(plan.problem, graph=problem.graph, profile=problem.profile, codegen=problem.codegen)
-        return again(plan, problem, plan.budget, bound=plan.bound, seconds=plan.seconds, origin=plan.origin)
+        problems = [captured, without_rules(plan.problem)]
+        whole = reading.problem(joint, problems)
+        same = next((one for one in whole.splits_in_turn() if one.splits == plan.problem.splits), None)
+        if same is None:
+            raise NotFree("its loss does not run in the same parts")
+        problem = replace(plan.problem, graph=same.graph, profile=same.profile, codegen=same.codegen)
+        about: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
+        return again(plan, problem, plan.budget, **about), [whole] if same is whole else [whole, same]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +66,14 @@ class Reading:
     """How a joint graph with open sizes is read at given sizes.
 
     ``rewrite`` makes the graph's ops those that run, ``read`` finds ops and values, ``pose`` adds costs and bytes,
-    measured here, and ``split`` the splits of its loss.
+    measured here, and ``split`` the splits of its loss (`with_loss_in_parts`).
     """
 
     module: fx.GraphModule
     rewrite: Callable[[fx.GraphModule, Collection[str] | None], object]
     read: Callable[[fx.GraphModule], Joint]
     pose: Callable[[Joint], Problem]
-    split: Callable[[Problem, fx.GraphModule], Problem]
+    split: Callable[..., Problem]
     source: Source
     states: Collection[str] | None = None  # that the rewrites keep, of whatever size; None: by size
 
@@ -77,11 +84,20 @@ class Reading:
             self.rewrite(module, self.states)
             return self.read(module)
 
-    def problem(self, joint: Joint, known: Problem) -> Problem:
-        """Its problem, by the costs of one with the same ops."""
+    def known(self, joint: Joint, *known: Problem) -> Problem | None:
+        """Its problem, by the costs of one with the same ops; None if none has."""
         with outside_tracing():
-            problem = step_problem.at_other_sizes(joint, known, self.source)
-        return self.split(self.pose(joint) if problem is None else problem, joint.module)
+            problems = (step_problem.at_other_sizes(joint, one, self.source) for one in known)
+            return next((problem for problem in problems if problem is not None), None)
+
+    def problem(self, joint: Joint, known: Sequence[Problem]) -> Problem:
+        """Its problem, and the splits of its loss, by the costs of known ones where these have the same ops."""
+
+        def pose(joint: Joint) -> Problem:
+            return self.known(joint, *known) or self.pose(joint)
+
+        splits = [name for problem in known for name in problem.splits]
+        return self.split(pose(joint), joint.module, pose, splits)
 
 
 class SizedPlans(Around):
@@ -90,6 +106,7 @@ class SizedPlans(Around):
     Args:
         training: the plan of the earlier capture, with the search for a better one.
         known: it, for the step at these sizes as it is captured now.
+        problems: of the step at these sizes, and with its loss in parts.
         sizes: of that plan.
         find: gives a plan for a problem, with known plans beside it.
         write: makes the functions of a plan.
@@ -102,6 +119,7 @@ class SizedPlans(Around):
         reading: Reading,
         training: SwappablePlan,
         known: Solution,
+        problems: list[Problem],
         sizes: Sizes,
         find: Callable[[Problem, Sequence[Solution]], Solution],
         write: Callable[[Solution], tuple[Any, Any] | None],
@@ -110,6 +128,7 @@ class SizedPlans(Around):
     ) -> None:
         self.training, self._sizes, self._first = training, sizes, known
         self._reading, self._find, self._write, self._code, self._most = reading, find, write, code, most
+        self._problems = problems
         self._others = dict[Sizes, SwappablePlan]()
         self._making, self._call = threading.Lock(), threading.local()
         self._guard_bytes: Callable[..., int] = lambda plan, inputs: 0
@@ -146,33 +165,36 @@ class SizedPlans(Around):
         """End the search."""
         self.training.end()
 
-    def plan_at(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> Solution:
+    def plan_at(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> SwappablePlan:
         """Find the plan for these sizes."""
         reading, plans = self._reading, [self._first, *(plan.plan for plan in self.plans)]
-        problem = reading.problem(reading.joint(sizes, inputs), without_rules(self._first.problem))
+        problem = reading.problem(reading.joint(sizes, inputs), self._problems)
         # Where it is larger than all before, or does not fit, other random states may be worth to be kept.
         refusal: InfeasibleBudget | None = None
-        if problem.keep_all_cost <= max(plan.problem.keep_all_cost for plan in plans):
+        if problem.keep_all_cost <= max(plan.captured.keep_all_cost for plan in self.plans):
             try:
-                return self._find(problem, plans)
+                return SwappablePlan(self._find(problem, plans), problem)
             except InfeasibleBudget as error:
                 refusal = error
         joint = replace(reading, states=None).joint(sizes, inputs)
         if len(joint.graph.ops) != len(problem.graph.ops):
-            return self._find(reading.split(reading.pose(joint), joint.module), [])
+            problem, plans, refusal = reading.split(reading.pose(joint), joint.module), [], None
         if refusal is not None:
             raise refusal
-        return self._find(problem, plans)
+        return SwappablePlan(self._find(problem, plans), problem)
 
-    def begin(self, sizes: Sizes, solution: Solution, *, taken: int) -> None:
+    def begin(self, sizes: Sizes, plan: SwappablePlan, *, taken: int) -> None:
         """Run by the earlier capture's plan and by this one from now on."""
         self.training.move(self._first, self._code, self._write, self._sizes)
         self._code.make = self._functions_at
-        self._add(sizes, solution, taken)
+        self._add(sizes, plan, taken)
 
-    def _add(self, sizes: Sizes, solution: Solution, taken: int) -> None:
-        plan = SwappablePlan(step_problem.with_guards(solution, taken))
-        if solution.rest is None or solution.problem.keep_all_cost <= self.plan.problem.keep_all_cost:
+    def _add(self, sizes: Sizes, plan: SwappablePlan, taken: int) -> None:
+        solution = plan.plan
+        if all(len(known.graph.ops) != len(solution.problem.graph.ops) for known in self._problems):
+            self._problems.append(without_rules(solution.problem))
+        plan.plan = step_problem.with_guards(solution, taken)
+        if solution.rest is None or plan.captured.keep_all_cost <= self.training.captured.keep_all_cost:
             self._others[sizes] = plan
         else:
             # It is larger than all before: search for a better one, and no more for that of the smaller sizes.
@@ -186,11 +208,11 @@ class SizedPlans(Around):
 
     def _functions_at(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Any, Any]:
         with self._making:
-            known = self.training.plan if sizes == self._sizes else None
-            solution = known or self.plan_at(sizes, inputs)
-            functions = self._write(solution)
+            plan = self.training if sizes == self._sizes else self.plan_at(sizes, inputs)
+            functions = self._write(plan.plan)
             if functions is None:
                 raise SolverError(f"At the sizes {sizes} the step hands over its gradients in another way.")
-            if known is None:
-                self._add(sizes, solution, self._guard_bytes(solution, inputs=[x() for x in self._call.inputs]))
+            if plan is not self.training:
+                inputs = [x() for x in self._call.inputs]
+                self._add(sizes, plan, self._guard_bytes(plan.plan, inputs=inputs))
             return functions

@@ -32,6 +32,7 @@ from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import Run, takes_one_list
 from checkmate.codegen.call_token import call_token
 from checkmate.codegen.emit import is_unchecked
+from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status, format_gap
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
@@ -71,10 +72,14 @@ class Planning:
 
 
 class SwappablePlan(Around):
-    """A captured graph with its present plan, which may change before a call until planning has ended."""
+    """A captured graph with its present plan, which may change before a call until planning has ended.
 
-    def __init__(self, plan: Solution) -> None:
+    ``captured``: its problem, where the plan is for the step with its loss in parts.
+    """
+
+    def __init__(self, plan: Solution, captured: Problem | None = None) -> None:
         self.plan, self.swaps = plan, 0
+        self.captured = captured or plan.problem
         self._search: Search | None = None  # None: nothing is open
         self._write: Write | None = None  # None: no plan can take over
 

@@ -54,11 +54,13 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
 def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:
     """The problem of a step at other sizes than those of a known one; None if it has other ops or another order."""
     then = joint_of(known)
+    if len(joint.graph.ops) != len(then.graph.ops):
+        return None
     # The same nodes have the same names; of another capture they come in the same order where the sizes are the same.
     place = {op.name: k for k, op in enumerate(joint.graph.ops)}
     is_same = place.keys() == {op.name for op in then.graph.ops}
     order = [place[op.name] for op in then.graph.ops] if is_same else late_results(joint.graph)
-    joint = joint if order is None else joint.in_order(order)
+    joint = joint if order is None or order == sorted(order) else joint.in_order(order)
     if [_alike(op) for op in joint.graph.ops] != [_alike(op) for op in then.graph.ops]:
         return None
     if isinstance(source, Measure):

@@ -165,7 +165,8 @@ class _Code:
         if isinstance(arg, list):
             return f"[{', '.join(map(self.text, arg))}]"
         if isinstance(arg, tuple):
-            return f"({''.join(f'{self.text(one)}, ' for one in arg)})"
+            kind = self.name_of(type(arg)) if hasattr(arg, "_fields") else ""
+            return f"{kind}({''.join(f'{self.text(one)}, ' for one in arg)})"
         if isinstance(arg, dict):
             return f"{{{', '.join(f'{key!r}: {self.text(one)}' for key, one in arg.items())}}}"
         if isinstance(arg, slice):

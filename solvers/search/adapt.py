@@ -7,7 +7,7 @@ again. And passes of eviction let go first of what the known plan does not keep:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ from checkmate.solvers.search.local_search import drop_runs, exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
-NEAREST = 8  # known plans of other sizes that are looked at
+OTHER_SIZE = "another size"  # where a plan is from
+LARGER = 2  # known plans of larger sizes that are looked at
 ADAPT_SECONDS = 0.1  # to adapt the cheapest of them
 NEARLY = 0.005  # of the least that a step takes: so near, none is adapted
 
@@ -105,27 +106,52 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     return as_matrix(exchange(task, as_stages(min(found, key=lambda runs: cost_of(task.problem, runs)))))
 
 
-def cheapest_known(problem: Problem, budget: int, known: Iterable[Solution]) -> Solution | None:
+def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> Solution | None:
     """The cheapest plan that fits among those of the same ops at other sizes, adapted, or all kept; None if none fits.
+
+    Where the loss runs in parts in some, the step is split as far as one of them fits.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> cheapest_known(chain, 4, []).cost
     4.0
     """
-    origin, all_kept = "another size", np.eye(len(problem.graph.ops), dtype=bool)
     if budget >= problem.keep_all_peak:
-        return certify(problem, budget, all_kept, method="checkpoint-all", origin=origin)
-    found: list[Solution] = []
-    for solution in sorted(known, key=lambda solution: abs(solution.problem.keep_all_peak - problem.keep_all_peak))[
-        :NEAREST
-    ]:
-        if solution.schedule is not None and solution.schedule.R.shape == all_kept.shape:
+        return certify(problem, budget, _all_kept(problem), method="checkpoint-all", origin=OTHER_SIZE)
+    in_parts = any(solution.problem.splits for solution in known)
+    for split in problem.splits_in_turn() if in_parts else [problem]:
+        fit = _fitting(split, budget, known)
+        best = min(fit, key=lambda solution: solution.cost, default=None)
+        if best is None and (not in_parts or split.unavoidable_bytes.max() > budget):
+            continue
+        if best is not None and best.cost <= (1 + NEARLY) * split.least_cost:
+            return best
+        # Run less again, where there is room for that here.
+        start = _all_kept(split) if best is None or best.schedule is None else best.schedule.R
+        adapted = adapt(Task(split, budget, Clock(ADAPT_SECONDS)), start)
+        if adapted is not None:
+            fit.append(certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE))
+        if fit:
+            return min(fit, key=lambda solution: solution.cost)
+    return None
+
+
+def _fitting(problem: Problem, budget: int, known: Sequence[Solution]) -> list[Solution]:
+    """The plans of the next larger sizes and of the next smaller one that fit; if none does, the first of the others."""
+    size, T = problem.keep_all_peak, len(problem.graph.ops)
+    near = [one for one in known if one.schedule is not None and len(one.schedule.R) == T]
+    near.sort(key=lambda solution: abs(solution.problem.keep_all_peak - size))
+    larger, smaller = ([one for one in near if (one.problem.keep_all_peak >= size) == is_so] for is_so in (True, False))
+    fit = list[Solution]()
+    for group in (larger[:LARGER] + smaller[:1], *([one] for one in (*larger[LARGER:], *smaller[1:]))):
+        for solution in group:
+            assert solution.schedule is not None
             with suppress(SolverError):
-                found.append(certify(problem, budget, solution.schedule.R, method=solution.method, origin=origin))
-    best = min(found, key=lambda solution: solution.cost, default=None)
-    if best is None or best.schedule is None or best.cost <= (1 + NEARLY) * problem.least_cost:
-        return best
-    # Run less again, where there is room for that here.
-    R = adapt(Task(problem, budget, Clock(ADAPT_SECONDS)), best.schedule.R)
-    adapted = best if R is None else certify(problem, budget, R, method=best.method, origin=origin)
-    return min(best, adapted, key=lambda solution: solution.cost)
+                R = solution.schedule.R
+                fit.append(certify(problem, budget, R, method=solution.method, origin=OTHER_SIZE))
+        if fit:
+            break
+    return fit
+
+
+def _all_kept(problem: Problem) -> np.ndarray:
+    return np.eye(len(problem.graph.ops), dtype=bool)

@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 import checkmate
 from checkmate.backends.capture_cache import as_data
 from checkmate.backends.step_problem import joint_of
+from checkmate.capture.loss import ladder
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.whole_steps import plain_step
@@ -94,6 +95,56 @@ def test_lengths_have_plain_bits_at_the_smallest_budget(between: str) -> None:
     for length in LENGTHS:
         assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
     assert len(_captures(step)) <= most
+
+
+class _Vocabulary(nn.Module):
+    """A small model with a large vocabulary, whose loss takes most of the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(800, 16), nn.Linear(16, 16), nn.Linear(16, 800)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor, target: Tensor, share: float = 1.0) -> Tensor:
+        h = self.drop(self.inner(self.words(tokens)))
+        return F.cross_entropy(self.head(h).flatten(0, 1), target.flatten()) * share
+
+
+def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = _Vocabulary()
+    twin = copy.deepcopy(net)
+    whole = checkmate.trace(copy.deepcopy(net), *_tokens(40))
+    budget = checkmate.min_budget(whole).peak * 11 // 10
+    assert budget < whole.unavoidable_bytes.max()
+    asked: list[str] = []
+    really = ladder.equal_inputs
+    monkeypatch.setattr(ladder, "equal_inputs", lambda loss, how: asked.append(str(how)) or really(loss, how))
+    step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
+    for length in (40, 32, 24, 36, 8, 32):
+        asked.clear()
+        assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+        assert measure_peak(lambda n=length: step(*_tokens(n)).backward()).peak <= budget
+        twin.zero_grad()
+        if length in (24, 36):
+            assert len(asked) == 1  # the parts of other lengths
+    assert len(_captures(step)) == 1
+    in_parts = {plan.problem.splits[0].partition(":")[0] for plan in step.plans if plan.problem.splits}
+    assert len(in_parts) == 1
+    assert any(not plan.problem.splits for plan in step.plans)  # of the shortest length
+
+
+def test_a_number_that_changes_is_an_input_of_a_step_whose_loss_runs_in_parts() -> None:
+    torch.manual_seed(0)
+    net = _Vocabulary()
+    twin = copy.deepcopy(net)
+    budget = checkmate.min_budget(checkmate.trace(copy.deepcopy(net), *_tokens(40), 0.3)).peak * 11 // 10
+    step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
+    for share in (0.3, 0.7, 0.9):
+        batch: Any = *_tokens(40), share
+        assert_same_bits(_left_by(step, twin, *batch), _left_by(net, net, *batch))
+    assert len(_captures(step)) == 1
+    assert step.plans[0].problem.splits
 
 
 def _captures(step: Any) -> list[Any]:

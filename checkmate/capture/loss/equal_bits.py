@@ -28,33 +28,42 @@ INPUTS, MOST_INPUTS = 2, 32  # on which a loss is tried
 ENOUGH = 2**20  # logits made, on which another order of a sum shows
 PRODUCT_INPUTS = 4  # on which each product is tried, half of which cancel
 SCALES = (1.0, 8.0)  # of the logits: flat distributions, and some that are nearly certain
-_tried: dict[tuple[Any, ...], bool] = {}
+_tried: dict[tuple[Any, ...], int] = {}  # by loss, split and threads: inputs on which bits were equal, or 0
+_equal = set[tuple[Any, ...]]()  # those with equal bits, at some sizes
 Compared = tuple[Tensor, Tensor]  # of the whole, of parts
 
 
-def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
-    """Tell whether a loss in parts and its gradients have the bits of the whole, with the present threads.
+def equal_inputs(loss: Loss, split: LossSplit) -> int:
+    """The number of inputs on which a loss in parts has the bits of the whole, with the present threads; 0: it differs.
 
-    The trial is made once in a process. Where there is no memory for it, the answer is no, and is not kept.
+    The gradients are compared, too. The trial is made once in a process, and where the same loss kept its bits at other
+    sizes, on half the inputs and a quarter of those of products. Where there is no memory for it, the answer is 0, and
+    is not kept.
     """
     # The key of the trial: all nodes of the loss, the split and the threads.
     module = alone(loss)
-    about: list[Any] = []
+    about, of_any_size = list[Any](), list[Any]()
     for n in module.graph.nodes:
-        made = [(t.dtype, tuple(t.shape), tuple(t.stride()), t.device.type) for t in tensors(n.meta.get("val"))]
+        made = [(t.dtype, t.device.type, tuple(t.shape), tuple(t.stride())) for t in tensors(n.meta.get("val"))]
         about.append((str(n.target), str(n.args), str(n.kwargs), *made))
-    key = tuple(about), split, torch.get_num_threads()
+        of_any_size.append((str(n.target), len(n.args), *(one[:2] for one in made)))
+    key, alike = ((tuple(of), split, torch.get_num_threads()) for of in (about, of_any_size))
     whole, products = partial(_of_loss, module, in_parts(module, split)), partial(_of_products, loss, split)
+    few = alike in _equal
+    count = max(1, inputs_of_loss(loss) // 2) if few else inputs_of_loss(loss)
 
-    def trial() -> bool:
-        return _are_equal(whole, range(inputs_of_loss(loss))) and _are_equal(products, range(PRODUCT_INPUTS))
+    def trial() -> int:
+        are_equal = _are_equal(whole, range(count)) and _are_equal(products, range(1 if few else PRODUCT_INPUTS))
+        return count * are_equal
 
     if key not in _tried:
         with outside_tracing(), torch.no_grad():
             found = within_memory(trial, str(split), "it does not run in parts")
         if not found:
-            return False
+            return 0
         _tried[key] = found[0]
+        if found[0]:
+            _equal.add(alike)
     return _tried[key]
 
 

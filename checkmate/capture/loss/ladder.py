@@ -7,7 +7,7 @@ whose budget needs none pays nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
@@ -15,11 +15,12 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.loss.equal_bits import inputs_of_loss, loss_keeps_bits
+from checkmate.capture.loss.equal_bits import equal_inputs
 from checkmate.capture.loss.find import Loss, losses
 from checkmate.capture.loss.write import LossSplit, in_parts, loss_splits_of
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import outside_tracing
 
 log = logging.getLogger("checkmate.capture.loss")
 
@@ -33,6 +34,7 @@ def with_loss_in_parts(
     pose: Callable[[Joint], Problem],
     *,
     tried: bool,
+    known: Collection[str] = (),
 ) -> Problem:
     """The problem of a step; its `Problem.next_split` is the same step with its loss in more parts.
 
@@ -42,8 +44,9 @@ def with_loss_in_parts(
         read: makes a captured step of such a graph.
         pose: makes a problem of a captured step.
         tried: whether bits of a split are compared before it is offered, which takes data.
+        known: splits of other sizes, as `Problem.splits` names them: the first of these is the first one here.
     """
-    return _Ladder(module, read, pose, tried).linked(problem, 0, int(problem.unavoidable_bytes.max()))
+    return _Ladder(module, read, pose, tried, known).linked(problem, 0, int(problem.unavoidable_bytes.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class _Ladder:
     read: Callable[[fx.GraphModule], Joint]
     pose: Callable[[Joint], Problem]
     tried: bool
+    known: Collection[str]
     names: dict[LossSplit | None, set[str]] = field(default_factory=dict)  # of the nodes, by how the loss is split
 
     @cached_property
@@ -62,7 +66,9 @@ class _Ladder:
 
     @cached_property
     def rungs(self) -> tuple[LossSplit, ...]:
-        return loss_splits_of(self.losses)
+        rungs = loss_splits_of(self.losses)
+        begin = next((i for i, how in enumerate(rungs) if any(name.startswith(f"{how}:") for name in self.known)), 0)
+        return rungs[begin:]
 
     def linked(self, problem: Problem, rung: int, below: int) -> Problem:
         """Link a problem to its next split after ``rung``; without kept logits a plan has ``below`` bytes or more."""
@@ -70,10 +76,15 @@ class _Ladder:
 
     def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
         """The step with its loss in more parts, if that saves bytes; None if nothing more can be gained."""
+        with outside_tracing():
+            return self._next(problem, rung, below)
+
+    def _next(self, problem: Problem, rung: int, below: int) -> Problem | None:
         if not self.losses or not self.is_at_loss(problem, rung):
             return None
         for after, how in enumerate(self.rungs[rung:], rung + 1):
-            if self.tried and not all(loss_keeps_bits(loss, how) for loss in self.losses):
+            inputs = min(equal_inputs(loss, how) for loss in self.losses) if self.tried else 0
+            if self.tried and not inputs:
                 log.info("%s: not the bits of the whole", how)
                 continue
             try:
@@ -89,7 +100,7 @@ class _Ladder:
                 if self.tried:
                     count = torch.get_num_threads()
                     threads = f"{count} threads" if count > 1 else "1 thread"
-                    certificate = f"bits equal on {min(map(inputs_of_loss, self.losses))} inputs, {threads}"
+                    certificate = f"bits equal on {inputs} input{'s' * (inputs > 1)}, {threads}"
                 certified = replace(split, splits=(f"{how}: {certificate}",))
                 return self.linked(certified, after, below if how.kept else least)
             if not self.is_at_loss(split, after):

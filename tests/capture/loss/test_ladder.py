@@ -90,7 +90,7 @@ def test_a_plan_of_a_split_step_says_so(model: _Model, problem: Problem) -> None
 def test_where_a_plan_fits_none_is_split_nor_tried(
     model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda *asked: pytest.fail("tried"))
+    monkeypatch.setattr(ladder, "equal_inputs", lambda *asked: pytest.fail("tried"))
     compiled = checkmate.compile(model, budget=_floor(problem) + 8 * TOKENS.numel() * DEPTH, time_limit=1)
     compiled(TOKENS).backward()
     assert compiled.plans[0].problem.splits == ()
@@ -99,9 +99,9 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
 @pytest.mark.slow
 def test_a_split_with_other_bits_is_not_offered(model: _Model, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checkmate.trace(model, TOKENS)  # what others split is known
-    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, split: split == (8, False))
+    monkeypatch.setattr(ladder, "equal_inputs", lambda loss, split: 2 * (split == (8, False)))
     assert [one.splits[0][:15] for one in problem.splits_in_turn() if one.splits] == ["loss in 8 parts"]
-    monkeypatch.setattr(ladder, "loss_keeps_bits", lambda loss, parts: False)
+    monkeypatch.setattr(ladder, "equal_inputs", lambda loss, parts: 0)
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
         checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)
     assert refusal.value.min_budget >= _floor(problem)

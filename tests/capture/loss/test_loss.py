@@ -168,7 +168,7 @@ def test_each_kind_has_the_bits_of_plain_pytorch(
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
-        equal = [equal_bits.loss_keeps_bits(loss, split) for split in loss_splits_of([loss])[:4]]
+        equal = [equal_bits.equal_inputs(loss, split) for split in loss_splits_of([loss])[:4]]
     finally:
         torch.set_num_threads(before)
     assert all(equal), equal
@@ -181,7 +181,7 @@ def test_products_that_have_other_bits_in_parts_are_told() -> None:
     for split in loss_splits_of([loss])[:4]:
         rows = kernels.slices(len(a), length(len(a), split.parts, kernels.ROWS))
         if any(not same_bits(a[at] @ b, (a @ b)[at]) for at in rows):
-            assert not equal_bits.loss_keeps_bits(loss, split)
+            assert not equal_bits.equal_inputs(loss, split)
 
 
 OTHERS: dict[str, Any] = {  # functions whose bits are not those of the kernel
@@ -194,10 +194,10 @@ OTHERS: dict[str, Any] = {  # functions whose bits are not those of the kernel
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_bits_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (loss,) = _losses(KINDS["capped"], bias=False)
-    assert equal_bits.loss_keeps_bits(loss, LossSplit(4))
+    assert equal_bits.equal_inputs(loss, LossSplit(4))
     monkeypatch.setattr(equal_bits, "_tried", {})
     monkeypatch.setitem(kernels.POINTWISE, name, OTHERS[name])
-    assert not any(equal_bits.loss_keeps_bits(loss, split) for split in LOSS_SPLITS)
+    assert not any(equal_bits.equal_inputs(loss, split) for split in LOSS_SPLITS)
 
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
