@@ -9,15 +9,13 @@ On the main path, 2 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import pickle
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +45,7 @@ from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.sizes import Sizes
 from checkmate.core.solution import format_gap
 from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.memory.meter import collecting_seldom
 from checkmate.statusline import showing
 from checkmate.torch_internals import steps
 from checkmate.torch_internals.aot import _is_primal
@@ -54,7 +53,6 @@ from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo
 
 log = logging.getLogger("checkmate.backends.capture_cache")
 TRIES = 2  # to make sizes inputs: some are special, such as a multiple of eight
-SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
 _FORWARD, _BACKWARD = (  # hooks of all modules
     (steps._global_forward_pre_hooks, steps._global_forward_hooks),
     (steps._global_backward_pre_hooks, steps._global_backward_hooks),
@@ -72,18 +70,6 @@ def _hand_back(*inputs: Any) -> Any:
 
 
 _NOTHING = CapturedStep(_hand_back)
-
-
-@contextmanager
-def collecting_seldom() -> Iterator[None]:
-    """Collect garbage seldom within the block, which makes millions of lasting objects: it took a tenth of the time."""
-    before = gc.get_threshold()
-    if before[0]:  # else it is turned off
-        gc.set_threshold(*map(max, before, SELDOM))
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:

@@ -29,6 +29,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import without_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
+from checkmate.memory.meter import collecting_seldom
 from checkmate.profiling.source import Source
 from checkmate.solvers.common.incumbent import again
 from checkmate.torch_internals.dispatcher import outside_tracing
@@ -207,7 +208,7 @@ class SizedPlans(Around):
             self._code.forget(oldest)
 
     def _functions_at(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        with self._making:
+        with self._making, collecting_seldom():
             plan = self.training if sizes == self._sizes else self.plan_at(sizes, inputs)
             functions = self._write(plan.plan)
             if functions is None:

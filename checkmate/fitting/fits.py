@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import optim
 
-from checkmate.backends.capture_cache import collecting_seldom
 from checkmate.backends.planner import Bytes
 from checkmate.backends.static_memory import lives_on
 from checkmate.backends.tensor_state import tensors_within
@@ -41,6 +40,7 @@ from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import EXPANDABLE, CudaAllocator, replay_steps
 from checkmate.memory.lives import Lives
+from checkmate.memory.meter import collecting_seldom
 from checkmate.profiling.data_sheets import Device, device_named
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split

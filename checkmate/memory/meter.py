@@ -32,6 +32,7 @@ from checkmate.torch_internals.engine import _autograd, _profiler, autograd_prof
 
 CPU = torch.device("cpu")
 YOUNG = 1  # generation of garbage
+SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
 T = TypeVar("T")
 
 
@@ -138,6 +139,18 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_collecting:
             gc.enable()
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Collect garbage seldom within the block, which makes millions of lasting objects: it took a tenth of the time."""
+    before = gc.get_threshold()
+    if before[0]:  # else it is turned off
+        gc.set_threshold(*map(max, before, SELDOM))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def aside(fn: Callable[[], T]) -> T:
