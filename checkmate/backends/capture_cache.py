@@ -25,7 +25,7 @@ import torch.fx as fx
 
 from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call, CapturedStep, run_generated_code
-from checkmate.backends.error_messages import explained, quietly
+from checkmate.backends.error_messages import explained, of_op, quietly
 from checkmate.backends.kinds import Kind
 from checkmate.backends.other_sizes import Earlier, SizedPlans
 from checkmate.backends.plan_swap import SwappablePlan
@@ -42,13 +42,13 @@ from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.traced_ops import traced_since_now
-from checkmate.capture.sizes import Sizes
+from checkmate.capture.sizes import OtherStep, Sizes, fixed_at
 from checkmate.core.solution import format_gap
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory.meter import collecting_seldom
 from checkmate.statusline import showing
 from checkmate.torch_internals import steps
-from checkmate.torch_internals.aot import _is_primal
+from checkmate.torch_internals.aot import TracingContext, _is_primal
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
 
 log = logging.getLogger("checkmate.backends.capture_cache")
@@ -112,6 +112,7 @@ class _Entry:
     numbers: frozenset[str]  # numbers that are inputs, by Dynamo's names
     used: int = 0  # at which call, the last time
     draws: bool = False  # from the generators of Python or NumPy
+    fixed_at: str | None = None  # where PyTorch has fixed a size that was to be open
     step: CapturedStep = _NOTHING
 
     def end(self) -> None:
@@ -224,6 +225,7 @@ class CaptureCache:
     def _with_open_sizes(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Capture the call with the sizes as inputs that differ from an earlier one; `MISS` if they cannot be."""
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        earlier = dict[Kind, list[Earlier]]()
         for known in sorted(self._kept, key=lambda one: -one.used):
             wide, training = known.kind.opened(kind), known.step.training
             if wide is None or not isinstance(training, SwappablePlan) or self._closed[wide] >= TRIES:
@@ -234,33 +236,41 @@ class CaptureCache:
             for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
                 if size is None:
                     then.setdefault(now, set()).add(before)
-            earlier = Earlier(training, partial(_earlier, then), partial(_check, joint_of(training.captured)))
+            check = partial(_check, joint_of(training.captured))
+            earlier.setdefault(wide, []).append(Earlier(training, partial(_earlier, then), check))
+        for wide, captures in [*earlier.items()][:1]:
             try:
                 with wide.marked(args, kwargs):
-                    result = self._captured(wide, Call((self._fn, args, kwargs), earlier=earlier))
+                    result = self._captured(wide, Call((self._fn, args, kwargs), earlier=captures))
             except Exception as error:  # any other error: it comes again with these sizes alone
                 reason = explained(error, self._fn)
                 if isinstance(reason, InfeasibleBudget):
                     raise
-                why = str(error).partition("\n\n")[0].rpartition("\n")[2]
-                log.info("sizes that change are no inputs of %s, and each is captured by itself: %s", self._name, why)
-                log.debug("", exc_info=True)
-                self._closed[wide] += 1
+                self._close(wide, error)
                 return MISS
             made = next((one for one in self._kept if one.kind is wide), None)  # None: torch.compile is turned off
-            if made is not None and isinstance(made.step.training, SizedPlans):
+            if made is not None and isinstance(training := made.step.training, SizedPlans):
+                known = next(one for one in self._kept if one.step.training in training.plans)
                 known.step = _NOTHING  # whose plan and search go on as the new one's
                 self._forget(known)
             elif made is not None:
                 made.kind = kind
-                self._closed[wide] += 1
+                self._close(wide, NotFree(f"PyTorch traces it for one size only: {made.fixed_at}"))
             return result
         return MISS
+
+    def _close(self, wide: Kind, error: Exception) -> None:
+        """Log why open sizes cannot be inputs. At others they may, if the step takes another way there."""
+        cause = getattr(error, "inner_exception", None) or error
+        why = cause if isinstance(cause, NotFree) else f"PyTorch cannot trace it for sizes that change, {of_op(error)}"
+        log.info("sizes that change are no inputs of %s, and each is captured by itself: %s", self._name, why)
+        log.debug("", exc_info=error)
+        self._closed[wide] += 1 if isinstance(cause, OtherStep) else TRIES
 
     def _captured(self, kind: Kind, call: Call, because: Reason | None = None) -> Any:
         """Capture a call, with some of its numbers as inputs, keep the capture, and give the result."""
         (_, args, kwargs), numbers = call.reach, call.numbers
-        if not numbers and call.earlier is None:  # else it takes the place of another one
+        if not numbers and not call.earlier:  # else it takes the place of another one
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
             while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
                 same = [one.because for one in kept if one.because and because and one.because.source == because.source]
@@ -279,6 +289,8 @@ class CaptureCache:
             return f"training; planning goes on, gap {format_gap(known.gap)}" if known.goes_on else "first run"
 
         def compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            if call.earlier and (context := TracingContext.try_get()) is not None:
+                made.fixed_at = fixed_at(context.fake_mode.shape_env)
             made.step = step = self.backend.compile(module, inputs, call)
             if step.training is None and self.backend.lower is run_generated_code:
                 made.step = replace(step, run=surrounded(_hand_back, [Descriptions(module)]))

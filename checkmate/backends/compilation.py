@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
-from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans
+from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans, first_alike
 from checkmate.backends.passes import CHECKS, GRADIENT_REWRITES, REWRITES, JointGraph, OpGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
@@ -42,7 +42,7 @@ from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
 from checkmate.capture.rewrite import states_kept
 from checkmate.capture.sharded.shards import Shards, local
-from checkmate.capture.sizes import open_sizes
+from checkmate.capture.sizes import open_sizes, symbols_of
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.shared_copies import SharedCopies
@@ -78,7 +78,7 @@ class Call:
     reach: Any = ()  # the function with its arguments: the budget counts all tensors in these
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # raises if the capture is wrong for such inputs
-    earlier: Earlier | None = None  # a capture, of which some sizes become inputs
+    earlier: Sequence[Earlier] = ()  # captures, of one of which some sizes become inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ class _Compilation:
         )
         for rewrite in GRADIENT_REWRITES:
             rewrite(joint_graph)
-        places = {} if self.call.earlier is None else open_sizes(module.graph)
+        is_open = bool(self.call.earlier and symbols_of(module.graph))
 
         def rewrite_ops(module: fx.GraphModule, states: Collection[str] | None = None) -> fx.GraphModule:
             graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
@@ -336,7 +336,7 @@ class _Compilation:
             return FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
 
         code = sized = None
-        if not places:
+        if not is_open:
             joint = read(rewrite_ops(module))
             if self.numbers:
                 self.call.check(joint)
@@ -346,10 +346,10 @@ class _Compilation:
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
             self._refuse_sizes(module.graph, second_memory)
-            earlier, sizes = self.call.earlier, tuple(places.values())
-            assert earlier is not None
+            places = open_sizes(module.graph)
+            sizes = tuple(places.values())
             assert isinstance(planner, Planner)
-            then = earlier.sizes(sizes)
+            earlier, then = first_alike(self.call.earlier, module.graph, sizes)
             reading = Reading(module, rewrite_ops, read, pose, split, source)
             joint = reading.joint(then)
             known, problems = earlier.known(joint, reading)

@@ -285,6 +285,14 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     return Unsupported(f"Cannot compile {name}: {said}\n{_advice(str(inner), _INTERNAL)}{hint}")
 
 
+def of_op(error: Exception) -> str:
+    """The line of the user's code whose op fails while it is traced, and PyTorch's first sentence on it."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    said = re.search(r"got \w+\(['\"](.+?)['\"]\)", str(error)) or re.match(r"\s*(.+)", str(inner))
+    sentence = "" if said is None else re.split(r"\. |\.?\\n", said[1])[0]
+    return f"{' '.join(_place(error).split())} ({sentence})"
+
+
 def _as_eager(error: Exception) -> str:
     """The message of plain PyTorch for an op that fails on the shapes or types of its arguments."""
     raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)

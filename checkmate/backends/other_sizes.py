@@ -21,10 +21,10 @@ import torch.fx as fx
 from checkmate.backends import step_problem
 from checkmate.backends.plan_swap import Planning, SwappableCode, SwappablePlan, is_swappable
 from checkmate.capture.around import Around
-from checkmate.capture.guards import DataGuards
+from checkmate.capture.guards import DataGuards, GuardFailed
 from checkmate.capture.joint import Joint
 from checkmate.capture.number_inputs import NotFree
-from checkmate.capture.sizes import Sizes, put_in
+from checkmate.capture.sizes import Sizes, check_answers, put_in
 from checkmate.core.problem import Problem
 from checkmate.core.rules import without_rules
 from checkmate.core.solution import Solution
@@ -60,6 +60,24 @@ class Earlier:
         problem = replace(plan.problem, graph=same.graph, profile=same.profile, codegen=same.codegen)
         about: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
         return again(plan, problem, plan.budget, **about), [whole] if same is whole else [whole, same]
+
+
+def first_alike(captures: Sequence[Earlier], graph: fx.Graph, sizes: Sizes) -> tuple[Earlier, Sizes]:
+    """The first of earlier captures for whose sizes a joint graph of open sizes is, and these sizes.
+
+    Raises:
+        NotFree: if it is for none of them.
+    """
+    reasons = list[NotFree]()
+    for earlier in captures:
+        try:
+            then = earlier.sizes(sizes)
+            check_answers(graph, then)
+        except NotFree as error:
+            reasons.append(error)
+        else:
+            return earlier, then
+    raise reasons[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +227,10 @@ class SizedPlans(Around):
 
     def _functions_at(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Any, Any]:
         with self._making, collecting_seldom():
-            plan = self.training if sizes == self._sizes else self.plan_at(sizes, inputs)
+            try:
+                plan = self.training if sizes == self._sizes else self.plan_at(sizes, inputs)
+            except NotFree as error:
+                raise GuardFailed(str(error), self._sizes, sizes, None) from None
             functions = self._write(plan.plan)
             if functions is None:
                 raise SolverError(f"At the sizes {sizes} the step hands over its gradients in another way.")

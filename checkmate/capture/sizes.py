@@ -5,11 +5,14 @@ the joint graph, and all that comes behind, from the rewrites to the code, is fo
 been traced for that call: no rule, no simulator and no solver sees a symbol.
 
 The numbers of a graph are computed by the functions that the step calls, and not by algebra, which may round otherwise:
-1 / sqrt(n), say. Sizes are whole numbers, of which algebra is exact; where a float takes part in one, it stays fixed.
+1 / sqrt(n), say. Sizes are whole numbers, of which algebra is exact; one that a float takes part in has to be computed
+by such a function: int(0.5 * n). Where algebra rounds it otherwise, guards do, too: such a call is captured by itself.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,7 +24,7 @@ import torch.fx as fx
 from checkmate.capture.nodes import storage
 from checkmate.capture.number_inputs import NotFree
 from checkmate.capture.patches.kernels import value_of
-from checkmate.capture.provenance import where
+from checkmate.capture.provenance import source_name, where
 from checkmate.capture.rewrite import Unwritten
 from checkmate.torch_internals.aot import _is_primal, is_sym_node
 from checkmate.torch_internals.descriptions import FakeTensor, FakeTensorMode
@@ -32,6 +35,10 @@ Sizes = tuple[int, ...]  # of a call, in the order of the inputs that stand for 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class OtherStep(NotFree):
+    """Raised if sizes cannot be inputs for what was captured at others."""
+
+
 def open_sizes(graph: fx.Graph) -> dict[int, int]:
     """The sizes among the inputs of a joint graph: positions, and the numbers of the trace.
 
@@ -39,14 +46,52 @@ def open_sizes(graph: fx.Graph) -> dict[int, int]:
     """
     primals = _primals(graph)
     values = [node.meta["val"] for node in primals]
-    tensors = [val for val in values if isinstance(val, torch.Tensor)]
-    numbers = [n for tensor in tensors for n in (*tensor.shape, *tensor.stride())]
-    in_shapes = {n.node.expr for n in numbers if isinstance(n, torch.SymInt)}
+    in_shapes = {n.node.expr for n in symbols_of(graph)}
     return {
         i: value_of(val)
         for i, (node, val) in enumerate(zip(primals, values, strict=True))
         if isinstance(val, torch.SymInt) and (node.users or val.node.expr in in_shapes)
     }
+
+
+def symbols_of(graph: fx.Graph) -> list[torch.SymInt]:
+    """The symbols in the shapes, strides and bytes of a joint graph's inputs; tracing may have fixed some since."""
+    tensors = [val for node in _primals(graph) if isinstance(val := node.meta["val"], torch.Tensor)]
+    numbers = [n for t in tensors for n in (*t.shape, *t.stride(), t.untyped_storage().nbytes())]
+    return [n for n in numbers if isinstance(n, torch.SymInt)]
+
+
+def fixed_at(env: Any) -> str | None:
+    """Where tracing has fixed the first of the sizes that were open, by PyTorch's record of shapes; None: nowhere."""
+    return next(map(_line, env.replacements_slocs.values()), None)
+
+
+def _line(asked: Any) -> str:
+    """The line of code that asked for a size, in one sentence's words."""
+    line = re.match(r"(?P<code>.*?) *# (?P<file>\S+):(?P<number>\d+) in ", str(asked.maybe_user_loc))
+    return f"{source_name(line['file'])}:{line['number']}, {line['code']}" if line else str(asked)
+
+
+def check_answers(graph: fx.Graph, sizes: Sizes) -> None:
+    """Check that tracing would have been told the same of other sizes.
+
+    Args:
+        graph: that was traced.
+        sizes: for those that are open, as `open_sizes` lists them.
+
+    Raises:
+        NotFree: if PyTorch has fixed a size, after all.
+        OtherStep: if with these sizes another step is traced.
+    """
+    values = [_primals(graph)[i].meta["val"] for i in open_sizes(graph)]
+    for value in (*values, *symbols_of(graph)):
+        env = value.node.shape_env
+        if value.node.expr.is_number or not values:
+            raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
+    symbols = {value.node.expr: size for value, size in zip(values, sizes, strict=True)}
+    for asked in env.guards:
+        if asked.expr.xreplace(symbols) == sympy.false:
+            raise OtherStep(f"what is computed depends on the size: {_line(asked.sloc)}")
 
 
 def _primals(graph: fx.Graph) -> list[fx.Node]:
@@ -62,7 +107,7 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
         inputs: of a call of these sizes; None: as they were when the graph was traced.
 
     Raises:
-        NotFree: if a size is computed by way of a float.
+        NotFree: if a size is computed by way of a float that cannot be followed, for these sizes or any.
     """
     primals = _primals(module.graph)
     given = dict(zip(primals, [None] * len(primals) if inputs is None else inputs, strict=True))
@@ -79,15 +124,20 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
         if node.op == "call_function" and is_sym_node(node):
             is_of_tensor = any(isinstance(arg, fx.Node) for arg in args)
             become[node] = fixed.number(val, node) if is_of_tensor else node.target(*args, **kwargs)
+            if type(become[node]) is int and isinstance(val, torch.SymInt):
+                fixed.rounded(val, become[node], node)
             continue
-        # A part that is all of a tensor is that tensor, as it is in a graph that is traced for these sizes.
-        if node.target is aten.slice.Tensor and _shape(args[0]) == [fixed.number(n, node) for n in val.shape]:
-            become[node] = args[0]
-            continue
-        if node.target is aten.slice_backward.default and _shape(args[0]) == [*args[1]]:
-            become[node] = args[0]
-            fixed.share(val, node.all_input_nodes[0].meta["val"])
-            continue
+        # A part that is all of a tensor is that tensor, as it is in a graph that is traced for these sizes. Where it is
+        # all at any size, and no index of Python's such as x[:], it is an op there, too.
+        if node.target in (aten.slice.Tensor, aten.slice_backward.default):
+            whole = node.args[0].meta["val"]
+            shape, of_whole = ([fixed.number(n, node) for n in t.shape] for t in (val, whole))
+            is_always = sys.maxsize not in node.args and _expressions(val.shape) == _expressions(whole.shape)
+            if shape == of_whole and not is_always:
+                become[node] = args[0]
+                if node.target is aten.slice_backward.default:
+                    fixed.share(val, whole)
+                continue
         # Inputs as they are, and all else as it is described.
         new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = {key: what for key, what in node.meta.items() if key != "tensor_meta"}
@@ -103,8 +153,8 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
     return result
 
 
-def _shape(node: Any) -> list[int]:
-    return [*node.meta["val"].shape]
+def _expressions(shape: Sequence[Any]) -> list[Any]:
+    return [n.node.expr if isinstance(n, torch.SymInt) else n for n in shape]
 
 
 class _Fixed:
@@ -112,6 +162,7 @@ class _Fixed:
 
     def __init__(self, sizes: Mapping[sympy.Expr, int]) -> None:
         self._sizes = sizes
+        self._rounded = dict[sympy.Expr, sympy.Integer]()  # whole numbers that are computed with floats
         self._numbers = dict[Any, Any]()
         self._storages = dict[int, torch.UntypedStorage]()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,13 +173,22 @@ class _Fixed:
             return value
         expr = value.node.expr
         if expr not in self._numbers:
-            if expr.has(sympy.Float):
+            exact = expr.xreplace(self._rounded)
+            if exact.has(sympy.Float):
                 raise NotFree(f"{where(node)}: a size of {node.name} is computed with floats")
-            number = sympy.sympify(expr.xreplace(self._sizes))
+            number = sympy.sympify(exact.xreplace(self._sizes))
             if number.free_symbols:
                 raise NotFree(f"{where(node)}: a size of {node.name} is of no input")
             self._numbers[expr] = bool(number) if isinstance(value, torch.SymBool) else int(number)
         return self._numbers[expr]
+
+    def rounded(self, value: torch.SymInt, number: int, node: fx.Node) -> None:
+        """Know a whole number as the step computes it; by algebra, as guards compute it, it has to be the same."""
+        expr = value.node.expr
+        if expr.has(sympy.Float):
+            if expr.xreplace(self._sizes) != number:
+                raise NotFree(f"{where(node)}: a size is computed with floats, in an order that is not kept")
+            self._rounded[expr] = sympy.Integer(number)
 
     def described(self, value: Any, node: fx.Node) -> Any:
         """A description of fixed sizes; tensors that share memory do so."""

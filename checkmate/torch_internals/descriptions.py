@@ -17,6 +17,7 @@ NAMES = Table(
     Name("mkldnn_rnn_layer", "torch._meta_registrations", "PyTorch's rule of an LSTM", "LSTMs are not captured"),
     Name("mkldnn_rnn_layer_backward", "torch._meta_registrations", "and of its backward", "LSTMs are not captured"),
     Name("decompositions", "torch._decomp", "in place of ops: `should_fold`, `dropout`, `native_batch_norm_helper`"),
+    Name("meta_table", "torch._decomp", "what is described by a rule, and not by its decomposition"),
     Name("compute_elementwise_output_strides", "torch._prims_common", "strides of pointwise results"),
     Name("make_contiguous_strides_for", "torch._prims_common", "strides of a contiguous tensor"),
     Name("suggest_memory_format", "torch._prims_common", "channels last, or not"),

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkmate
-from checkmate.backends.capture_cache import SELDOM, CaptureCache
+from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.memory import measure_peak
+from checkmate.memory.meter import SELDOM
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, compiled
 from tests.support.whole_steps import plain_step

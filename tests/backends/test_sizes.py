@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -281,15 +282,29 @@ def test_plans_of_lengths_that_were_not_used_for_longest_go() -> None:
     assert len(step.plans) == 1 + 3
 
 
-def test_what_cannot_be_open_is_captured_for_each_length(caplog: pytest.LogCaptureFixture) -> None:
-    net = _Net(lambda h: h + h[:, : int(h.shape[1] * 0.5)].mean(1, keepdim=True))
+def test_what_cannot_be_open_is_captured_for_each_length_and_tried_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = _Net(lambda h: h * torch.hann_window(h.shape[1])[:, None])
     twin = copy.deepcopy(net)
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
     with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
         for length in (24, 30, 17, 9):
             assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
     assert len(_captures(step)) == 4
-    assert any("test_sizes.py" in m and "computed with floats" in m for m in caplog.messages)
+    (said,) = caplog.messages
+    assert re.search(r"PyTorch traces it for one size only: test_sizes\.py:\d+, .*hann_window", said)
+
+
+def test_a_length_that_takes_another_way_is_opened_with_another(caplog: pytest.LogCaptureFixture) -> None:
+    """Distances of more than 25 vectors are computed by products."""
+    net = _Net(lambda h: h + torch.cdist(h, h).sum(-1, keepdim=True))
+    twin = copy.deepcopy(net)
+    step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
+    with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
+        for length in (24, 30, 17, 9, 12):
+            assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+    assert len(_captures(step)) == 2
+    (said,) = caplog.messages
+    assert re.search(r"what is computed depends on the size: test_sizes\.py:\d+, .*cdist", said)
 
 
 def test_numbers_and_lengths_that_change_together() -> None:
@@ -407,6 +422,16 @@ def test_a_layer_that_cannot_be_open_says_nothing_on_standard_error(caplog: pyte
         x = torch.randn(2, length, 8)
         assert_same_bits(_left_by(step, net, x), _left_by(lambda x: net(x)[0].square().mean(), net, x))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_op_that_cannot_be_traced_with_open_sizes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.LSTM(8, 8, batch_first=True)
+    step: Any = checkmate.compile(lambda x: net(x)[0].square().mean(), budget="10 MB")
+    with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
+        for length in (6, 8, 4):
+            step(torch.randn(2, length, 8)).backward()
+    (said,) = caplog.messages
+    assert re.search(r"test_sizes\.py:\d+ in .*net\(x\).*oneDNN tells .* given sizes only\)$", said)
 
 
 def test_a_length_while_torch_compile_is_turned_off_changes_no_capture() -> None:

@@ -17,9 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.backends import compilation
+from checkmate.backends.passes import JointGraph
+from checkmate.backends.step_problem import joint_of
+from checkmate.capture.sizes import open_sizes, put_in
 from checkmate.capture.without_device import cuda
 from checkmate.capture.without_device.attention_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
 from checkmate.memory.native import Unbuildable
+from checkmate.torch_internals.dynamo import maybe_mark_dynamic
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
 
@@ -236,3 +241,42 @@ def test_without_a_compiler_a_line_of_the_log_says_so(
     assert ops["_native_batch_norm_legit_functional"] == 1
     assert "planned with the ops that run on the CPU" in caplog.text
     assert "no C++ compiler was found" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "causal", "kernel"), [("h100", True, "cudnn"), ("a100", True, "flash"), ("a100", False, "flash")]
+)
+def test_a_length_stays_open_and_each_has_the_kernel_that_is_chosen_for_it(
+    device: str, causal: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        embed, attend = nn.Embedding(50, 32).bfloat16(), nn.Linear(32, 96).bfloat16()
+
+    def step(tokens: Tensor) -> Tensor:
+        q, k, v = attend(embed(tokens)).unflatten(-1, (3, 2, 16)).movedim(2, 0).transpose(2, 3)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        return F.cross_entropy((mixed @ embed.weight.T).flatten(0, 1).float(), tokens.flatten())
+
+    def ops(tokens: Tensor) -> list[str]:
+        """The ops of a step that is traced for this length."""
+        problem = checkmate.trace(step, tokens, profile=f"roofline:{device}")
+        return [node.name for node in joint_of(problem).step.module.graph.nodes if "attention" in str(node.target)]
+
+    lengths = {n: torch.zeros(4, n, dtype=torch.long, device="meta") for n in (30, 24, 17, 2)}
+    expected = {n: ops(tokens) for n, tokens in lengths.items()}
+    assert all(any(kernel in op for op in found) for found in expected.values())
+    # A trace for open sizes stands for all of these.
+    put_in_place = list[dict[int, list[str]]]()
+
+    def note(joint: JointGraph) -> None:
+        assert len(open_sizes(joint.module.graph)) == 1
+        graphs = {n: put_in(joint.module, (n,)).graph for n in lengths}
+        put_in_place.append(
+            {n: [node.name for node in graph.nodes if "attention" in str(node.target)] for n, graph in graphs.items()}
+        )
+
+    monkeypatch.setattr(compilation, "GRADIENT_REWRITES", [*compilation.GRADIENT_REWRITES, note])
+    maybe_mark_dynamic(lengths[30], 1)
+    with pytest.raises(checkmate.Unsupported):  # a plan is for fixed sizes
+        ops(lengths[30])
+    assert put_in_place[0] == expected

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
+from checkmate.capture.patches.image_sizes import upsample
 from checkmate.errors import Unsupported
 from checkmate.torch_internals import aot
 from checkmate.torch_internals.descriptions import decompositions
@@ -81,6 +82,9 @@ def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
     packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
     inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
+    for op in inexact:
+        if op._overloadname == "vec":
+            kernels[op] |= dict.fromkeys(_KEYS, partial(upsample, getattr(aten, op._schema.name[6:]).default))
     kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
     kernels[_ISTFT] = {key: partial(_istft, one) for key, one in _ISTFT.py_kernels.items()}
     kernels[_MATMUL] = {key: partial(_matmul, one) for key, one in _MATMUL.py_kernels.items()}

@@ -51,6 +51,8 @@ def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The fake results of one layer: output, hidden state, cell state, workspace."""
     leaves, spec = tree_flatten((args, kwargs))
+    if any(isinstance(n, torch.SymInt) for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape):
+        raise RuntimeError("oneDNN tells how large the workspace of an LSTM is for given sizes only")
     described = tuple(_Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     size = _workspace_bytes(described, spec)
     with mode:

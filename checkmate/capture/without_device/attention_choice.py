@@ -29,8 +29,8 @@ class Attention(NamedTuple):
     heads: int
     key_heads: int
     value_heads: int
-    queries: int  # length of the sequence
-    keys: int
+    queries: int  # length of the sequence; where cuda.cpp asks, 2 stands for each longer one
+    keys: int  # where it asks, 3 for a longer one that is not that of the queries
     head_dim: int
     key_dim: int
     value_dim: int
