@@ -26,7 +26,7 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.number_inputs import NotFree
 from checkmate.capture.sizes import Sizes, check_answers, put_in
 from checkmate.core.problem import Problem
-from checkmate.core.rules import without_rules
+from checkmate.core.rules import as_mapping, with_rules, without_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory.meter import collecting_seldom
@@ -57,7 +57,7 @@ class Earlier:
         same = next((one for one in whole.splits_in_turn() if one.splits == plan.problem.splits), None)
         if same is None:
             raise NotFree("its loss does not run in the same parts")
-        problem = replace(plan.problem, graph=same.graph, profile=same.profile, codegen=same.codegen)
+        problem = with_rules(same, as_mapping(plan.problem))
         about: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
         return again(plan, problem, plan.budget, **about), [whole] if same is whole else [whole, same]
 

@@ -245,7 +245,7 @@ class Planner:
         if self.total <= reserve:
             why = f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(self.total)}."
             raise infeasible(why, self.total, min_budget(problem).peak + reserve)
-        if known and not options.rules and options.wait != "best":
+        if known and options.wait != "best":
             cheapest = cheapest_known(problem, self.total - reserve, known)
             if cheapest is not None:
                 return cheapest

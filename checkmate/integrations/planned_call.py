@@ -100,15 +100,18 @@ class Loop:
         # Tensors of the loop that the planned step does not reach.
         planned = {id(t) for t in _tensors(part)}
         others = {id(t): t.nbytes for other in (module, *self.beside) for t in _tensors(other) if id(t) not in planned}
-        outside = 0 if self.outside is None else self.outside(args, kwargs)
         return Kept(
             states=sum(map(_state_bytes, updates)),
             gradients=gradients if self.accumulates else 0,
-            batches=self.ahead * sum(t.nbytes for t in tensors_within((args, kwargs))),
             beside=buckets + sum(others.values()),
-            outside=outside,
             update=_bytes_on_the_way(updates),
+            **self.with_batch(args, kwargs),
         )
+
+    def with_batch(self, args: Any, kwargs: Any) -> dict[str, int]:
+        """The parts of `Kept` that grow with the batch."""
+        outside = 0 if self.outside is None else self.outside(args, kwargs)
+        return {"batches": self.ahead * _batch_bytes(args, kwargs), "outside": outside}
 
 
 class PlannedCall(Planned):
@@ -118,8 +121,9 @@ class PlannedCall(Planned):
         found: Any = getattr(module, name)
         self._fn, self._is_bound = getattr(found, "__func__", found), hasattr(found, "__func__")
         self._options = options
-        self._step: CompiledStep[..., Any] | None = None
-        self.module, self.loop = module, Loop(())
+        self._step: CompiledStep[..., Any] | None
+        self.module = module
+        self.begin(Loop(()))
         self.kept: Kept | None = None  # once it is planned
         self.stub: Any = None  # its result while the code around it is measured
         self.stands_aside = False  # nothing is planned here, but in a part of it
@@ -130,7 +134,7 @@ class PlannedCall(Planned):
 
     def begin(self, loop: Loop) -> None:
         """Begin another training loop: plans for the last one do not hold."""
-        self.loop, self._step = loop, None
+        self.loop, self._step, self._largest = loop, None, 0
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the planned method, or without gradients the plain one."""
@@ -140,8 +144,14 @@ class PlannedCall(Planned):
         plain = self.stands_aside or not module.training or not torch.is_grad_enabled()
         if plain or torch.compiler.is_compiling():
             return self._fn(*given, **kwargs)
-        if self._step is None:
-            self._step = self._planned(module, given, kwargs)
+        size = _batch_bytes(args, kwargs)
+        if self._step is None or self.kept is None:
+            self._step, self._largest = self._planned(module, given, kwargs), size
+        elif size > self._largest:
+            # More is kept beside the largest batch so far; plans for the smaller ones stay.
+            planner: Any = self._step._run.backend.planner
+            before, self.kept = self.kept.total, replace(self.kept, **self.loop.with_batch(args, kwargs))
+            planner.reserve, self._largest = planner.reserve + max(0, self.kept.total - before), size
         return self._step(*given, **kwargs)
 
     def plainly(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -263,6 +273,10 @@ def plain_optimizer(optimizer: Any) -> optim.Optimizer:
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
+
+
+def _batch_bytes(args: Any, kwargs: Any) -> int:
+    return sum(t.nbytes for t in tensors_within((args, kwargs)))
 
 
 def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:

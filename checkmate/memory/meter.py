@@ -96,12 +96,16 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     # Free no present garbage, even by ``gc.collect()``: that would hide allocations. It is put aside; only the young is
     # collected first, as to look through all objects of a large program takes half a second.
     gc.collect(YOUNG)
+    due = gc.get_count()[-1]
     gc.freeze()
     try:
         with record_allocations() as recording:
             result = fn()
     finally:
         gc.unfreeze()
+        # Freezing forgets how long the old was not collected: where each length is measured, it never would be again.
+        for _ in range(due):
+            gc.collect(YOUNG)
     levels = np.concatenate([[0], np.cumsum(recording.bytes)])
     return MemoryUse(int(levels.max()), int(levels[-1]), result)
 

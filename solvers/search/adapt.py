@@ -115,7 +115,7 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
     >>> cheapest_known(chain, 4, []).cost
     4.0
     """
-    if budget >= problem.keep_all_peak:
+    if budget >= problem.keep_all_peak and not problem.limits.recomputed:
         return certify(problem, budget, _all_kept(problem), method="checkpoint-all", origin=OTHER_SIZE)
     in_parts = any(solution.problem.splits for solution in known)
     for split in problem.splits_in_turn() if in_parts else [problem]:
@@ -129,7 +129,8 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
         start = _all_kept(split) if best is None or best.schedule is None else best.schedule.R
         adapted = adapt(Task(split, budget, Clock(ADAPT_SECONDS)), start)
         if adapted is not None:
-            fit.append(certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE))
+            with suppress(SolverError):  # it breaks a rule
+                fit.append(certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE))
         if fit:
             return min(fit, key=lambda solution: solution.cost)
     return None

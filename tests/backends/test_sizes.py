@@ -21,6 +21,8 @@ import checkmate
 from checkmate.backends.capture_cache import as_data
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.loss import ladder
+from checkmate.core.rules import with_rules, without_rules
+from checkmate.core.simulator import check_plan
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.whole_steps import plain_step
@@ -307,6 +309,25 @@ def test_a_length_that_takes_another_way_is_opened_with_another(caplog: pytest.L
     assert re.search(r"what is computed depends on the size: test_sizes\.py:\d+, .*cdist", said)
 
 
+@pytest.mark.parametrize(("options", "why"), [({}, "are tagged"), ({"host_budget": "10 MB"}, "a second memory")])
+def test_a_kind_of_step_without_open_sizes_says_why(
+    options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(8, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        h = net(x)
+        return (h if options else checkmate.tag(h, "h")).square().mean()
+
+    step: Any = checkmate.compile(loss, budget="10 MB", **options)
+    with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
+        for length in (12, 9, 15):
+            x = torch.randn(length, 8)
+            assert_same_bits(_left_by(step, net, x), _left_by(loss, net, x))
+    assert len(_captures(step)) == 3
+    assert why in caplog.text
+
+
 def test_numbers_and_lengths_that_change_together() -> None:
     torch.manual_seed(0)
     net = _Net(lambda h: h)
@@ -444,3 +465,23 @@ def test_a_length_while_torch_compile_is_turned_off_changes_no_capture() -> None
             left = _left_by(step, twin, *_tokens(length))
         assert_same_bits(left, _left_by(net, net, *_tokens(length)))
     assert [len(_captures(step)), len(step.plans)] == [1, 3]  # of 24, 17 and 9
+
+
+@pytest.mark.parametrize("rules", [{"first": "recompute", "aten.tanh": 2}, {"first": "keep"}])
+def test_known_plans_of_other_lengths_obey_rules(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = _Net(lambda h: h.tanh().tanh())
+    ruled = with_rules(checkmate.trace(net, *_tokens(41)), rules)
+    budget = (checkmate.min_budget(ruled).peak + ruled.keep_all_peak) // 2
+    step: Any = checkmate.compile(lambda *batch: net(*batch), budget=budget, rules=rules, time_limit=1)
+    twin = copy.deepcopy(net)
+    for place, length in enumerate((41, 30, 36, 40, 9)):
+        if place == 2:
+            monkeypatch.setattr("checkmate.solvers.solve.attempt", None)  # nothing is searched for
+        assert_same_bits(_left_by(step, net, *_tokens(length)), _left_by(twin, twin, *_tokens(length)))
+    assert len(_captures(step)) == 1
+    assert len(step.plans) == 5
+    for plan in step.plans:
+        alone = with_rules(without_rules(plan.problem), rules)
+        assert [op.pinned for op in plan.problem.graph.ops] == [op.pinned for op in alone.graph.ops]
+        assert check_plan(plan.plan, alone, budget) == []

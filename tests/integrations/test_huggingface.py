@@ -16,6 +16,7 @@ import checkmate
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.integrations.huggingface import WithinBudget, find_batch_size
 from checkmate.memory import measure_peak
+from examples.lengths import DOCUMENTS, packed, padded
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
 
@@ -207,6 +208,28 @@ def test_trainers_of_trl(kind: str, lora: bool, tmp_path: Path, monkeypatch: pyt
     within, _ = _same_within(_trl(kind, tmp_path, lora=lora, **more), 0.85, most)
     assert within.planned.kept.outside > 0
     assert (within.planned.kept.beside > _held(_llama())) == (kind == "dpo" and not lora)
+
+
+@pytest.mark.parametrize("collate", [slow(padded), long(packed)])
+def test_documents_of_many_lengths(collate: Any, tmp_path: Path) -> None:
+    """They are padded to the longest of a batch, or packed into one row: two captures, or one where none is padded."""
+    rows = [{"input_ids": row, "labels": row} for row in ((tokens % 60 + 1).tolist() for tokens in DOCUMENTS)]
+
+    def trainer(*callbacks: Any) -> Trainer:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False))
+        arguments = TrainingArguments(**_arguments(tmp_path, max_steps=4, train_sampling_strategy="sequential"))
+        return Trainer(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[*callbacks])
+
+    most, plain = _trained(trainer())
+    within = WithinBudget(int(0.8 * most), time_limit=1)
+    measured, left = _trained(trainer(within))
+    assert_same_bits(left, plain)
+    assert measured <= 0.8 * most
+    assert within.planned is not None
+    assert len(within.planned.plans) == 4
+    assert sum(len(cache.steps) for cache in within.planned._caches) <= 1 + (collate is padded)
 
 
 def test_a_reference_model_that_a_callback_does_not_see_is_refused(tmp_path: Path) -> None:

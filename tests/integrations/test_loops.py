@@ -125,3 +125,18 @@ def test_what_is_refused() -> None:
         layer(torch.ones(2, 64))
     layer.eval()
     assert layer(torch.ones(2, 64)).shape == (2, 64)
+
+
+def test_what_grows_with_the_batch_is_left_out_for_the_longest_so_far() -> None:
+    """Batches that the loop holds, and what runs outside of the plan; of a length that was planned the plan stays."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    within_budget(model, optim.SGD(model.parameters(), lr=0.1), "1 MB", ahead=2)
+    planned = plans_of(model)
+    planned.loop.outside = lambda args, kwargs: 1000 * len(args[0])
+    for length in (8, 64, 16, 8):
+        model(torch.randn(length, 16)).sum().backward()
+    assert planned.kept is not None
+    assert [planned.kept.batches, planned.kept.outside] == [2 * 64 * 16 * 4, 64_000]
+    short, *others = (plan.budget for plan in sorted(planned.plans, key=lambda plan: plan.problem.keep_all_peak))
+    left = 10**6 - planned.kept.total
+    assert [short, *others] == [left + 56_000 + 2 * 56 * 16 * 4, left, left]

@@ -349,7 +349,7 @@ def test_what_is_listed_as_long_or_slow_is_there(name: str) -> None:
         assert function.rpartition(".")[2] in functions(file), f"{test} is there no more: python -m tests.suite.long"
 
 
-NAMES = ("gpt2", "resnet", "lora", "diffusion", "lightning_callback", "whole_step", "second_memory")
+NAMES = ("gpt2", "resnet", "lora", "lengths", "diffusion", "lightning_callback", "whole_step", "second_memory")
 PRINTED = re.compile(r"^(?:plain \S+ takes|planned are|measured are) ([\d.]+ \w?B)", re.MULTILINE)
 
 
@@ -361,5 +361,7 @@ def test_every_script_is_run_here_or_by_torchrun() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_takes_what_was_planned_or_less(name: str) -> None:
     printed = run_python(str(ROOT / "examples" / f"{name}.py")).stdout
-    plain, planned, measured = map(parse_bytes, PRINTED.findall(printed))
-    assert measured <= planned < plain
+    figures = [*map(parse_bytes, PRINTED.findall(printed))]
+    assert figures
+    for plain, planned, measured in zip(*[iter(figures)] * 3, strict=True):
+        assert measured <= planned < plain

@@ -163,6 +163,35 @@ class Scenes:
             _compiled(nn.Linear(WIDTH, 3))(x).sum().backward()
         dist.barrier()
 
+    def lengths_of_their_own_on_each_rank() -> None:
+        """Two captures on each; a length that the other rank has planned before, or has no more, keeps none waiting."""
+        rank = dist.get_rank()
+        sizes = [lengths[rank] for lengths in ((64, 40), (30, 64), (50, 33), (33, 50), (64, 64), (20, 44), (44, 70))]
+        batches = [batch(16 * size, WIDTH) for size in sizes]
+
+        def left_by(wrapped: nn.Module) -> Any:
+            torch.manual_seed(rank)
+            optimizer, left = torch.optim.SGD(wrapped.parameters(), lr=0.1), []
+            for x, y in batches:
+                loss = wrapped(x, y)
+                loss.backward()
+                left.append((loss.detach(), [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]))
+                optimizer.step()
+                optimizer.zero_grad()
+            return local([left, [*wrapped.state_dict().values()]])
+
+        problem = checkmate.trace(_net(), *batch(16 * 70, WIDTH))
+        budget = (checkmate.min_budget(problem, time_limit=SECONDS).peak + problem.keep_all_peak) // 2
+        captured = []
+        compiled = _compiled(_net(), max(everywhere(budget)))
+        with pytest.MonkeyPatch.context() as patch:
+            compile_graph = compilation.Backend.compile
+            patch.setattr(compilation.Backend, "compile", lambda *given: captured.append(1) or compile_graph(*given))
+            model = DistributedDataParallel(compiled)
+            assert_same_bits(left_by(model), left_by(DistributedDataParallel(_net())))
+        assert [len(captured), len(compiled.plans)] == [2, len(set(sizes))]
+        assert any(plan.schedule.recomputed.sum() for plan in compiled.plans)
+
     def collectives_within_the_step() -> None:
         problem = checkmate.trace(Synchronized(), *batch(SIZE, WIDTH))
         compiled = _compiled(Synchronized(), checkmate.min_budget(problem, time_limit=SECONDS).peak + 100_000)
