@@ -33,13 +33,9 @@ from checkmate.version import __version__ as __version__
 if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
-    from checkmate.batch.max_batch_size import max_batch_size as max_batch_size
-    from checkmate.batch.result import LargestBatch as LargestBatch
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
     from checkmate.costs import profile as profile
-    from checkmate.fitting.answer import Fits as Fits
-    from checkmate.fitting.fits import fits as fits
     from checkmate.inspection.addresses import Addresses as Addresses
     from checkmate.inspection.addresses import addresses as addresses
     from checkmate.inspection.difference import Difference as Difference
@@ -48,6 +44,10 @@ if TYPE_CHECKING:
     from checkmate.inspection.op_costs import Costs as Costs
     from checkmate.inspection.peak import PeakExplanation as PeakExplanation
     from checkmate.inspection.peak import explain_peak as explain_peak
+    from checkmate.sizes.fits import fits as fits
+    from checkmate.sizes.fits_page import Fits as Fits
+    from checkmate.sizes.largest_batch import LargestBatch as LargestBatch
+    from checkmate.sizes.max_batch_size import max_batch_size as max_batch_size
     from checkmate.solvers.catalogue import methods as methods
     from checkmate.solvers.frontier import Frontier as Frontier
     from checkmate.solvers.frontier import frontier as frontier
@@ -65,17 +65,17 @@ if TYPE_CHECKING:
 _LAZY = {  # names that need PyTorch or a solver, by module
     name: f"checkmate.{module}"
     for module, names in {
-        "batch.result": "LargestBatch",
-        "batch.max_batch_size": "max_batch_size",
         "compiler": "compile verify",
         "costs": "profile",
-        "fitting.answer": "Fits",
-        "fitting.fits": "fits",
         "inspection.addresses": "Addresses addresses",
         "inspection.difference": "Difference diff",
         "inspection.explanation": "Explanation",
         "inspection.op_costs": "Costs",
         "inspection.peak": "PeakExplanation explain_peak",
+        "sizes.fits": "fits",
+        "sizes.fits_page": "Fits",
+        "sizes.largest_batch": "LargestBatch",
+        "sizes.max_batch_size": "max_batch_size",
         "solvers.catalogue": "methods",
         "solvers.frontier": "Frontier frontier",
         "solvers.search.min_budget": "MinBudget min_budget",

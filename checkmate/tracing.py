@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 import torch.fx as fx
@@ -12,9 +12,11 @@ import torch.fx as fx
 from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.error_messages import explained, quietly
+from checkmate.backends.other_sizes import SizedCall
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
 from checkmate.backends.tensor_state import drawing_nothing, tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as
+from checkmate.capture.number_inputs import NotFree
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.provenance import is_users
 from checkmate.capture.without_device.cuda import as_on_cuda
@@ -27,9 +29,10 @@ from checkmate.inspection.explanation import Break, Explanation, pinned_ops
 from checkmate.memory import CPU
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.source import Source
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.training import TrainingStep
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and keywords
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
@@ -69,27 +72,16 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
 
 def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Problem:
     """Trace a step for a batch, as `trace` does."""
-    costs = options.costs
     problems: list[Problem] = []
-    fakes = [*filter(is_fake, tensors_within((fn, args, kwargs)))]
-    as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
-    fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
-    # A backend that takes the first problem and runs nothing.
+    # A planner that takes the first problem and ends the capture.
     def taken(problem: Problem) -> Solution:
         problems.append(problem)
         raise _Captured
 
-    @takes_one_list
-    def stop(inputs: list[Any]) -> Any:
-        raise _Captured
-
-    # Capture; the exception above ends it.
     try:
-        with quietly(), drawing_nothing(), as_captured(), _planned_on(costs, fakes):
-            about: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
-            backend = Backend(taken, lambda module, inputs: stop, costs, updates=updates, **about)
-            CaptureCache(fn, backend)(*args, **kwargs)
+        with _tracing(fn, args, kwargs, options):
+            _cache_of(fn, options, taken)(*args, **kwargs)
     except Exception as error:
         if not problems and not isinstance(error, _Captured):  # with a problem, it is `_Captured` explained by Dynamo
             reason = explained(error, fn)
@@ -105,20 +97,77 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     return problems[0]
 
 
-@contextmanager
-def _planned_on(costs: Source, fakes: list[torch.Tensor]) -> Iterator[None]:
-    """Take meta tensors for tensors on the device of the cost source; measured costs are refused.
+class OpenTrace:
+    """A step, captured for batches of many sizes.
 
-    Fake tensors on the CPU stay there. What differentiates while it is traced, as `flex_attention` does, stays in this
-    thread: autograd has none for a device that is not here, and asserts that there is one.
+    Args:
+        fn, options: as for `traced`.
+        batch: arguments and keywords for which it is captured.
+        other: those of another size; sizes that differ are open.
+
+    Raises:
+        NotFree: if they cannot be.
     """
-    if isinstance(costs, Measure) or all(t.device.type == "cpu" for t in fakes):
-        yield
-        return
-    capability = costs.capability if isinstance(costs, Device) else None
-    on_cuda = nullcontext(False) if capability is None else as_on_cuda(capability)
-    in_this_thread = torch.autograd.set_multithreading_enabled(False)
-    with on_cuda as can, meta_as(torch.device("cuda", 0) if can else CPU), in_this_thread:
+
+    def __init__(self, fn: Callable[..., Any], batch: Batch, other: Batch, options: Options) -> None:
+        self.fn, self._options = fn, options
+        self._cache = _cache_of(fn, options, _not_asked)
+        try:
+            with _tracing(fn, *batch, options):
+                self._cache.open(batch, other)
+        except SizedCall:  # captured, as all calls that it is for will be
+            self._cache.before = _not_asked
+        except Exception as error:
+            raise NotFree(str(error).partition("\n\n")[0].rpartition("\n")[2]) from error
+
+    def problem(self, batch: Batch) -> Problem | None:
+        """The problem that `traced` gives for this batch; None if the step is to be captured anew for it.
+
+        Raises:
+            NotFree: if its sizes cannot be put in.
+        """
+        args, kwargs = batch
+        with _tracing(self.fn, args, kwargs, self._options):
+            try:
+                self._cache(*args, **kwargs)
+            except SizedCall as call:
+                return call.problem((self.fn, args, kwargs))
+            except _Captured:
+                return None
+        return None  # there is nothing to plan
+
+
+def _not_asked(*about: Any) -> NoReturn:
+    raise _Captured
+
+
+def _cache_of(fn: Callable[..., Any], options: Options, planner: Callable[[Problem], Solution]) -> CaptureCache:
+    """A cache that captures a step by a planner which ends the capture, and runs nothing."""
+    fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
+    stop = takes_one_list(_not_asked)
+    about: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
+    return CaptureCache(fn, Backend(planner, lambda module, inputs: stop, options.costs, updates=updates, **about))
+
+
+@contextmanager
+def _tracing(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Iterator[None]:
+    """Within the block, trace for the device of the cost source, and change no state of the step.
+
+    Meta tensors are taken for tensors on that device; with measured costs they are refused. Fake tensors on the CPU
+    stay there. What differentiates while it is traced, as `flex_attention` does, stays in this thread: autograd has
+    none for a device that is not here, and asserts that there is one.
+    """
+    costs, fakes = options.costs, [*filter(is_fake, tensors_within((fn, args, kwargs)))]
+    with ExitStack() as stack:
+        stack.enter_context(quietly())
+        stack.enter_context(drawing_nothing())
+        if isinstance(fn, TrainingStep):
+            stack.enter_context(fn.as_captured())
+        if not isinstance(costs, Measure) and any(t.device.type != "cpu" for t in fakes):
+            capability = costs.capability if isinstance(costs, Device) else None
+            on_cuda = capability is not None and stack.enter_context(as_on_cuda(capability))
+            stack.enter_context(meta_as(torch.device("cuda", 0) if on_cuda else CPU))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
 
 

@@ -27,7 +27,7 @@ from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call, CapturedStep, run_generated_code
 from checkmate.backends.error_messages import explained, of_op, quietly
 from checkmate.backends.kinds import Kind
-from checkmate.backends.other_sizes import Earlier, SizedPlans
+from checkmate.backends.other_sizes import Earlier, SizedCall, SizedPlans
 from checkmate.backends.plan_swap import SwappablePlan
 from checkmate.backends.recompile_reasons import Reason, changed, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.step_problem import joint_of
@@ -149,8 +149,7 @@ class CaptureCache:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the capture for this call; make it if there is none."""
-        # Dynamo does not look whether the hooks of all modules are others than at the capture.
-        kind, other = Kind.of(args, kwargs, (within_region(), *map(tuple, _HOOKS))), None
+        kind, other = self._kind(args, kwargs), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for known in self._of_kind(kind):
             # Pass over a capture that differs from this call in the last of some answers, and in none before it.
@@ -173,6 +172,21 @@ class CaptureCache:
                 known.used = next(self._calls)
                 return result
         return self._anew(kind, args, kwargs, other)
+
+    def open(self, call: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+        """Capture a call, arguments and keywords, to pose problems: sizes that differ in another call are inputs.
+
+        This call, and all for which the capture is, raise a `SizedCall` from then on.
+
+        Raises:
+            NotFree: if no sizes can be inputs.
+        """
+        wide = self._kind(*call).opened(self._kind(*other))
+        if wide is None:
+            raise NotFree("more than its sizes differs, or a size is 1")
+        with wide.marked(*call):
+            self._captured(wide, Call((self._fn, *call), poses=True))
+        raise NotFree("there is nothing to plan")
 
     def _anew(self, kind: Kind, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
         """Capture the call. Numbers or sizes that changed since another capture become inputs, if they can.
@@ -316,6 +330,9 @@ class CaptureCache:
             made.draws = _have_drawn(state)
             draw_again_from(state)
             result = self._fn(*args, **kwargs)
+        except SizedCall:  # it is kept for further calls
+            self._kept.append(made)
+            raise
         except BaseException:
             made.end()
             raise
@@ -339,6 +356,10 @@ class CaptureCache:
                 self._most,
             )
         return result
+
+    def _kind(self, args: Any, kwargs: Any) -> Kind:
+        # Dynamo does not look whether the hooks of all modules are others than at the capture.
+        return Kind.of(args, kwargs, (within_region(), *map(tuple, _HOOKS)))
 
     def _of_kind(self, kind: Kind) -> list[_Entry]:
         """The captures for calls of a kind, the last used first."""

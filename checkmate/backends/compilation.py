@@ -59,7 +59,7 @@ from checkmate.profiling.measure import Measure, forget
 from checkmate.profiling.source import Source
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
-from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config
+from checkmate.torch_internals.aot import TracingContext, _is_primal, aot_autograd, functorch_config
 from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
@@ -79,6 +79,7 @@ class Call:
     numbers: Set[str] = frozenset()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # raises if the capture is wrong for such inputs
     earlier: Sequence[Earlier] = ()  # captures, of one of which some sizes become inputs
+    poses: bool = False  # its problems are asked for, and no plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +125,10 @@ class Backend:
         """Compile a graph that Dynamo captured for a call."""
         with showing(traced_since_now("tracing")):
             return _Compilation(self, module, inputs, call or Call()).compiled()
+
+
+class _Read(Exception):
+    """Raised in place of planning a graph whose problems are asked for, with its `Reading`."""
 
 
 class _Lowering:
@@ -192,7 +197,10 @@ class _Compilation:
             noted_arrivals() as self.arrived,
             noting() as self.noted,
         ):
-            run = compile_graph(self.module, self.shards.take_apart(self.module, self.inputs))
+            try:
+                run = compile_graph(self.module, self.shards.take_apart(self.module, self.inputs))
+            except _Read as read:
+                return CapturedStep(surrounded(read.args[0].hand_over, [guards]), guards.answers)
         # Its guards run before it, within the same budget.
         training, taken = self.training, 0
         if guards.answers and backend.measures and self.plan is not None:
@@ -253,7 +261,7 @@ class _Compilation:
         )
         for rewrite in GRADIENT_REWRITES:
             rewrite(joint_graph)
-        is_open = bool(self.call.earlier and symbols_of(module.graph))
+        is_open = bool((self.call.earlier or self.call.poses) and symbols_of(module.graph))
 
         def rewrite_ops(module: fx.GraphModule, states: Collection[str] | None = None) -> fx.GraphModule:
             graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
@@ -271,21 +279,27 @@ class _Compilation:
             step = TracedStep(module, results, static, names, numbers, draws, parameters)
             return read_joint(step, block_bytes=block_bytes, noted=noted)
 
-        # Its problem, with all that is in memory beside it.
-        reach = (self.call.reach, updates and updates.reach)
+        # All that is in memory beside it.
         made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
-        unread = made + step_problem.unread_bytes(reach, self.known, device, block_bytes)
-        allocated = None if fakes else allocated_on(device)
+        held = self.known[len(self.inputs) :]
+
+        def in_all(inputs: Sequence[Any], reach: Any) -> Callable[[int], int]:
+            reach = (reach, updates and updates.reach)
+            unread = made + step_problem.unread_bytes(reach, [*inputs, *held], device, block_bytes)
+            allocated = 0 if fakes else allocated_on(device) or 0
+            return lambda read: max(read + unread, allocated)
+
+        here = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
 
-        def pose(joint: Joint) -> Problem:
+        # Its problem.
+        def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
             problem = step_problem.problem_of(joint, source, second_memory, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
-            resident = max(problem.resident + unread, allocated or 0)
-            profile = replace(problem.profile, resident_bytes=resident, state_bytes=made)
+            profile = replace(problem.profile, resident_bytes=in_all(problem.resident), state_bytes=made)
             return replace(problem, profile=profile, name=name)
 
         def split(
@@ -336,6 +350,13 @@ class _Compilation:
             return FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
 
         code = sized = None
+        places = open_sizes(module.graph) if is_open else {}
+        reading = Reading(module, rewrite_ops, read, pose, split, source, in_all, tuple(places))
+        if self.call.poses:
+            self._refuse_sizes(module.graph, second_memory)
+            if not is_open:
+                raise NotFree("the step fixes them")
+            raise _Read(reading)
         if not is_open:
             joint = read(rewrite_ops(module))
             if self.numbers:
@@ -346,11 +367,9 @@ class _Compilation:
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
             self._refuse_sizes(module.graph, second_memory)
-            places = open_sizes(module.graph)
             sizes = tuple(places.values())
             assert isinstance(planner, Planner)
             earlier, then = first_alike(self.call.earlier, module.graph, sizes)
-            reading = Reading(module, rewrite_ops, read, pose, split, source)
             joint = reading.joint(then)
             known, problems = earlier.known(joint, reading)
             reading = replace(reading, states=states_kept(joint.module.graph))
@@ -385,9 +404,15 @@ class _Compilation:
             "some of its numbers are inputs": self.numbers,
             "some of its tensors are tagged": self.noted,
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
-            "a second memory is planned for fixed sizes": second_memory is not None,
-            "its plans are not those of a budget": not isinstance(self.backend.planner, Planner),
         }
+        if self.call.poses:
+            taken = sum(map(_is_primal, graph.find_nodes(op="placeholder")))
+            reasons["its inputs are not those of the call"] = self.shards.layouts or taken != len(self.inputs)
+        else:
+            reasons |= {
+                "a second memory is planned for fixed sizes": second_memory is not None,
+                "its plans are not those of a budget": not isinstance(self.backend.planner, Planner),
+            }
         if found := [reason for reason, is_so in reasons.items() if is_so]:
             raise NotFree(found[0])
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx as fx
@@ -85,15 +85,18 @@ class Reading:
     """How a joint graph with open sizes is read at given sizes.
 
     ``rewrite`` makes the graph's ops those that run, ``read`` finds ops and values, ``pose`` adds costs and bytes,
-    measured here, and ``split`` the splits of its loss (`with_loss_in_parts`).
+    measured here, and ``split`` the splits of its loss (`with_loss_in_parts`). ``pose`` counts all that is in use
+    beside a call of the capture, if not given ``in_all`` of another one: a function of the bytes that the graph reads.
     """
 
     module: fx.GraphModule
     rewrite: Callable[[fx.GraphModule, Collection[str] | None], object]
     read: Callable[[fx.GraphModule], Joint]
-    pose: Callable[[Joint], Problem]
+    pose: Callable[..., Problem]
     split: Callable[..., Problem]
     source: Source
+    in_all: Callable[[Sequence[Any], Any], Callable[[int], int]]  # of the inputs of a call, and all that it reaches
+    places: tuple[int, ...]  # of the open sizes, among the inputs
     states: Collection[str] | None = None  # that the rewrites keep, of whatever size; None: by size
 
     def joint(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> Joint:
@@ -117,6 +120,23 @@ class Reading:
 
         splits = [name for problem in known for name in problem.splits]
         return self.split(pose(joint), joint.module, pose, splits)
+
+    def hand_over(self, *inputs: Any) -> NoReturn:
+        """Run in place of a plan: raise what is known of the call."""
+        raise SizedCall(self, inputs)
+
+
+class SizedCall(Exception):
+    """Raised in place of a result, with a reading and the inputs of a call, by which its problem is posed."""
+
+    def problem(self, reach: Any) -> Problem:
+        """The problem that a capture of this call, which reaches so much, would pose."""
+        reading, inputs = self.args
+        joint, in_all = reading.joint(tuple(inputs[i] for i in reading.places), inputs), reading.in_all(inputs, reach)
+        pose = partial(reading.pose, in_all=in_all)
+        with outside_tracing():
+            problem: Problem = reading.split(pose(joint), joint.module, pose)
+        return problem
 
 
 class SizedPlans(Around):

@@ -81,7 +81,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
     Raises:
         CannotTellError: if it depends on what is no op.
     """
-    needed = set[fx.Node]().union(*map(needed_by, ends))
+    needed = set[fx.Node]().union(*(needed_by(end, _reads) for end in ends))
     overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
     for n in up_to(ends[-1]):
@@ -94,13 +94,50 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
                 raise CannotTellError(f"it depends on {target_name(n)}, which cannot run on its own")
+            if (sizes := _sizes(n)) is not None:
+                made = [graph.call_method("size", (copies[size[0]], size[1])) if size else n for n, size in sizes]
+                copies[n] = graph.call_function(_size_of, (made, isinstance(n.meta["example_value"], torch.Size)))
+                continue
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]
             if n.op in ("placeholder", "get_attr") and memory_of(n) & overwritten:
                 copies[n] = graph.call_function(copied, (copies[n],))  # for what is asked to write to
     graph.output(copies[ends[-1]])
+    if not torch.cuda.is_available():
+        _on_cpu(graph)
     return fx.GraphModule(held, graph), copies
+
+
+def _size_of(numbers: list[int], is_shape: bool) -> Any:
+    """One number, or all of a shape."""
+    return torch.Size(numbers) if is_shape else numbers[0]
+
+
+def _sizes(node: fx.Node) -> list[tuple[Any, tuple[fx.Node, int] | None]] | None:
+    """The numbers of a size or shape, each with the input and dimension that has it if it is no constant.
+
+    None for what is no size, or one that is computed: so what has a shape need not be computed for it.
+    """
+    value = node.meta.get("example_value")
+    if node.op == "placeholder" or not isinstance(value, (torch.SymInt, torch.Size)):
+        return None
+    inputs = ((n, n.meta.get("example_value")) for n in node.graph.find_nodes(op="placeholder"))
+    shapes: list[tuple[fx.Node, int, Any]] = [
+        (n, dim, size) for n, x in inputs if isinstance(x, torch.Tensor) for dim, size in enumerate(x.shape)
+    ]
+    known = {size.node.expr: (n, dim) for n, dim, size in shapes if isinstance(size, torch.SymInt)}
+    numbers: list[Any] = [*value] if isinstance(value, torch.Size) else [value]
+    symbols = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
+    if not known.keys() >= {*symbols}:
+        return None
+    return [(n, known[n.node.expr] if isinstance(n, torch.SymInt) else None) for n in numbers]
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a guard computes a node from."""
+    sizes = _sizes(node)
+    return node.all_input_nodes if sizes is None else [size[0] for _, size in sizes if size]
 
 
 def evaluate(
@@ -124,10 +161,8 @@ def evaluate(
     # Take the program of all that it depends on; it is not followed where a write would be lost.
     module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
-    if any(is_fake(given[n]) for n in inputs):
+    if any(is_fake(given[n]) and any(user.target != "size" for user in copies[n].users) for n in inputs):
         raise CannotTellError(_NO_DATA)
-    if not torch.cuda.is_available():
-        _on_cpu(module.graph)
     # Batch norms before the node write to what they keep, without a trace.
     norms = [
         n
@@ -248,4 +283,4 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
 
 def depends_on_inputs(node: fx.Node) -> bool:
     """Tell whether a node of a graph is computed from its inputs."""
-    return any(n.op == "placeholder" for n in needed_by(node))
+    return any(n.op == "placeholder" for n in needed_by(node, _reads))

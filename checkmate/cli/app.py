@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkmate import batch, fitting
+from checkmate import sizes
 from checkmate.cli.arguments import UsageError, add_to, flag, host_of, maker, option, seconds
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.errors import BudgetError, CheckmateError, RuleError
@@ -188,7 +188,7 @@ def _frontier(args: argparse.Namespace) -> int:
 def _max_batch(args: argparse.Namespace) -> int:
     args.budget = _bytes_of(args)
     host = host_of(args)
-    from checkmate.batch.max_batch_size import max_batch_size
+    from checkmate.sizes.max_batch_size import max_batch_size
 
     profile, make = _profile(args), _target(args)
     last: dict[int, tuple[Any, Any]] = {}
@@ -216,9 +216,9 @@ def _fits(args: argparse.Namespace) -> int:
     host = host_of(args)
     from torch import optim
 
-    from checkmate.fitting.fits import fits
-    from checkmate.fitting.stand_ins import trained
     from checkmate.profiling.data_sheets import device_named
+    from checkmate.sizes.fits import fits
+    from checkmate.sizes.stand_ins import trained
 
     if args.device:
         device_named(args.device)  # before anything that takes time
@@ -237,7 +237,7 @@ def _fits(args: argparse.Namespace) -> int:
 
 def _example(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The user's step, with its batch as arguments."""
-    from checkmate.batch.sized_steps import arguments_of
+    from checkmate.sizes.sized_steps import arguments_of
 
     step, given = _target(args)(*([args.size] if args.size else []))
     return step, *arguments_of(given)
@@ -453,7 +453,7 @@ def _parser() -> argparse.ArgumentParser:
         *(*target, "--budget", "--max-overhead", "--baselines", "--measure", *_HOST),
         *("--smallest", "--largest", "--time-limit"),
         about=f"{_TARGET}It is called with the size: an integer that may mean anything.\n",
-        time_limit=seconds(batch.TIME_LIMIT),
+        time_limit=seconds(sizes.TIME_LIMIT),
     )
     command(
         _fits,
@@ -462,7 +462,7 @@ def _parser() -> argparse.ArgumentParser:
         about=f"{about}{_OF_FITS}",
         device=option("NAME", "such as rtx4090; by default the one here, whose ops are measured"),
         budget=option("BYTES", "such as 16GB, in place of the device's room"),
-        time_limit=seconds(fitting.TIME_LIMIT),
+        time_limit=seconds(sizes.FITS_TIME_LIMIT),
     )
     command(
         _demo,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkmate import batch
+from checkmate import sizes
 from checkmate.errors import CheckmateError
 from checkmate.units import parse_bytes, parse_rate
 
@@ -218,7 +218,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--measure": flag("run the step at the answer and measure its peak"),
     "--optimizer": option("CLASS", "of torch.optim, by default AdamW"),
     "--smallest": option("N", type=size, default=1),
-    "--largest": option("N", type=size, default=batch.LARGEST),
+    "--largest": option("N", type=size, default=sizes.LARGEST),
 }
 
 

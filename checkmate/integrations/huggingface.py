@@ -18,10 +18,10 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack
 
 from checkmate.backends.planner import Bytes, CompileOptions, Options
-from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
 from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
 from checkmate.memory import aside, measure_peak
+from checkmate.sizes.largest_batch import LargestBatch
 
 log = logging.getLogger("checkmate.integrations")
 

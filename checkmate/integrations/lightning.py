@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import Unpack
 
 from checkmate.backends.planner import Bytes, CompileOptions, Options
-from checkmate.batch.result import LargestBatch
 from checkmate.errors import Unsupported
 from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
+from checkmate.sizes.largest_batch import LargestBatch
 from checkmate.torch_internals.trees import tree_leaves
 
 Part = Literal["training_step", "forward"]

@@ -24,12 +24,12 @@ from torch import nn, optim
 from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.planner import Options, Planner
 from checkmate.backends.tensor_state import tensors_within
-from checkmate.batch.max_batch_size import max_batch_size
-from checkmate.batch.result import LargestBatch
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.core.solution import infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
+from checkmate.sizes.largest_batch import LargestBatch
+from checkmate.sizes.max_batch_size import max_batch_size
 from checkmate.torch_internals.dynamo import OptimizedModule
 from checkmate.tracing import traced
 from checkmate.units import exact_bytes, format_bytes, parse_bytes

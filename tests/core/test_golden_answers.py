@@ -17,20 +17,20 @@ import numpy as np
 
 import checkmate
 from checkmate import Problem, Solution, Status
-from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run, Start
 from checkmate.core.problem import Profile
 from checkmate.core.rules import with_rules
-from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
-from checkmate.fitting.memory_parts import Parts
 from checkmate.inspection.addresses import addresses
 from checkmate.inspection.difference import diff
 from checkmate.inspection.explanation import Break, Explanation, pinned_ops
 from checkmate.inspection.op_costs import costs_of
 from checkmate.inspection.peak import Price, explain_peak
 from checkmate.memory.report import ArenaReport, ArenaUse, HostUse
+from checkmate.sizes.fits_page import NOT_ASKED, Fits, LargestSizes, MemoryOption
+from checkmate.sizes.largest_batch import LargestBatch, SizePoint
+from checkmate.sizes.memory_parts import Parts
 from checkmate.solvers.catalogue import METHODS, Catalogue
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.frontier import Frontier, Row
@@ -94,7 +94,7 @@ def _fits() -> Fits:
     )
     return Fits(
         "cpu", 80, 100, False, "It fits.", "step = ...", "torch.optim.SGD", plain, kept, 15.0, None, ways,
-        LargestSizes(8, 4, 6, 12, (8, 16), False, 9.0, 0.25), "", ("costs: given",), _chain(), 0.5, 2.0,
+        LargestSizes(8, 4, 6, 12, False, 9.0, 0.25), "", ("costs: given",), _chain(), 0.5, 2.0,
     )  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def _answers() -> Iterator[tuple[str, Any]]:
     yield "Explanation, refused", Explanation((), breaks, "It has graph breaks.", None, None)
     yield "Addresses", addresses(IN_PLACE)
     points = (
-        SizePoint.of(2, KEPT, traced=True),
-        SizePoint.of(3, RUNS_AGAIN, traced=False),
+        SizePoint.of(2, KEPT),
+        SizePoint.of(3, RUNS_AGAIN),
     )
     about = "not found", {"ap-greedy": points[0], "chen-sqrt": None}, ("chen-sqrt",), 145, 9.5, "time limit"
     yield "LargestBatch", LargestBatch(3, RUNS_AGAIN, 200, "one-forward", points, 2, points[0], *about)

@@ -29,8 +29,8 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("compiler",),
     ("training",),
     ("tracing",),
-    ("costs", "dynamo", "batch", "demo"),
-    ("selftest", "fitting", "integrations"),
+    ("costs", "dynamo", "sizes", "demo"),
+    ("selftest", "integrations"),
     ("cli",),
     ("__main__",),
 )

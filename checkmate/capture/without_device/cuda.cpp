@@ -56,24 +56,20 @@ struct Hooks final : at::CUDAHooksInterface {
 Guard guard;
 Hooks hooks;
 
-// In the order of `Attention` in attention_choice.py.
+// In the order of `Attention` in attention_choice.py. Sizes may be symbols, of which no more is asked than what decides:
+// a sequence of 2 stands for any longer one, and one of 3 for another of these.
 int64_t attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
                   double dropout, bool causal, std::optional<double>, bool grouped) {
-  // Of a size that may change it is asked no more than the choice depends on; the trace keeps what it was told.
-  auto is_so = [](const c10::SymBool& question) { return question.guard_bool(__FILE__, __LINE__); };
   auto size = [](const at::Tensor& x, int64_t dim) { return x.sym_size(dim).guard_int(__FILE__, __LINE__); };
   auto heads = [&](const at::Tensor& x) { return x.dim() > 2 ? size(x, -3) : 1; };
-  auto in_line = [&](const at::Tensor& x) {
-    return is_so(x.sym_size(-1).sym_eq(1)) || is_so(x.sym_stride(-1).sym_eq(1));
-  };
-  auto length = [&](const c10::SymInt& n) -> int64_t { return is_so(n.sym_gt(1)) ? 2 : is_so(n.sym_eq(1)); };
-  const int64_t queries = length(q.sym_size(-2)), keys = length(k.sym_size(-2));
-  const bool differ = queries == 2 && keys == 2 && !is_so(q.sym_size(-2).sym_eq(k.sym_size(-2)));
+  auto in_line = [](const at::Tensor& x) { return x.sym_size(-1) == 1 || x.sym_stride(-1) == 1; };
+  auto length = [&](const at::Tensor& x, int64_t many) { return x.sym_size(-2) > 1 ? many : size(x, -2); };
+  const int64_t queries = length(q, 2);
   const int64_t asked[] = {
       static_cast<int64_t>(q.scalar_type()),
       q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
       q.dim(), heads(q), heads(k), heads(v),
-      queries, keys + differ, size(q, -1), size(k, -1), size(v, -1),
+      queries, q.sym_size(-2) == k.sym_size(-2) ? queries : length(k, 3), size(q, -1), size(k, -1), size(v, -1),
       mask.has_value(), dropout > 0.0, causal, grouped,
       in_line(q) && in_line(k) && in_line(v),
       q.requires_grad() || k.requires_grad() || v.requires_grad(),

@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
-from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, spread_sizes
-from checkmate.batch.sized_steps import SizedProblems
-from tests.batch.test_sized_problems import grown
+from checkmate.sizes.search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, spread_sizes
+from tests.sizes.test_sized_steps import grown
 from tests.support.oracle import optimum, outcomes, random_problem
 from tests.support.sampling import in_turn, long
 
@@ -20,7 +19,7 @@ BASE = random_problem(4, most_ops=4)
 
 def _search_sizes(trace: Callable[[int], Problem], budget: int, **options: object) -> SizeSearch:
     settings = {"max_overhead": ONE_FORWARD, "largest": 1000, "try_seconds": 2.0}
-    return SizeSearch(SizedProblems(trace), budget, deadline=time.perf_counter() + 60, **{**settings, **options})
+    return SizeSearch(trace, budget, deadline=time.perf_counter() + 60, **{**settings, **options})
 
 
 def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
@@ -33,7 +32,6 @@ def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | Non
     budget = grown(base, 9, block=4).keep_all_peak
     search = _search_sizes(lambda n: grown(base, n, block=4), budget, max_overhead=overhead, largest=60)
     answer = search.run()
-    assert answer.traced
     assert answer.solution.peak <= budget
     assert _fits(grown(base, answer.size, block=4), budget, overhead)
     if answer.size < 60:
@@ -58,13 +56,23 @@ def test_padding_is_climbed(to: int) -> None:
 
 def test_a_size_that_bends_upwards_is_found_all_the_same() -> None:
     """Memory that grows with the square, as that of attention does: a line through small sizes is far too low."""
-    budget = grown(BASE, 30 * 30).keep_all_peak
-    search = _search_sizes(lambda n: grown(BASE, n * n), budget, max_overhead=0.0)
-    assert search.run().size == 30
-    assert len(search.problems.traced) <= 10
+    seen: list[Attempt] = []
+    budget = grown(BASE, 300 * 300).keep_all_peak
+    search = _search_sizes(lambda n: grown(BASE, n * n), budget, method=KEEP_ALL, report=seen.append)
+    assert search.run().size == 300
+    assert len(seen) <= 12
 
 
-def test_where_the_graph_changes_with_the_size_each_is_traced_and_what_never_grows_ends_at_the_largest() -> None:
+def test_few_sizes_are_tried_where_memory_is_on_a_line() -> None:
+    seen: list[Attempt] = []
+    budget = grown(BASE, 777, block=4).keep_all_peak
+    search = _search_sizes(lambda n: grown(BASE, n, block=4), budget, method=KEEP_ALL, report=seen.append)
+    assert search.run().size == 777
+    assert search.high.size == 778
+    assert len(seen) <= 6
+
+
+def test_the_graph_may_change_with_the_size_and_what_never_grows_ends_at_the_largest() -> None:
     def trace(n: int) -> Problem:
         return Problem.from_dag([[k - 1] if k else [] for k in range(n)], [1] * n, [4] * n, outputs=range(n))
 
@@ -88,8 +96,8 @@ def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
 
 
 def test_without_time_there_is_still_an_answer() -> None:
-    problems = SizedProblems(lambda n: grown(BASE, n))
-    search = SizeSearch(problems, problems.at(9).keep_all_peak, None, deadline=0.0, try_seconds=1.0, largest=100)
+    budget = grown(BASE, 9).keep_all_peak
+    search = SizeSearch(lambda n: grown(BASE, n), budget, None, deadline=0.0, try_seconds=1.0, largest=100)
     assert search.run().size == 1
 
 
@@ -100,7 +108,7 @@ def test_other_methods_answer_with_their_own_plans() -> None:
     budget = grown(base, 6).keep_all_peak
     sizes = {}
     for method in ("auto", KEEP_ALL, "chen-sqrt", "ap-greedy"):
-        search = _search_sizes(lambda n: grown(base, n), budget, method=method, sure=False, try_seconds=0.5)
+        search = _search_sizes(lambda n: grown(base, n), budget, method=method, try_seconds=0.5)
         answer = search.run()
         assert answer.solution.method in (method, KEEP_ALL)
         assert answer.solution.cost <= answer.cap * (1 + 1e-9)
@@ -113,8 +121,8 @@ def test_every_attempt_is_reported() -> None:
     seen: list[Attempt] = []
     search = _search_sizes(lambda n: grown(BASE, n), grown(BASE, 9).keep_all_peak, report=seen.append)
     answer = search.run()
-    assert {attempt.size for attempt in seen if attempt.traced} == set(search.problems.traced)
     assert answer in seen
+    assert search.high in seen
 
 
 def test_a_curve_has_both_ends() -> None:

@@ -13,16 +13,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import optim
 
-from checkmate.backends.planner import Bytes
+from checkmate.backends.planner import Bytes, Options
 from checkmate.backends.static_memory import lives_on
 from checkmate.backends.tensor_state import tensors_within
-from checkmate.batch.sized_steps import SizedProblems, arguments_of
 from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
@@ -32,25 +31,29 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Query, Solution
 from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, CheckmateError
-from checkmate.fitting import TIME_LIMIT
-from checkmate.fitting.answer import NOT_ASKED, Fits, LargestSizes, MemoryOption
-from checkmate.fitting.batch_sizes import largest_sizes, scaled, size_of
-from checkmate.fitting.memory_parts import as_plain, lives_of_plain, parts_of, without_parts
-from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import EXPANDABLE, CudaAllocator, replay_steps
 from checkmate.memory.lives import Lives
 from checkmate.memory.meter import collecting_seldom
 from checkmate.profiling.data_sheets import Device, device_named
+from checkmate.sizes import FITS_TIME_LIMIT
+from checkmate.sizes.fits_page import NOT_ASKED, Fits, LargestSizes, MemoryOption
+from checkmate.sizes.memory_parts import as_plain, lives_of_plain, parts_of
+from checkmate.sizes.scaled_batch import scaled, size_of
+from checkmate.sizes.search import AUTO, KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch
+from checkmate.sizes.sized_steps import SizedProblems, SizedSteps, arguments_of
+from checkmate.sizes.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split
 from checkmate.statusline import showing
-from checkmate.tracing import trace
+from checkmate.tracing import Batch, trace
 from checkmate.training import TrainingStep, training_step
 from checkmate.units import check_positive, format_bytes, format_seconds, parse_budget, parse_bytes
 
 LEAST_SECONDS = 0.5  # to look for each smallest budget and for better plans, however long tracing took
 PARTS_OF_TIME = 12  # of what tracing leaves, of which each search gets one
+TRACES, SIZES_SECONDS = 4, 5.0  # for the largest batch at least: as long as so many traces took, and so many seconds
+TRY_SECONDS = 1.0  # to plan a size
 PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in much less
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
 HOST_BYTES = 64 * 10**9  # of a second memory beside a GPU that nobody has described
@@ -73,7 +76,7 @@ def fits(
     make_batch: Callable[[int], Any] | None = None,
     host: Host | None = None,
     everything: bool = False,
-    time_limit: float = TIME_LIMIT,
+    time_limit: float = FITS_TIME_LIMIT,
     **named: Any,
 ) -> Fits:
     """Say whether a training step fits a device, before it runs: where its bytes are, and what would make it fit.
@@ -128,15 +131,11 @@ def fits(
         given = given or [optim.AdamW(trained((fn, batch, named)))]
         whole = training_step(loss_of(fn), given, budget=max(1, place.room))
 
-        def at(size: int) -> Problem:
-            """The step with a batch of another size."""
+        def batch_of(size: int) -> Batch:
             if make_batch is None:
-                args, kwargs = scaled((batch, named), size)
-            else:
-                args, kwargs = arguments_of(make_batch(size))
-                if place.device is not None:
-                    args, kwargs = StandIns().within((args, kwargs))
-            return trace(whole, *args, profile=place.profile, **kwargs)
+                return scaled((batch, named), size)
+            other = arguments_of(make_batch(size))
+            return other if place.device is None else StandIns().within(other)
 
         # Trace it.
         problem = trace(whole, *batch, profile=place.profile, **named)
@@ -161,14 +160,10 @@ def fits(
         if everything or not (plainly or best is not None):
             try:
                 size, why_none = size_of((batch, named)), ""
-                largest = largest_sizes(
-                    SizedProblems(at, {size: problem}),
-                    size,
-                    place.budget,
-                    update_bytes=of_update,
-                    trace_seconds=traced - began,
-                    deadline=deadline,
-                )
+                steps = SizedSteps(lambda size: whole, batch_of, Options(profile=place.profile))
+                problems = SizedProblems(steps, {size: problem})
+                until = max(deadline, time.perf_counter() + max(SIZES_SECONDS, TRACES * (traced - began)))
+                largest = largest_sizes(problems, size, place.budget, update_bytes=of_update, deadline=until)
             except CheckmateError as error:
                 why_none = str(error)
     return Fits(
@@ -328,7 +323,7 @@ def ways_of(
         if why_not:
             ways.append(MemoryOption(name, {}, None, None, fits=False, why_not=why_not))
             continue
-        one, options = without_parts(problem) if name == RECOMPUTATION else problem, {}
+        one, options = replace(problem, next_split=None) if name == RECOMPUTATION else problem, {}
         if name == WITH_HOST and there is not None:
             one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
         # The smallest budget: that of an earlier way will do, and a plan at the bound is often found where other
@@ -353,6 +348,35 @@ def ways_of(
         ways.append(known)
         longest = max(longest, time.perf_counter() - began)
     return ways
+
+
+def largest_sizes(
+    problems: Callable[[int], Problem], given: int, room: int, *, update_bytes: int, deadline: float
+) -> LargestSizes:
+    """The largest sizes within a room: of plain PyTorch, of a step that reruns nothing, and of a planned one.
+
+    Args:
+        given: the size of the batch that was looked at.
+        update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
+        deadline: of `time.perf_counter`; a size that is found until then is the answer.
+    """
+
+    def search(of: Callable[[int], Problem], method: str, hint: int, low: Attempt | None = None) -> SizeSearch:
+        one = SizeSearch(of, room, ONE_FORWARD, deadline, TRY_SECONDS, method, hint=hint, low=low)
+        one.run()
+        return one
+
+    plain = search(lambda n: as_plain(problems(n), update_bytes), KEEP_ALL, given)
+    kept = search(problems, KEEP_ALL, plain.low.size if plain.low else given)
+    best = search(problems, AUTO, kept.low.size if kept.low else given, kept.low)
+    searches = plain, kept, best
+    sizes = dict(
+        zip(("plain", "keep_all", "planned"), (one.low.size if one.low else 0 for one in searches), strict=True)
+    )
+    checked = all(one.low is None or not one.is_open for one in searches)
+    found = None if best.low is None else best.low.solution
+    seconds, overhead = (None, None) if found is None else (found.cost, max(0.0, found.overhead))
+    return LargestSizes(given, **sizes, checked=checked, seconds=seconds, overhead=overhead)
 
 
 def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:

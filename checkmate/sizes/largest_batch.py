@@ -22,17 +22,16 @@ class SizePoint:
     peak: int  # bytes
     gap: float  # (cost - bound) / cost: how much better another schedule of this size could be at most
     method: str
-    traced: bool  # the step was traced at this size; else costs and bytes are estimates from sizes next to it
     solution: Solution = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, size: int, solution: Solution, *, traced: bool) -> SizePoint:
+    def of(cls, size: int, solution: Solution) -> SizePoint:
         """The point of a solution with a plan."""
         s = solution
         assert s.peak is not None
         throughput = size / s.cost if s.cost > 0 else float("inf")
         overhead = max(0.0, s.overhead)  # below is rounding
-        return cls(size, throughput, s.cost, overhead, s.peak, s.gap, s.method, traced, s)
+        return cls(size, throughput, s.cost, overhead, s.peak, s.gap, s.method, s)
 
     def record(self) -> dict[str, Any]:
         """Its numbers and text as a dict."""
@@ -109,7 +108,6 @@ _COLUMNS = (
     Column("recomputed", "overhead", "{:.2%}".format),
     Column("peak", "peak", format_bytes),
     Column("gap", "gap", format_gap),
-    Column("figures", lambda point: "traced" if point.traced else "estimated"),
 )
 _NEXT = {
     "proven": "no schedule fits: proven",

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,11 @@ from torch import Tensor, nn, optim
 import checkmate
 from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget, trace
 from checkmate.core import simulator
-from checkmate.fitting.answer import NOT_ASKED
-from checkmate.fitting.batch_sizes import scaled
-from checkmate.fitting.fits import NAMES, Held, planned
-from checkmate.fitting.memory_parts import without_parts
 from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES
+from checkmate.sizes.fits import NAMES, Held, planned
+from checkmate.sizes.fits_page import NOT_ASKED
+from checkmate.sizes.scaled_batch import scaled
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn, long, slow
 
@@ -110,7 +110,7 @@ def test_an_optimizer_that_is_given_counts() -> None:
 
 def test_smallest_budgets_are_those_of_min_budget(page: Fits) -> None:
     host = Host(64 * 10**9, 0.8 * 32e9, 0.8 * 32e9)
-    ends = [min_budget(problem) for problem in (without_parts(page.problem), page.problem.with_host(host))]
+    ends = [min_budget(problem) for problem in (replace(page.problem, next_split=None), page.problem.with_host(host))]
     assert all(one.proven for one in ends)
     recomputed, in_parts, there = page.ways
     assert [(way.smallest, way.bound) for way in (recomputed, there)] == [(one.peak, one.bound) for one in ends]
@@ -341,7 +341,6 @@ def test_from_a_batch_of_one_the_largest_is_that_from_others() -> None:
     small, other = (fits(loss_fn, x, **_asked()).largest for x in (one, two))
     assert (small.given, other.given) == (1, 2)
     assert small.planned == other.planned > 2
-    assert small.traced == (1, 2, 4)
     # a batch without one first dimension has no largest size
     with ON_META:
         model, x, mask = nn.Linear(8, 8), torch.ones(16, 8), torch.ones(8, 8)
@@ -401,5 +400,5 @@ def test_with_no_time_left_only_what_is_needed_is_looked_at(tight: Fits) -> None
     recomputed, *others = _on_meta(time_limit=0.1).ways
     assert recomputed.fits
     assert {way.why_not for way in others} == {"not looked at, for want of time"}
-    found = planned(without_parts(tight.problem), tight.room, 20.0, improve=1e-9)
+    found = planned(replace(tight.problem, next_split=None), tight.room, 20.0, improve=1e-9)
     assert found.peak <= tight.room

@@ -103,8 +103,3 @@ def lives_of_plain(plain: Problem) -> Lives:
     values = [(span.bytes, span.born, span.died) for span in line.spans]
     workspaces = [(size, at, at + 1) for at, size in enumerate(line.workspaces.tolist())]
     return Lives(*np.array(values + workspaces, dtype=np.int64).T)
-
-
-def without_parts(problem: Problem) -> Problem:
-    """The step without further splits: its loss runs in one part."""
-    return replace(problem, next_split=None)

@@ -1,12 +1,8 @@
 """Search for the largest batch size at which a method has a plan within a budget and a cap on the seconds.
 
-`checkmate.max_batch_size` calls it once for each method, with the problems of the step at all sizes:
-
-    estimates by doubling and halving -> trace there -> estimates anew, from the nearer trace -> ... -> the next size
-
-`checkmate.fits` estimates from two traces first, and searches on from there where it has time. The answer comes from a
-trace, with its plan. It is a size that fits where the next does not, by proof or as far as the time went; that no
-larger one fits is as true as memory and cost rise with the size.
+`checkmate.max_batch_size` and `checkmate.fits` call it once for each method, with the problem of the step at any size.
+The answer is a size that fits where the next does not, by proof or as far as the time went; that no larger one fits is
+as true as memory and cost rise with the size.
 """
 
 from __future__ import annotations
@@ -15,20 +11,17 @@ import math
 import numbers
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from checkmate.batch import LARGEST
-from checkmate.batch.result import SizePoint
-from checkmate.batch.sized_steps import SizedProblems
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Query, Solution, Status
+from checkmate.sizes import LARGEST
+from checkmate.sizes.largest_batch import SizePoint
 from checkmate.solvers.search.adapt import Start, as_start
 from checkmate.solvers.solve import attempt, refused
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
-REACH = 16  # times the largest size that was traced: beyond, an estimate is not worth much
+REACH = 16  # times the largest size that fits: a line to beyond is not worth much
 ONE_FORWARD = "one-forward"
 Overhead = float | str | None
 SUM_ROUNDING = 1e-9  # of a sum of seconds, in another order
@@ -115,23 +108,6 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
         start, bound = found, max(bound, found.bound)
 
 
-def largest_size(fits: Callable[[int], bool], good: int, bad: int, step: int) -> int:
-    """The largest size from ``good``, which fits, to below ``bad``: strides that double, then bisection.
-
-    >>> tried = []
-    >>> largest_size(lambda n: tried.append(n) or n <= 13, good=0, bad=100, step=4), tried
-    (13, [4, 12, 28, 20, 16, 14, 13])
-    """
-    bracketed = False
-    while bad - good > 1:
-        size = (good + bad) // 2 if bracketed else min(good + step, bad - 1)
-        if fits(size):
-            good, step = size, 2 * step
-        else:
-            bad, bracketed = size, True
-    return good
-
-
 @dataclass(frozen=True)
 class Attempt:
     """The answer of a method at one size."""
@@ -139,7 +115,6 @@ class Attempt:
     size: int
     solution: Solution
     cap: float  # seconds
-    traced: bool  # not estimated
 
     @property
     def fits(self) -> bool:
@@ -154,28 +129,27 @@ class Attempt:
     @property
     def point(self) -> SizePoint:
         """The size as a point on the curve, if it fits."""
-        return SizePoint.of(self.size, self.solution, traced=self.traced)
+        return SizePoint.of(self.size, self.solution)
 
 
 @dataclass
 class SizeSearch:
-    """The search of one method over the sizes: ``low`` fits, ``high`` does not; both are traced once found."""
+    """The search of one method over the sizes: ``low`` fits, ``high`` does not."""
 
-    problems: SizedProblems
+    problems: Callable[[int], Problem]
     budget: int  # bytes
     max_overhead: Overhead
     deadline: float  # of `time.perf_counter`
-    try_seconds: float  # at most for one estimated size; a traced one gets twice as much
+    try_seconds: float  # at most for one size
     method: str = AUTO
     smallest: int = 1
     largest: int = LARGEST
-    sure: bool = True  # trace the size after the answer, too
     report: Callable[[Attempt], None] = lambda attempt: None
     low: Attempt | None = None
     high: Attempt | None = None
     interrupted: bool = False  # by Ctrl-C
     hint: int | None = None  # a size to try first
-    near: bool = False  # the next guess is near the largest size known to fit
+    widths: list[int] = field(default_factory=list)  # of the sizes left, once there are a low and a high
 
     @property
     def in_time(self) -> bool:
@@ -189,40 +163,36 @@ class SizeSearch:
 
     def run(self) -> Attempt | None:
         """Find the largest size; None if not even the smallest fits. Starts from an earlier ``low``."""
-        if self.hint is not None:
-            self.traced(self.hint)
-        if self.low is None and not self.traced(self.smallest).fits:
+        if self.hint is not None and self.smallest <= self.hint <= self.largest:
+            self.attempt(self.hint)
+        if self.low is None and not self.attempt(self.smallest).fits:
             return None
-        # Trace sizes above the smallest until two of them differ: else nothing can be estimated.
-        traced, size, fits = self.problems.traced, self.smallest, True
-        first = next(iter(traced.values())).live_bytes
-        while fits and size < self.largest and all(np.array_equal(p.live_bytes, first) for p in traced.values()):
-            size = min(REACH * size, self.largest)
-            fits = self.in_time and size < self._end and self.traced(size).fits
+        before = None
         while self.in_time and self.is_open:
-            width = None if self.high is None else self._end - self._low.size
-            guess = self._guess()
-            if guess > self._low.size:
-                self.traced(guess)
-            elif not self.sure:
-                break
-            else:
-                # No larger size is estimated to fit: trace the next, and strides that double as long as they do.
-                step = 1
-                while self.in_time and self._low.size + step < self._end and self.traced(self._low.size + step).fits:
-                    step *= 2
-            if width is not None and self.is_open and 2 * (self._end - self._low.size) > width:
-                self.traced((self._low.size + self._end) // 2)  # estimates are no good here
+            size, before = self._next(before), self._low
+            self.attempt(size)
         return self.low
 
-    def traced(self, size: int) -> Attempt:
-        """Trace and try a size."""
-        attempt = self._try(size, self.problems.at(size), 2 * self.try_seconds, self.low, traced=True)
-        if attempt.fits and (self.low is None or size > self.low.size):
-            self.low = attempt
-        elif not attempt.fits and (self.high is None or size < self.high.size):
-            self.high = attempt
-        return attempt
+    def attempt(self, size: int) -> Attempt:
+        """Try a size; a plan of the largest that fits may be where its search starts."""
+        problem = self.problems(size)
+        cap = most_seconds(problem, self.max_overhead)
+        start = None if self.low is None else as_start(self.low.solution, problem)
+        seconds = min(self.try_seconds, max(0.05, self.deadline - time.perf_counter()))
+        if self.method == AUTO and problem.keep_all_peak > self.budget:
+            solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
+        else:
+            method = KEEP_ALL if self.method == AUTO else self.method
+            solution = attempt(Query(problem, self.budget, method, seconds, gap=0.0), progress=False)
+        tried = Attempt(size, solution, cap)
+        self.report(tried)
+        if solution.interrupted:
+            self.interrupted, self.deadline = True, 0.0
+        if tried.fits and (self.low is None or size > self.low.size):
+            self.low = tried
+        elif not tried.fits and (self.high is None or size < self.high.size):
+            self.high = tried
+        return tried
 
     @property
     def _low(self) -> Attempt:
@@ -234,40 +204,29 @@ class SizeSearch:
         """The first size beyond the search."""
         return self.largest + 1 if self.high is None else self.high.size
 
-    def _guess(self) -> int:
-        """The largest size that is estimated to fit; if nothing can be estimated, one to trace."""
-        best, bad = self._low, min(self._end, REACH * max(self.problems.traced) + 1)
-        step = 1 if self.near else best.size
-        self.near = True
-        if self.problems.estimate(best.size + 1) is None:
-            return min(best.size + step, bad - 1) if self.high is None else (best.size + bad) // 2
+    def _next(self, before: Attempt | None) -> int:
+        """The next size to try, between the one that fits and the end; ``before``: an earlier one that fits.
 
-        def fits(size: int) -> bool:
-            nonlocal best
-            problem = self.problems.estimate(size) if self.in_time else None
-            if problem is None:
-                return False
-            attempt = self._try(size, problem, self.try_seconds, best, traced=False)
-            best = attempt if attempt.fits else best
-            return attempt.fits
-
-        return largest_size(fits, best.size, bad, step)
-
-    def _try(self, size: int, problem: Problem, seconds: float, known: Attempt | None, *, traced: bool) -> Attempt:
-        """The method's answer at a size; it may start from the plan of a smaller size that is ``known`` to fit."""
-        cap = most_seconds(problem, self.max_overhead)
-        start = None if known is None else as_start(known.solution, problem)
-        seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        if self.method == AUTO and problem.keep_all_peak > self.budget:
-            solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
-        else:
-            method = KEEP_ALL if self.method == AUTO else self.method
-            solution = attempt(Query(problem, self.budget, method, seconds, gap=0.0), progress=False)
-        tried = Attempt(size, solution, cap, traced)
-        self.report(tried)
-        if solution.interrupted:
-            self.interrupted, self.deadline = True, 0.0
-        return tried
+        Where all is kept, memory is nearly on a line through the last two sizes. Else sizes double until one does not
+        fit, and what is left is halved.
+        """
+        low, end = self._low, self._end
+        most = min(end - 1, REACH * low.size)
+        if self.high is not None:
+            self.widths.append(end - low.size)
+        is_slow = len(self.widths) > 2 and 2 * self.widths[-1] > self.widths[-3]
+        if self.method != KEEP_ALL or is_slow:
+            return min(most, 2 * low.size) if self.high is None else (low.size + end) // 2
+        # The line, from what is there at size 0 if no other is known.
+        size, peak = low.size, low.solution.problem.keep_all_peak
+        other, there = 0, low.solution.problem.resident
+        if self.high is not None:
+            other, there = self.high.size, self.high.solution.problem.keep_all_peak
+        elif before is not None and before.size < size:
+            other, there = before.size, before.solution.problem.keep_all_peak
+        if (there - peak) * (other - size) <= 0:  # it does not grow
+            return most
+        return max(size + 1, min(most, size + (self.budget - peak) * (other - size) // (there - peak)))
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:

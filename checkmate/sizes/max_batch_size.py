@@ -1,7 +1,7 @@
 """The largest batch that fits a budget: `max_batch_size`. Any other integer that shapes the step works too.
 
 Jain et al. (MLSys 2020, Section 6.4) scale all memory by the size, in one quadratic program. Memory is not quite affine
-in the size, so here the step is traced at few sizes, estimated between them, and traced again at the answer and after.
+in the size, so here each size that is tried has a problem of its own.
 
 Paper: https://arxiv.org/abs/1910.02653
 """
@@ -17,12 +17,18 @@ from typing import Any
 from torch import nn
 
 from checkmate.backends.planner import Bytes, Options
-from checkmate.batch import LARGEST, TIME_LIMIT
-from checkmate.batch.result import LargestBatch, SizePoint
-from checkmate.batch.size_search import (
+from checkmate.core.host import Host
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution, infeasible
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.profiling.source import Choice
+from checkmate.sizes import LARGEST, TIME_LIMIT
+from checkmate.sizes.largest_batch import LargestBatch, SizePoint
+from checkmate.sizes.search import (
     AUTO,
     KEEP_ALL,
     ONE_FORWARD,
+    REACH,
     Attempt,
     Overhead,
     SizeSearch,
@@ -32,23 +38,19 @@ from checkmate.batch.size_search import (
     plan_within,
     spread_sizes,
 )
-from checkmate.batch.sized_steps import SizedProblems, SizedSteps, maker_of, real_tensors
-from checkmate.core.host import Host
-from checkmate.core.solution import Query, Solution, infeasible
-from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.profiling.source import Choice
+from checkmate.sizes.sized_steps import SizedProblems, SizedSteps, arguments_of, maker_of, real_tensors
 from checkmate.solvers.search.adapt import as_start
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import attempt, check_limits, check_method, solve
+from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, parse_budget
 
-log = logging.getLogger("checkmate.batch")
+log = logging.getLogger("checkmate.sizes")
 
 BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
 GAP = 1e-3  # of the plans of the curve
-ATTEMPTS = 40  # sizes that the time is made for
-SHARES = {"keep all": 0.3, "largest": 0.65, "plan": 0.7, "baselines": 0.9}  # of the time, by when each ends
+ATTEMPTS = 30  # sizes that the time is made for
+SHARES = {"keep all": 0.4, "largest": 0.7, "plan": 0.75, "baselines": 0.9}  # of the time, by when each ends
 POINTS = 4  # of the curve, above the largest size that keeps all
 ROUNDS = 4  # of measuring and making room for what was above the prediction
 
@@ -82,7 +84,7 @@ def max_batch_size(
         max_overhead: how much a plan may run again: "one-forward", so that the step takes two forwards and a backward
             at most; a share of the step, as `Solution.overhead` is, such as 0.3; or None, for whatever fits.
         baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
-            paper. That the size after one of them does not fit is by estimate.
+            paper.
         budget, profile, cache, host_budget: as for `checkmate.compile`.
         host: as for it, too; or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
 
@@ -120,10 +122,11 @@ def max_batch_size(
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     # Search, compare with other methods, draw the curve.
-    steps = SizedSteps(maker_of(make_step), make_batch, options, known)
-    search = _Search(SizedProblems(steps.problem), total, max_overhead, smallest, largest, time_limit)
+    advice = "smallest= and largest= say between which sizes to look."
+    steps = SizedSteps(maker_of(make_step), lambda size: arguments_of(make_batch(size)), options, known, advice)
+    search = _Search(SizedProblems(steps, smallest=smallest), total, max_overhead, smallest, largest, time_limit)
     if measure:
-        real_tensors(*steps.make(smallest))
+        real_tensors(steps.make(smallest))
     with showing(search.text, share=lambda: search.seconds / time_limit):
         search.find(steps if measure else None)
         search.compare(names)
@@ -135,7 +138,7 @@ def max_batch_size(
 class _Search:
     """The state of a search, which `find`, `compare` and `draw` fill in this order, and the time left."""
 
-    problems: SizedProblems
+    problems: Callable[[int], Problem]
     total: int  # bytes
     max_overhead: Overhead
     smallest: int
@@ -174,10 +177,9 @@ class _Search:
 
     def note(self, attempt: Attempt) -> None:
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
-        how = "" if attempt.traced else " (estimated)"
         again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
         self.last = f"size {attempt.size} {verdict}"
-        log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
+        log.info("size %d: %s%s", attempt.size, verdict, again)
 
     def find(self, steps: SizedSteps | None) -> None:
         """Find the largest size; if steps can be measured, one whose measured peak is within the budget.
@@ -188,12 +190,12 @@ class _Search:
         """
         for _ in range(ROUNDS):
             # The largest size that keeps all is where the search with recomputation begins.
-            kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
+            kept = self._search_sizes(KEEP_ALL, SHARES["keep all"])
             self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open
             if self.interrupted:
                 self.best = self.kept
                 return
-            search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
+            search = self._search_sizes(AUTO, SHARES["largest"], low=self.kept)
             if search.low is None:
                 assert search.high is not None
                 raise self._refusal(search.high)
@@ -226,12 +228,12 @@ class _Search:
     def _until(self, share: float) -> float:
         return self.began + share * self.time_limit
 
-    def _search_sizes(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> SizeSearch:
+    def _search_sizes(self, method: str, share: float, low: Attempt | None = None) -> SizeSearch:
         """Run the search of a method for a share of the time; Ctrl-C ends it early if it has an answer."""
         budgets = self.budget, self.max_overhead, self._until(share), self.time_limit / ATTEMPTS
-        search = SizeSearch(self.problems, *budgets, method, self.smallest, self.largest, sure, self.note, low)
-        if method not in (KEEP_ALL, AUTO) and self.kept is not None:
-            search.hint = self.kept.size
+        search = SizeSearch(self.problems, *budgets, method, self.smallest, self.largest, self.note, low)
+        first = min(REACH * self.smallest, self.largest) if method == KEEP_ALL else None  # of which a line goes on well
+        search.hint = first or (None if self.kept is None else self.kept.size)
         try:
             search.run()
         except KeyboardInterrupt:
@@ -270,7 +272,7 @@ class _Search:
             if name == KEEP_ALL:
                 self.baselines[name] = None if self.kept is None else self.kept.point
                 continue
-            search = self._search_sizes(name, share, sure=False)
+            search = self._search_sizes(name, share)
             self.baselines[name] = None if search.low is None else search.low.point
             if search.low is not None and search.low.size > self.answer.size:  # it had time that ours had not
                 self.best = search.low
@@ -280,52 +282,27 @@ class _Search:
                 self.cut_short.append(name)
 
     def draw(self) -> None:
-        """Plan sizes up to the answer, and trace the fastest of them."""
+        """Plan sizes up to the answer, each from the plan of the next larger one."""
         self.points = {one.size: one.point for one in (self.answer, self.kept) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
-                if self._in_time and size not in self.points:
-                    above = min(n for n in self.points if n > size)
-                    self._plan(size, self.points[above].solution, trace=False)
-            while self._in_time and not (best := self._fastest).traced:
-                del self.points[best.size]
-                self._plan(best.size, best.solution, trace=True)
+                if not self.interrupted and time.perf_counter() < self._until(1.0) and size not in self.points:
+                    self._plan(size, self.points[min(n for n in self.points if n > size)].solution)
         except KeyboardInterrupt:
             self.interrupted = True
-        while not (best := self._fastest).traced:  # no time to trace it: it is no answer
-            del self.points[best.size]
 
-    @property
-    def _in_time(self) -> bool:
-        return not self.interrupted and time.perf_counter() < self._until(1.0)
-
-    @property
-    def _fastest(self) -> SizePoint:
-        return max(self.points.values(), key=lambda point: point.throughput)
-
-    def _plan(self, size: int, start: Solution, *, trace: bool) -> None:
-        """Plan a size for the curve, starting from a known plan; None if no plan fits."""
-        problem = None if trace else self.problems.estimate(size)
-        problem = self.problems.at(size) if problem is None else problem
+    def _plan(self, size: int, start: Solution) -> None:
+        """Plan a size for the curve, starting from a known plan."""
+        problem = self.problems(size)
         seconds = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
         found = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=as_start(start, problem))
-        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
+        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead))
         self.note(attempt)
         if attempt.fits:
             self.points[size] = attempt.point
 
     def result(self) -> LargestBatch:
-        # A larger size that keeps all may have been traced for something else, where its own search was cut short.
-        keeping = [n for n, problem in self.problems.traced.items() if problem.keep_all_peak <= self.budget]
-        if self.kept is not None and (size := max(keeping, default=0)) > self.kept.size:
-            problem = self.problems.at(size)
-            cap = most_seconds(problem, self.max_overhead)
-            self.kept = Attempt(size, attempt(Query(problem, self.budget, KEEP_ALL), progress=False), cap, traced=True)
-        if self.kept is not None:
-            self.points[self.kept.size] = self.kept.point
-            if KEEP_ALL in self.baselines:
-                self.baselines[KEEP_ALL] = self.kept.point
         # What is known of the next larger size.
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
@@ -342,7 +319,7 @@ class _Search:
             max_overhead=self.max_overhead,
             points=tuple(self.points[size] for size in sorted(self.points)),
             keep_all=None if self.kept is None else self.kept.size,
-            fastest=self._fastest,
+            fastest=max(self.points.values(), key=lambda point: point.throughput),
             next_size=next_size,
             baselines=self.baselines,
             cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from checkmate.core.answer import Printed, Table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.fitting.memory_parts import Parts
+from checkmate.sizes.memory_parts import Parts
 from checkmate.units import format_bytes, format_seconds
 
 PLAIN = "plain PyTorch"
@@ -61,11 +61,10 @@ class LargestSizes:
     """The largest batch sizes for which a step stays within the room; 0 if not even 1 does."""
 
     given: int  # the size of the batch that was looked at
-    plain: int  # of plain PyTorch, estimated
+    plain: int  # of plain PyTorch, about
     keep_all: int  # of the whole step with nothing run twice
     planned: int  # running no more than one forward again
-    traced: tuple[int, ...]  # the sizes at which the step was looked at; all others are estimated from these
-    checked: bool  # the step was traced at the answer ``planned``, and at the size after it
+    checked: bool  # for the size after each of these no plan was found; else time was up
     seconds: float | None  # of the step at ``planned``
     overhead: float | None
 
@@ -131,11 +130,10 @@ class Fits(Printed):
         elif (one := self.largest) is None:
             yield "largest batch", self.why_no_largest
         else:
-            estimated = f"estimated from sizes {' and '.join(map(str, one.traced))}"
-            known = "looked at there, and at one more" if one.checked else estimated
+            more = "" if one.checked else "; larger ones were not looked at, for want of time"
             recomputed = f" ({one.overhead:+.0%} recomputation)" if one.overhead else ""
             sizes = f"{one.plain} plainly, {one.keep_all} with nothing run twice, {one.planned} planned{recomputed}"
-            yield "largest batch", f"{sizes}; {known}; this batch has {one.given}"
+            yield "largest batch", f"{sizes}; this batch has {one.given}{more}"
         for note in self.notes:
             yield "note", note
         yield "found in", f"{format_seconds(self.seconds)}, of which tracing took {format_seconds(self.trace_seconds)}"

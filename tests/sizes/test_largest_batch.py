@@ -6,14 +6,14 @@ import json
 from dataclasses import replace
 
 from checkmate import Problem, solve
-from checkmate.batch.result import LargestBatch, SizePoint
+from checkmate.sizes.largest_batch import LargestBatch, SizePoint
 
 
 def _points() -> tuple[SizePoint, ...]:
     points = []
     for size in (2, 3):
         problem = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [size] * 4, forward=2)
-        points.append(SizePoint.of(size, solve(problem, 8 + size % 2), traced=size == 3))
+        points.append(SizePoint.of(size, solve(problem, 8 + size % 2)))
     return tuple(points)
 
 

@@ -1,0 +1,68 @@
+"""A batch of another size, by the first dimension that its tensors share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from checkmate.capture.nodes import storage
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.tracing import Batch
+
+
+def size_of(batch: Batch) -> int:
+    """The first dimension that the tensors of a batch share.
+
+    Raises:
+        Unsupported: if they share none.
+
+    >>> size_of(((torch.ones(8, 3), torch.ones(8)), {}))
+    8
+    """
+    shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.ndim]
+    sizes = {shape[0] for shape in shapes}
+    if len(sizes) != 1 or not all(sizes):
+        what = ", ".join(map(str, shapes)) if shapes else "none"
+        raise Unsupported(
+            f"not looked for: the batch's tensors share no first dimension (shapes: {what}). Give make_batch=, a "
+            "function of the size"
+        )
+    return next(iter(sizes))
+
+
+def scaled(batch: Batch, size: int) -> Batch:
+    """The batch with another size of the first dimension of all tensors, strides in proportion; data rows repeat.
+
+    >>> args, kwargs = scaled(((torch.ones(8, 3)[:, 1:],), {}), 2)
+    >>> args[0].shape, args[0].stride()
+    (torch.Size([2, 2]), (3, 1))
+    """
+    made: dict[int, torch.Tensor] = {}
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and tensor.ndim:
+            groups.setdefault((storage(tensor), tensor.dtype), []).append(tensor)
+    for views in groups.values():  # of one storage, as labels and tokens are that are slices of one text
+        layouts = [((size, *view.shape[1:]), _strides_at(size, view), view.storage_offset()) for view in views]
+        ends = [1 + at + sum((n - 1) * step for n, step in zip(*layout, strict=True)) for *layout, at in layouts]
+        base = torch.empty(max(ends), dtype=views[0].dtype, device=views[0].device)
+        for view, (shape, strides, at) in zip(views, layouts, strict=True):
+            one = base.as_strided(shape, strides, at)
+            if not view.is_meta:
+                rows, once = torch.arange(size) % len(view), tuple(slice(1 if step == 0 else None) for step in strides)
+                one[once] = view.detach()[rows.to(view.device)][once]
+            made[id(view)] = one.requires_grad_(view.requires_grad)
+    other: Batch = tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), batch)
+    return other
+
+
+def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides for another size of the first dimension: dimensions outside of it grow in proportion.
+
+    >>> _strides_at(6, torch.ones(2, 3, 4).transpose(0, 1))
+    (4, 24, 1)
+    """
+    rows, step = len(tensor), tensor.stride(0)
+    return step, *(other // rows * size if 0 < step * rows <= other else other for other in tensor.stride()[1:])
