@@ -118,7 +118,8 @@ class OpenTrace:
         except SizedCall:  # captured, as all calls that it is for will be
             self._cache.before = _not_asked
         except Exception as error:
-            raise NotFree(str(error).partition("\n\n")[0].rpartition("\n")[2]) from error
+            cause = getattr(error, "inner_exception", None) or error
+            raise NotFree(str(cause).partition("\n\n")[0].rpartition("\n")[2]) from error
 
     def problem(self, batch: Batch) -> Problem | None:
         """The problem that `traced` gives for this batch; None if the step is to be captured anew for it.

@@ -116,7 +116,7 @@ def _has_same_needs(node: fx.Node, before: fx.Node | None, needed: int) -> bool:
         return needed == 0 or needed < min(elements, default=0)
     if needed or device_of_op(node).type != "cpu":
         return False
-    return (node.target in PRODUCTS and node.meta["val"].dtype in EXACT or node.target in ROWS) and all(
+    return ((node.target in PRODUCTS and node.meta["val"].dtype in EXACT) or node.target in ROWS) and all(
         _layout(n.meta["val"]) == _layout(m.meta["val"])
         for n, m in zip(node.all_input_nodes, before.all_input_nodes, strict=True)
     )

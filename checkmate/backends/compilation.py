@@ -42,7 +42,7 @@ from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
 from checkmate.capture.rewrite import states_kept
 from checkmate.capture.sharded.shards import Shards, local
-from checkmate.capture.sizes import open_sizes, symbols_of
+from checkmate.capture.sizes import fixed_at, open_sizes, symbols_of
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.shared_copies import SharedCopies
@@ -355,7 +355,8 @@ class _Compilation:
         if self.call.poses:
             self._refuse_sizes(module.graph, second_memory)
             if not is_open:
-                raise NotFree("the step fixes them")
+                env = TracingContext.get().fake_mode.shape_env
+                raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
             raise _Read(reading)
         if not is_open:
             joint = read(rewrite_ops(module))

@@ -137,7 +137,7 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
 
 
 def _fitting(problem: Problem, budget: int, known: Sequence[Solution]) -> list[Solution]:
-    """The plans of the next larger sizes and of the next smaller one that fit; if none does, the first of the others."""
+    """The plans of the next larger sizes and of the next smaller one that fit; if none does, the first other one."""
     size, T = problem.keep_all_peak, len(problem.graph.ops)
     near = [one for one in known if one.schedule is not None and len(one.schedule.R) == T]
     near.sort(key=lambda solution: abs(solution.problem.keep_all_peak - size))

@@ -339,7 +339,7 @@ def test_the_largest_batch(shell: Shell, answer: Shell) -> None:
     assert found["points"][-1]["peak"] <= 100_000
     out, err = shell(f"{command} --verbose")
     assert out.startswith("largest size within 100.00 kB")
-    assert "size 1 traced" in err
+    assert "size 16 traced" in err
 
 
 @pytest.mark.slow

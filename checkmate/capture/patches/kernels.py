@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
-from checkmate.capture.patches.image_sizes import upsample
+from checkmate.capture.patches.results.image_sizes import upsample
 from checkmate.errors import Unsupported
 from checkmate.torch_internals import aot
 from checkmate.torch_internals.descriptions import decompositions

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from checkmate.capture.patches import image_sizes
+from checkmate.capture.patches.results import image_sizes
 from tests.support.sampling import in_turn
 
 aten = torch.ops.aten
