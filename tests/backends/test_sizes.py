@@ -25,6 +25,7 @@ from checkmate.core.rules import with_rules, without_rules
 from checkmate.core.simulator import check_plan
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.stepping import left_by
 from tests.support.whole_steps import plain_step
 
 LENGTHS = (24, 30, 17, 9, 41, 24, 2, 30)
@@ -48,16 +49,6 @@ def _tokens(length: int, batch: int = 4) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(length)
     tokens, target = torch.randint(50, (2, batch, length), generator=generator)
     return tokens, target
-
-
-def _left_by(step: Callable[..., Any], net: nn.Module, *batch: Tensor) -> tuple[Any, ...]:
-    """The loss of a step, gradients, buffers and random state."""
-    torch.manual_seed(1)
-    loss = step(*batch)
-    loss.backward()
-    left = loss, [p.grad for p in net.parameters()], copy.deepcopy([*net.buffers()]), torch.get_rng_state()
-    net.zero_grad()
-    return left
 
 
 def _attend(h: Tensor) -> Tensor:
@@ -96,7 +87,7 @@ def test_lengths_have_plain_bits_at_the_smallest_budget(between: str) -> None:
     budget = checkmate.min_budget(checkmate.trace(copy.deepcopy(net), *_tokens(max(LENGTHS)))).peak
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget)
     for length in LENGTHS:
-        assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+        assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
     assert len(_captures(step)) <= most
 
 
@@ -126,7 +117,7 @@ def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) ->
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
     for length in (40, 32, 24, 36, 8, 32):
         asked.clear()
-        assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+        assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
         assert measure_peak(lambda n=length: step(*_tokens(n)).backward()).peak <= budget
         twin.zero_grad()
         if length in (24, 36):
@@ -145,7 +136,7 @@ def test_a_number_that_changes_is_an_input_of_a_step_whose_loss_runs_in_parts() 
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
     for share in (0.3, 0.7, 0.9):
         batch: Any = *_tokens(40), share
-        assert_same_bits(_left_by(step, twin, *batch), _left_by(net, net, *batch))
+        assert_same_bits(left_by(step, twin, *batch), left_by(net, net, *batch))
     assert len(_captures(step)) == 1
     assert step.plans[0].problem.splits
 
@@ -203,7 +194,7 @@ def test_each_length_is_what_would_be_captured_for_it_and_takes_the_bytes_of_its
     for length in (32, 24, 13, 20, 36, 7):
         batch = _tokens(length)
         before = {id(plan) for plan in step._caches[0].plans}
-        assert_same_bits(_left_by(step, net, *batch), _left_by(loss, net, *batch))
+        assert_same_bits(left_by(step, net, *batch), left_by(loss, net, *batch))
         assert len(_captures(step)) == 1
         (plan,) = [plan.plan for plan in step._caches[0].plans if id(plan) not in before]
 
@@ -279,7 +270,7 @@ def test_plans_of_lengths_that_were_not_used_for_longest_go() -> None:
     step: Any = checkmate.compile(lambda *batch: net(*batch), budget="10 MB", max_plans=3)
     twin = copy.deepcopy(net)
     for length in (24, 30, 11, 12, 13, 14, 11, 24):
-        assert_same_bits(_left_by(step, net, *_tokens(length)), _left_by(twin, twin, *_tokens(length)))
+        assert_same_bits(left_by(step, net, *_tokens(length)), left_by(twin, twin, *_tokens(length)))
     assert len(_captures(step)) == 1
     assert len(step.plans) == 1 + 3
 
@@ -290,7 +281,7 @@ def test_what_cannot_be_open_is_captured_for_each_length_and_tried_once(caplog: 
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
     with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
         for length in (24, 30, 17, 9):
-            assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+            assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
     assert len(_captures(step)) == 4
     (said,) = caplog.messages
     assert re.search(r"PyTorch traces it for one size only: test_sizes\.py:\d+, .*hann_window", said)
@@ -303,7 +294,7 @@ def test_a_length_that_takes_another_way_is_opened_with_another(caplog: pytest.L
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
     with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
         for length in (24, 30, 17, 9, 12):
-            assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(net, net, *_tokens(length)))
+            assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
     assert len(_captures(step)) == 2
     (said,) = caplog.messages
     assert re.search(r"what is computed depends on the size: test_sizes\.py:\d+, .*cdist", said)
@@ -323,7 +314,7 @@ def test_a_kind_of_step_without_open_sizes_says_why(
     with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
         for length in (12, 9, 15):
             x = torch.randn(length, 8)
-            assert_same_bits(_left_by(step, net, x), _left_by(loss, net, x))
+            assert_same_bits(left_by(step, net, x), left_by(loss, net, x))
     assert len(_captures(step)) == 3
     assert why in caplog.text
 
@@ -340,7 +331,7 @@ def test_numbers_and_lengths_that_change_together() -> None:
     step = checkmate.compile(lambda *batch: twin(*batch) * scale[0], budget="10 MB")
     for length, number in ((24, 1.0), (30, 1.0), (17, 1.0), (17, 0.5), (17, 0.25), (30, 0.125), (9, 2.0), (17, 1.0)):
         scale[0] = number
-        assert_same_bits(_left_by(step, twin, *_tokens(length)), _left_by(plain, net, *_tokens(length)))
+        assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(plain, net, *_tokens(length)))
 
 
 def _least(step: Callable[..., Tensor], *batch: Tensor) -> int:
@@ -358,7 +349,7 @@ def test_conjugated_operands_take_the_bytes_of_the_plan(lengths: tuple[int, ...]
     step: Any = checkmate.compile(loss, budget=_least(loss, batches[lengths.index(33)]))
     for x in batches:
         before = {id(plan) for plan in step._caches[0].plans}
-        assert_same_bits(_left_by(step, net, x), _left_by(loss, net, x))
+        assert_same_bits(left_by(step, net, x), left_by(loss, net, x))
         (plan,) = [plan.plan for plan in step._caches[0].plans if id(plan) not in before]
 
         def again(x: Tensor = x) -> None:
@@ -380,7 +371,7 @@ def test_a_long_sequence_after_short_ones_keeps_the_random_states_that_it_needs(
     step = checkmate.compile(loss, budget=_least(loss, torch.randn(2000, 16)))
     for length in (20, 30, 2000, 25):
         x = torch.randn(length, 16)
-        assert_same_bits(_left_by(step, layers, x), _left_by(loss, layers, x))
+        assert_same_bits(left_by(step, layers, x), left_by(loss, layers, x))
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -420,7 +411,7 @@ def test_two_modes_that_alternate_have_a_capture_each() -> None:
     for length in range(10, 18):
         net.train(length % 2 == 0)
         x = torch.randn(length, 8)
-        assert_same_bits(_left_by(step, net, x), _left_by(lambda x: net(x).square().mean(), net, x))
+        assert_same_bits(left_by(step, net, x), left_by(lambda x: net(x).square().mean(), net, x))
     assert len(_captures(step)) == 2
 
 
@@ -432,7 +423,7 @@ def test_parts_of_a_padded_batch() -> None:
     cast: Any = step
     for length in (40, 24, 17, 30):
         x = padded[:, :length]
-        assert_same_bits(_left_by(step, net, x), _left_by(lambda x: net(x).square().mean(), net, x))
+        assert_same_bits(left_by(step, net, x), left_by(lambda x: net(x).square().mean(), net, x))
     assert len(_captures(cast)) <= 2  # of the whole, and of a part
 
 
@@ -441,7 +432,7 @@ def test_a_layer_that_cannot_be_open_says_nothing_on_standard_error(caplog: pyte
     step: Any = checkmate.compile(lambda x: net(x)[0].square().mean(), budget="10 MB")
     for length in (6, 8, 4):
         x = torch.randn(2, length, 8)
-        assert_same_bits(_left_by(step, net, x), _left_by(lambda x: net(x)[0].square().mean(), net, x))
+        assert_same_bits(left_by(step, net, x), left_by(lambda x: net(x)[0].square().mean(), net, x))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -462,8 +453,8 @@ def test_a_length_while_torch_compile_is_turned_off_changes_no_capture() -> None
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
     for length, stance in ((24, "default"), (30, "force_eager"), (24, "default"), (17, "default"), (9, "default")):
         with torch.compiler.set_stance(stance):
-            left = _left_by(step, twin, *_tokens(length))
-        assert_same_bits(left, _left_by(net, net, *_tokens(length)))
+            left = left_by(step, twin, *_tokens(length))
+        assert_same_bits(left, left_by(net, net, *_tokens(length)))
     assert [len(_captures(step)), len(step.plans)] == [1, 3]  # of 24, 17 and 9
 
 
@@ -478,7 +469,7 @@ def test_known_plans_of_other_lengths_obey_rules(rules: dict[str, Any], monkeypa
     for place, length in enumerate((41, 30, 36, 40, 9)):
         if place == 2:
             monkeypatch.setattr("checkmate.solvers.solve.attempt", None)  # nothing is searched for
-        assert_same_bits(_left_by(step, net, *_tokens(length)), _left_by(twin, twin, *_tokens(length)))
+        assert_same_bits(left_by(step, net, *_tokens(length)), left_by(twin, twin, *_tokens(length)))
     assert len(_captures(step)) == 1
     assert len(step.plans) == 5
     for plan in step.plans:

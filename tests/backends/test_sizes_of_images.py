@@ -16,6 +16,7 @@ import checkmate
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn, long
+from tests.support.stepping import left_by
 
 CPU, _LAST = torch.device("cpu"), torch.channels_last
 
@@ -109,16 +110,6 @@ def _images(size: int, dims: int) -> Tensor:
     return torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(size))
 
 
-def _left_by(step: Callable[..., Any], net: nn.Module, *batch: Tensor) -> tuple[Any, ...]:
-    """The loss of a step, gradients, buffers and random state."""
-    torch.manual_seed(1)
-    loss = step(*batch)
-    loss.backward()
-    left = loss, [p.grad for p in net.parameters()], copy.deepcopy([*net.buffers()]), torch.get_rng_state()
-    net.zero_grad()
-    return left
-
-
 @in_turn(name=[long(name) if name in LONG else name for name in NETWORKS])
 def test_sizes_are_captured_twice_and_have_plain_bits_in_the_bytes_of_their_plan(name: str) -> None:
     dims, network = NETWORKS[name]
@@ -132,7 +123,7 @@ def test_sizes_are_captured_twice_and_have_plain_bits_in_the_bytes_of_their_plan
     odd = () if pools else (15,)  # PyTorch 2.11 asks whether windows two apart fill what they pool
     for size in (12, 20, 24, 14, *odd):
         x, before = _images(size, dims), {id(plan) for plan in step._caches[0].plans}
-        assert_same_bits(_left_by(step, twin, x), _left_by(net, net, x))
+        assert_same_bits(left_by(step, twin, x), left_by(net, net, x))
         (plan,) = [plan.plan for plan in step._caches[0].plans if id(plan) not in before]
 
         def again(x: Tensor = x) -> None:
@@ -155,5 +146,5 @@ def test_a_size_that_algebra_rounds_otherwise_has_a_capture_of_its_own() -> None
     step: Any = checkmate.compile(loss, budget="10 MB")
     for length in (24, 30, 7, 17, 7, 14, 24):
         x = torch.randn(length, 8)
-        assert_same_bits(_left_by(step, net, x), _left_by(loss, net, x))
+        assert_same_bits(left_by(step, net, x), left_by(loss, net, x))
     assert 2 <= len(step._caches[0].steps) <= 3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,16 @@ class Trained:
 def grads_of(module: nn.Module) -> list[Tensor | None]:
     """Copy the gradients of all parameters."""
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def left_by(step: Callable[..., Any], net: nn.Module, *batch: Tensor) -> tuple[Any, ...]:
+    """The loss of a step, gradients, buffers and random state."""
+    torch.manual_seed(1)
+    loss = step(*batch)
+    loss.backward()
+    left = loss, [p.grad for p in net.parameters()], copy.deepcopy([*net.buffers()]), torch.get_rng_state()
+    net.zero_grad()
+    return left
 
 
 def train(module: nn.Module, step: Step, batch: tuple[Tensor, ...], *, steps: int = 3, seed: int = 7) -> Trained:
