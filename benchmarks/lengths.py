@@ -28,10 +28,10 @@ WORDS, BATCH = 5000, 4
 Loss = Callable[..., Tensor]
 
 
-def _gpt2() -> tuple[nn.Module, Loss]:
+def _gpt2(words: int = WORDS, layers: int = 6, width: int = 128) -> tuple[nn.Module, Loss]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": WORDS, "n_positions": 512, "n_embd": 128, "n_layer": 6, "n_head": 4}
+    sizes = {"vocab_size": words, "n_positions": 512, "n_embd": width, "n_layer": layers, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
     return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss
 
@@ -54,6 +54,7 @@ def _bert() -> tuple[nn.Module, Loss]:
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
     "gpt2": _gpt2,
+    "gpt2-words": lambda: _gpt2(words=32_000, layers=2, width=64),  # at a small share its loss runs in parts
     "llama": _llama,
     "llama-32": lambda: _llama(32),
     "bert": _bert,
@@ -99,6 +100,7 @@ def rows(name: str, share: float, lengths: list[int], seconds: float) -> Iterato
             step(tokens).backward()
             model.zero_grad()
 
+        row["splits"] = [*plan.problem.splits]
         row["measured_peak"] = plan.problem.resident + measure_peak(again_from_nothing, torch.device("cpu")).peak
         searched = checkmate.solve(plan.problem, budget, time_limit=seconds)
         yield {**row, "searched": searched.cost / plan.problem.least_cost - 1, "bound": searched.bound / searched.cost}
