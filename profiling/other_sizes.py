@@ -106,17 +106,18 @@ def _has_same_needs(node: fx.Node, before: fx.Node | None, needed: int) -> bool:
     """Tell whether an op needs the bytes here that it was measured to need at other sizes, beside its results.
 
     A pointwise kernel needs none, or numbers that it is given as tensors, or copies of operands in another type: these
-    would be a byte an element at least. On the CPU, products of float32 and float64 copy an operand or nothing, by its
-    strides; and what goes row by row sums up a row before it writes it, and copies what is not contiguous.
+    would be a byte an element at least. On the CPU, products of float32 and float64 read rows or columns where they are
+    dense; and what goes row by row sums up a row before it writes it, and copies what is not contiguous.
     """
     assert before is not None
+    tensors_ = [n.meta["val"] for n in (before, *before.all_input_nodes)]
     if _is_pointwise(node):
-        tensors_ = [n.meta["val"] for n in (before, *before.all_input_nodes)]
         elements = [t.numel() for t in tensors_ if isinstance(t, torch.Tensor) and t.dim()]
         return needed == 0 or needed < min(elements, default=0)
     if needed or device_of_op(node).type != "cpu":
         return False
-    return ((node.target in PRODUCTS and node.meta["val"].dtype in EXACT) or node.target in ROWS) and all(
+    is_product = node.target in PRODUCTS and node.meta["val"].dtype in EXACT and all(1 in t.stride() for t in tensors_)
+    return (is_product or node.target in ROWS) and all(
         _layout(n.meta["val"]) == _layout(m.meta["val"])
         for n, m in zip(node.all_input_nodes, before.all_input_nodes, strict=True)
     )
