@@ -1,4 +1,4 @@
-"""Bytes that ops are said to need at other sizes, most by the rules of their kernels, are those that they take there."""
+"""Bytes that ops are said to need at other sizes, most by rules of their kernels, are those that they take there."""
 
 from __future__ import annotations
 
