@@ -49,6 +49,7 @@ from checkmate.memory.meter import collecting_seldom
 from checkmate.statusline import showing
 from checkmate.torch_internals import steps
 from checkmate.torch_internals.aot import TracingContext, _is_primal
+from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
 
 log = logging.getLogger("checkmate.backends.capture_cache")
@@ -377,7 +378,8 @@ def as_data(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     primals = [n for n in step.placeholders if _is_primal(n)]
     pairs = zip(primals, step.backward_outputs, strict=False)
     gradients = [g for n, g in pairs if n not in step.numbers and isinstance(n.meta["val"], torch.Tensor)]
-    return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
+    with outside_tracing():  # constants are read
+        return written_out(step.module.graph, step.numbers, [*step.forward_outputs, *gradients], numbers)
 
 
 def _earlier(then: Mapping[int, Set[Any]], sizes: Sizes) -> Sizes:

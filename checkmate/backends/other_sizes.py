@@ -50,8 +50,12 @@ class Earlier:
         """
         self.check(joint)
         plan, captured = self.training.plan, without_rules(self.training.captured)
-        if reading.known(joint, captured) is None or not is_swappable(joint):
-            raise NotFree("its plans cannot take over from each other")
+        if reading.known(joint, captured) is None:
+            raise NotFree("with other sizes it has other ops")
+        if not is_swappable(joint):
+            raise NotFree(
+                "its plans save other things: numbers, or what it writes twice, as a norm that is applied twice"
+            )
         problems = [captured, without_rules(plan.problem)]
         whole = reading.problem(joint, problems)
         same = next((one for one in whole.splits_in_turn() if one.splits == plan.problem.splits), None)

@@ -107,7 +107,11 @@ def without_rules(problem: Problem) -> Problem:
         return problem
     pins = {rule.pin for rule in problem.rules} - {None}
     ops = tuple(replace(op, pinned=None) if op.pinned in pins else op for op in problem.graph.ops)
-    next_split = None if problem.next_split is None else partial(_ruled, problem.next_split, {})
+    next_split = problem.next_split
+    if isinstance(next_split, partial) and next_split.func is _ruled:  # also of splits in which the rules name nothing
+        next_split = next_split.args[0]
+    elif next_split is not None:
+        next_split = partial(_ruled, next_split, {})
     return replace(problem, graph=replace(problem.graph, ops=ops), rules=(), next_split=next_split)
 
 

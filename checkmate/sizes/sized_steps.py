@@ -27,7 +27,6 @@ from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import NotFree
 from checkmate.compiler import CompiledStep
 from checkmate.core.fingerprint import fingerprints, same_ops
-from checkmate.core.graph import MAX_BYTES
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -148,7 +147,7 @@ class SizedSteps:
             """The plan, for the problem that is captured for the run."""
             if solution.schedule is None or not same_ops(problem, solution.problem):
                 raise Unsupported("The step has other ops as it runs than as it was traced: nothing can be measured.")
-            return again(solution, problem, MAX_BYTES)
+            return again(solution, problem, solution.budget + problem.resident - solution.problem.resident)
 
         backend = Backend(planned, profile=solution.problem.profile)
         compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)

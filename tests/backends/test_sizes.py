@@ -71,6 +71,7 @@ def _pad(h: Tensor) -> Tensor:
 BETWEEN = {
     "nothing": (lambda h: h, 2),
     "a number of the length": (lambda h: h / math.sqrt(h.shape[1]), 2),
+    "a constant": (lambda h: h * torch.tensor(2.0), 2),
     "positions": (lambda h: h + torch.arange(h.shape[1])[:, None] * 0.01, 2),
     "attention": (_attend, 3),  # of two tokens
     "a branch": (lambda h: h * 2 if h.shape[1] > 20 else h.tanh(), 3),

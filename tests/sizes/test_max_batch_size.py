@@ -265,3 +265,18 @@ def test_sizes_are_found_at_which_only_a_loss_in_parts_fits() -> None:
     found = max_batch_size(make_step, make_batch, budget="3 MB", profile=ROOFLINE, max_overhead=None, time_limit=10)
     assert found.solution.problem.splits
     assert found.size > 2 * found.keep_all
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_the_plan_of_the_answer() -> None:
+    torch.manual_seed(0)
+    norm, drop = nn.BatchNorm1d(2 * HIDDEN), nn.Dropout(0.1)
+    model = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), norm, nn.GELU(), drop, nn.Linear(2 * HIDDEN, HIDDEN))
+    found = _search(
+        200_000,
+        make_step=lambda: lambda x: model(x).square().sum(),
+        make_batch=partial(_make_batch, device="cpu"),
+        **MEASURED,
+    )
+    assert found.solution.overhead > 0
+    assert found.measured_peak == found.solution.peak

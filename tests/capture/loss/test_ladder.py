@@ -107,6 +107,14 @@ def test_a_split_with_other_bits_is_not_offered(model: _Model, monkeypatch: pyte
     assert refusal.value.min_budget >= _floor(problem)
 
 
+@pytest.mark.slow
+def test_a_rule_that_keeps_the_loss_whole_is_named_in_a_refusal(model: _Model, problem: Problem) -> None:
+    """In further splits the rule names nothing: these are looked at without it."""
+    budget = checkmate.min_budget(problem).peak * 11 // 10
+    with pytest.raises(InfeasibleBudget, match="Rules are in the way: without 'head': 'recompute'"):
+        checkmate.compile(model, budget=budget, rules={"head": "recompute"}, time_limit=1)(TOKENS)
+
+
 def test_a_refusal_names_the_smallest_budget_with_parts(problem: Problem) -> None:
     solution = checkmate.solve(problem, problem.resident + 10, time_limit=1)
     assert solution.status is Status.INFEASIBLE
