@@ -9,10 +9,12 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from math import isfinite
 from traceback import walk_tb
-from types import MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.fx as fx
@@ -27,6 +29,8 @@ from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # of inputs in one list
+FILE = "<checkmate>"  # of the code that runs
+_CODES = WeakValueDictionary[bytes, CodeType]()  # by the text
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
 _PRIVATE = (
@@ -82,7 +86,8 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
     """The function of a module that takes and clears one list, marked for AOTAutograd.
 
     Its code has a line for each node, as that of `torch.fx` has, with each op under a name of its own: to look up
-    ``torch.ops.aten.mm.default`` takes a third to a half of what a call costs on small tensors.
+    ``torch.ops.aten.mm.default`` takes a third to a half of what a call costs on small tensors. Sizes have names, too:
+    modules that differ in these alone share their code.
 
     Args:
         calls: for some nodes, what they call instead.
@@ -113,11 +118,20 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
 
     # Make the function, which says where an op that fails comes from. It is one function: each call of another takes
     # longer than many an op.
-    file = f"<checkmate {id(module):x}>"
-    say_where = code.name_of(partial(_say_where, nodes=nodes, file=file))
+    say_where = code.name_of(partial(_say_where, nodes=nodes))
     lines += ["    except Exception as error:", f"        {say_where}(error)", "        raise"]
-    exec(compile("\n".join(lines), file, "exec"), code.bound)
-    return takes_one_list(ending_calls(graph, code.bound["forward"]))
+    return takes_one_list(ending_calls(graph, _function("\n".join(lines), code.bound)))
+
+
+def _function(text: str, bound: dict[str, Any]) -> Run:
+    """The function ``forward`` of a text; its code is shared by all that have this text."""
+    key = sha256(text.encode()).digest()
+    code = _CODES.get(key)
+    if code is None:
+        made: dict[str, Any] = {}
+        exec(compile(text, FILE, "exec"), made)
+        code = _CODES[key] = made["forward"].__code__
+    return FunctionType(code, bound)
 
 
 def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
@@ -130,17 +144,18 @@ class _Code:
     def __init__(self, module: fx.GraphModule) -> None:
         self.bound: dict[str, Any] = {}
         self._module = module
-        self._names = dict[int, str]()  # of what is bound, by id
+        self._names = dict[Any, str]()  # of what is bound, by its id, or the number that it is
         self._prefix = "_"  # of no node's name
         while any(node.name.startswith(self._prefix) for node in module.graph.nodes):
             self._prefix += "_"
 
     def name_of(self, what: Any) -> str:
         """The name that something is bound to."""
-        if id(what) not in self._names:
-            name = self._names[id(what)] = f"{self._prefix}{len(self.bound)}"
+        key = (what,) if type(what) is int else id(what)
+        if key not in self._names:
+            name = self._names[key] = f"{self._prefix}{len(self.bound)}"
             self.bound[name] = what
-        return self._names[id(what)]
+        return self._names[key]
 
     def attribute(self, node: fx.Node) -> str:
         """An attribute of the module."""
@@ -173,14 +188,16 @@ class _Code:
             return f"slice({', '.join(map(self.text, (arg.start, arg.stop, arg.step)))})"
         if isinstance(arg, Detached):
             return self.call(aten.detach.default, (arg.node,), {})
-        is_literal = arg is None or type(arg) in (bool, int, str) or (type(arg) is float and isfinite(arg))
+        if type(arg) is int:
+            return repr(arg) if -2 < arg < 2 else self.name_of(arg)
+        is_literal = arg is None or type(arg) in (bool, str) or (type(arg) is float and isfinite(arg))
         return repr(arg) if is_literal else self.name_of(arg)
 
 
-def _say_where(error: Exception, nodes: Mapping[int, fx.Node], file: str) -> None:
+def _say_where(error: Exception, nodes: Mapping[int, fx.Node]) -> None:
     """Add the line of the user's code to the error message of an op; an error of checkmate's has said where."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
+    at = next((i for i, (name, _) in enumerate(frames) if name == FILE), None)
     if isinstance(error, CheckmateError) or at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     node = nodes.get(frames[at][1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.fx as fx
 from checkmate.codegen.boxed import _BINDINGS, boxed
 from tests.support.seen import Seen
 
+Pair = namedtuple("Pair", "size other")
 M, X, IMAGE = torch.rand(4, 4), torch.rand(2, 4, 4), torch.rand(1, 1, 4, 4)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "_adaptive_avg_pool2d": (IMAGE, [2, 2]),
@@ -69,6 +72,22 @@ def test_the_list_is_cleared_before_anything_runs() -> None:
     inputs = [torch.full((2,), 3.0), torch.full((2,), 5.0)]
     assert run(inputs)[0].tolist() == [15.0, 15.0]
     assert inputs == []
+
+
+def test_modules_that_differ_in_sizes_share_their_code() -> None:
+    def of(size: int, dim: int = 0) -> Any:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        parts = graph.call_function(torch.ops.aten.split.Tensor, (x, size, dim))
+        graph.output((graph.call_function(operator.getitem, (parts, 0)), Pair(size, None), [slice(size), size, -size]))
+        return boxed(fx.GraphModule(torch.nn.Module(), graph))
+
+    four, three, other = of(4), of(3), of(3, dim=-1)
+    assert four.__code__ is three.__code__ is not other.__code__
+    for size, run in ((4, four), (3, three)):
+        first, *rest = run([torch.arange(8)])
+        assert first.tolist() == [*range(size)]
+        assert rest == [Pair(size, None), [slice(size), size, -size]]
 
 
 def test_an_op_of_ours_that_fails_is_named_without_its_address() -> None:
