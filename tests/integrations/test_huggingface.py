@@ -170,6 +170,34 @@ def _texts(tmp_path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends), text
 
 
+@pytest.mark.long
+def test_sentences_of_many_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL pads each batch to its longest sentence."""
+    import trl.trainer.utils
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8)  # tiles as small as the model
+
+    def trainer(*callbacks: Any) -> Any:
+        torch.manual_seed(3)
+        tokenizer, text = _texts(tmp_path)
+        sentences = Dataset.from_list([{"text": text(n)} for n in (31, 20, 9, 25, 14, 28, 18, 22, 11, 30, 16, 27)])
+        arguments = SFTConfig(
+            max_length=32, **_arguments(tmp_path, per_device_train_batch_size=2, max_steps=5, bf16=False)
+        )
+        about: dict[str, Any] = {"args": arguments, "processing_class": tokenizer, "callbacks": [*callbacks]}
+        return SFTTrainer(_llama(), train_dataset=sentences, **about)
+
+    most, plain = _trained(trainer())
+    within = WithinBudget(int(0.95 * most), time_limit=1)
+    measured, left = _trained(trainer(within))
+    assert_same_bits(left, plain)
+    assert measured <= 0.95 * most
+    assert within.planned is not None
+    assert [len(cache.steps) for cache in within.planned._caches] == [1]
+
+
 def _trl(kind: str, tmp_path: Path, *, lora: bool, **more: Any) -> Callable[[WithinBudget | None], Any]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer

@@ -128,6 +128,29 @@ def test_training_within_a_budget(kind: Any, more: dict[str, Any], share: float,
     assert names == others
 
 
+class OfLengths(Automatic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.words(x)).mean(1)
+
+
+@pytest.mark.long
+def test_lengths_that_change(tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(50, (8, n), generator=drawn), torch.arange(8)) for n in (40, 31, 17, 25, 36, 12, 40)]
+    loaders: Any = [DataLoader(some, batch_size=None) for some in (batches, batches[:1])]  # type: ignore[arg-type]
+    most, plain = _trained(OfLengths, loaders=loaders, default_root_dir=tmp_path)
+    within = WithinBudget(int(0.9 * most), time_limit=1)
+    measured, found = _trained(OfLengths, within, loaders=loaders, default_root_dir=tmp_path)
+    assert_same_bits(found, plain)
+    assert measured <= int(0.9 * most)
+    assert len(within.planned.plans) == 6
+    assert [len(cache.steps) for cache in within.planned._caches] == [1]
+
+
 @pytest.mark.slow
 def test_without_a_budget_it_is_what_there_is(tmp_path: Path) -> None:
     _, plain = _trained(Automatic, default_root_dir=tmp_path)
