@@ -129,6 +129,7 @@ def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) ->
     assert any(not plan.problem.splits for plan in step.plans)  # of the shortest length
 
 
+@pytest.mark.long
 def test_a_number_that_changes_is_an_input_of_a_step_whose_loss_runs_in_parts() -> None:
     torch.manual_seed(0)
     net = _Vocabulary()

@@ -238,7 +238,7 @@ def test_trainers_of_trl(kind: str, lora: bool, tmp_path: Path, monkeypatch: pyt
     assert (within.planned.kept.beside > _held(_llama())) == (kind == "dpo" and not lora)
 
 
-@pytest.mark.parametrize("collate", [slow(padded), long(packed)])
+@pytest.mark.parametrize("collate", [long(padded), long(packed)])
 def test_documents_of_many_lengths(collate: Any, tmp_path: Path) -> None:
     """They are padded to the longest of a batch, or packed into one row: two captures, or one where none is padded."""
     rows = [{"input_ids": row, "labels": row} for row in ((tokens % 60 + 1).tolist() for tokens in DOCUMENTS)]
