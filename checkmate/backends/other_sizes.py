@@ -183,7 +183,7 @@ class SizedPlans(Around):
 
     @property
     def plans(self) -> list[SwappablePlan]:
-        """All plans, the largest sizes' first."""
+        """The plans by sizes, that of the largest first."""
         return [self.training, *self._others.values()]
 
     @property

@@ -110,7 +110,7 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
 
 
 def _size_of(numbers: list[int], is_shape: bool) -> Any:
-    """One number, or all of a shape."""
+    """The number, or the shape of all numbers."""
     return torch.Size(numbers) if is_shape else numbers[0]
 
 

@@ -62,7 +62,7 @@ def symbols_of(graph: fx.Graph) -> list[torch.SymInt]:
 
 
 def fixed_at(env: Any) -> str | None:
-    """Where tracing has fixed the first of the sizes that were open, by PyTorch's record of shapes; None: nowhere."""
+    """The line that has fixed the first of the open sizes, by PyTorch's record of shapes; None: no line has."""
     return next(map(_line, env.replacements_slocs.values()), None)
 
 
