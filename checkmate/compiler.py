@@ -145,6 +145,7 @@ def new_backend(planner: Planner, second_memories: SecondMemories | None, update
         updates=updates,
         second_memories=second_memories,
         overlap=options.overlap,
+        kernels=options.kernels,
     )
 
 

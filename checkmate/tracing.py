@@ -147,6 +147,7 @@ def _cache_of(fn: Callable[..., Any], options: Options, planner: Callable[[Probl
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
     stop = takes_one_list(_not_asked)
     about: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
+    about["kernels"] = options.kernels
     return CaptureCache(fn, Backend(planner, lambda module, inputs: stop, options.costs, updates=updates, **about))
 
 

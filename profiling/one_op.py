@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from checkmate.capture.cudnn import batch_norm
 from checkmate.capture.device import main_device
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.higher_order import table
 from checkmate.capture.higher_order.bodies import body_of, text_of
 from checkmate.capture.higher_order.fused_attention import Fused
@@ -100,7 +101,7 @@ def runs_alone(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return table.runs_alone(node)
-    if isinstance(target, (types.FunctionType, PlannedOp, Drawn, Launch, Fused)):
+    if isinstance(target, (types.FunctionType, PlannedOp, Drawn, Launch, Fused, Kernel)):
         return True
     return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 

@@ -136,6 +136,8 @@ def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
 def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
     """(LENGTH,) numbers of a set, on the CPU: equal in every process; nothing stays on a device."""
     generator = torch.Generator().manual_seed(0)
+    if name == "all" and dtype.itemsize == 2:
+        return torch.randperm(2**16, generator=generator).to(torch.int16).view(dtype)
     drawn = torch.rand(LENGTH, generator=generator, dtype=torch.float64)
     if dtype is torch.bool:
         return drawn < 0.7  # more are true than false
@@ -184,6 +186,45 @@ def same_in_two(node: fx.Node) -> bool:
         )
 
     return bool(_once("in two", node, trial, "its gradients are computed at once"))
+
+
+def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
+    """Tell whether the kernel of a group runs, and gives what its ops give, as they lie in memory.
+
+    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets; of 16 bits a tensor
+    has all numbers that there are, if it is as large.
+    """
+    target: Any = node.target
+
+    def trial() -> bool:
+        run = call_of(node)
+        numbers = [t for t in tensors(run.args) if t.is_floating_point() or t.dtype is torch.bool]
+        for name in (*SETS, "all") if same_bits else SETS[-1:]:
+            _fill_all(numbers, name, run)
+            made = run()
+            if not _lie_alike(made, node.meta["val"], run.args):
+                return False
+            if same_bits and not all(map(_same_numbers, made, target.ops(*run.args))):
+                return False
+        return True
+
+    return bool(_once(f"kernel, bits: {same_bits}", node, trial, "its ops run one by one"))
+
+
+def _lie_alike(made: Any, like: Any, given: Any) -> bool:
+    """Tell whether results lie in memory of their own as fake ones say."""
+    memory = [t.untyped_storage().data_ptr() for t in tensors((made, given)) if t.numel()]
+    return len({*memory}) == len(memory) and all(
+        (a.shape, a.dtype) == (b.shape, b.dtype) and all(s == t or n < 2 for n, s, t in zip(a.shape, a.stride(), b.stride()))
+        for a, b in zip(made, like, strict=True)
+    )
+
+
+def _same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bits, except that one NaN is as good as another."""
+    if a.is_floating_point():
+        a, b = (torch.where(t.isnan(), math.nan, t) for t in (a, b))
+    return same_bytes(a, b)
 
 
 def repeats(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from checkmate.backends.static_memory import FirstStep, Lower, serving, within
 from checkmate.capture.around import Around, surrounded
 from checkmate.capture.autocast import Copies, keeping_copies
 from checkmate.capture.device import allocated_on, device_of
+from checkmate.capture.fusion.write import Kernels, fuse
 from checkmate.capture.guards import take_guards
 from checkmate.capture.higher_order.bodies import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
@@ -57,6 +58,7 @@ from checkmate.memory.available import available
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure, forget
 from checkmate.profiling.source import Source
+from checkmate.profiling.trial import runs_well
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 from checkmate.torch_internals.aot import TracingContext, _is_primal, aot_autograd, functorch_config
@@ -105,6 +107,7 @@ class Backend:
     updates: Insert | None = None  # of parameters, that are part of the step
     second_memories: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
+    kernels: Kernels = "eager"  # of groups of ops
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
 
     @property
@@ -267,6 +270,9 @@ class _Compilation:
             graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
             for rewrite in REWRITES:
                 rewrite(graph)
+            if backend.kernels != "eager":
+                good = (lambda node: True) if fakes else partial(runs_well, same_bits=backend.kernels == "same-bits")
+                fuse(module, traced, backend.kernels, good)
             return module
 
         updates = None if backend.updates is None else backend.updates.updates
@@ -275,9 +281,11 @@ class _Compilation:
         names, numbers, draws, noted = self.names, self.numbers, self.draws, self.noted
         parameters = [i for i, tensor in enumerate(self.known) if isinstance(tensor, torch.nn.Parameter)]
 
-        def read(module: fx.GraphModule) -> Joint:  # without `self`: the problem keeps this
-            step = TracedStep(module, results, static, names, numbers, draws, parameters)
-            return read_joint(step, block_bytes=block_bytes, noted=noted)
+        def traced(module: fx.GraphModule) -> TracedStep:  # without `self`: the problem keeps this
+            return TracedStep(module, results, static, names, numbers, draws, parameters)
+
+        def read(module: fx.GraphModule) -> Joint:
+            return read_joint(traced(module), block_bytes=block_bytes, noted=noted)
 
         # All that is in memory beside it.
         made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on

@@ -15,6 +15,7 @@ from math import inf
 from typing import Any, Literal, TypedDict, get_args
 
 from checkmate.backends import ranks
+from checkmate.capture.fusion.write import Kernels
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
@@ -53,9 +54,10 @@ class CompileOptions(TypedDict, total=False):
     host_budget: Bytes | None
     host: str | None
     overlap: bool
+    kernels: Kernels
 
 
-OF_TRACE = ("profile", "cache", "host_budget", "host", "overlap")  # options of `checkmate.trace`, beside a batch
+OF_TRACE = ("profile", "cache", "host_budget", "host", "overlap", "kernels")  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
 OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 
@@ -88,6 +90,7 @@ class Options:
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
     overlap: bool = False  # collectives beside other ops
+    kernels: Kernels = "eager"
     share: float | None = field(init=False, repr=False)  # of the free memory, that the budget is; None: it is in bytes
     total: int = field(init=False, repr=False)  # bytes of the budget; 0 for a share, which is found with the first plan
     set_aside: int = field(init=False, repr=False)  # bytes of the budget for what the step cannot see
@@ -119,6 +122,8 @@ class Options:
         check_positive("time_limit", self.time_limit, " of seconds")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"Unknown kernels {self.kernels!r}; there are {', '.join(get_args(Kernels))}.")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap is True or False, not {self.overlap!r}.")
         is_number = isinstance(self.wait, (int, float)) and not isinstance(self.wait, bool)

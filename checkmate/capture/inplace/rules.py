@@ -113,7 +113,9 @@ TABLE: Mapping[Any, Written] = {
 
 def written_of(target: Any) -> Written | None:
     """The in-place call of an op over an argument, from the table or the op itself; None if there is none."""
-    return Written(target, target.out) if isinstance(target, PlannedOp) and target.out else TABLE.get(target)
+    if isinstance(target, PlannedOp):
+        return Written(target, target.out) if target.out else None
+    return TABLE.get(target) or getattr(target, "written", None)
 
 
 def positions(node: fx.Node) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Groups of ops whose kernel Inductor compiles: each is one op of the plan."""

@@ -1,0 +1,79 @@
+"""Put calls of their kernels in place of groups of ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Literal
+
+import networkx as nx
+import torch.fx as fx
+
+from checkmate.capture.fusion.groups import groups
+from checkmate.capture.fusion.kernels import Kernel, kernel_of
+from checkmate.capture.fusion.members import is_member
+from checkmate.capture.op_order import TracedStep, split_forward_backward
+from checkmate.capture.rewrite import eliminate_dead_code
+
+Kernels = Literal["eager", "same-bits", "fused"]
+
+
+def fuse(
+    module: fx.GraphModule,
+    step_of: Callable[[fx.GraphModule], TracedStep],
+    kernels: Kernels,
+    is_good: Callable[[fx.Node], bool] = lambda node: True,
+) -> None:
+    """Make each group of a joint graph one op, its kernel.
+
+    Args:
+        module: the joint graph, at fixed sizes.
+        step_of: reads it.
+        kernels: ``"fused"``: of pointwise ops and reductions; ``"same-bits"``: of pointwise ops.
+        is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
+    """
+    graph, step = module.graph, step_of(module)
+    phases = split_forward_backward(step)
+
+    def joins(node: fx.Node) -> bool:
+        return is_member(node, reductions=kernels == "fused") and step.pinned(node) is None
+
+    forward, backward = (groups(sorted(ops), joins, cut=cut) for ops, cut in zip(phases, (True, False), strict=True))
+    for members in (*forward, *backward):
+        _replace(graph, members, is_good)
+    _sort(graph)
+    eliminate_dead_code(graph)
+    graph.lint()
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put what reads a kernel's results behind it, and leave all else in its order."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    reads = nx.DiGraph((node, user) for node in place for user in node.users)
+    reads.add_nodes_from(place)
+    last, *rest = nx.lexicographical_topological_sort(reads, key=place.__getitem__)
+    next(iter(graph.nodes)).prepend(last)
+    for node in rest:
+        last.append(node)
+        last = node
+
+
+def _replace(graph: fx.Graph, members: list[fx.Node], is_good: Callable[[fx.Node], bool]) -> None:
+    """Put a call of a group's kernel behind its last member."""
+    kernel, inputs, results = kernel_of(members)
+    if not results or not inputs:
+        return
+    inside, last = set(members), members[-1]
+    with graph.inserting_after(last):
+        call = graph.create_node("call_function", kernel, tuple(inputs), {}, kernel.name)
+    call.meta = {key: what for key, what in last.meta.items() if key not in ("tensor_meta", "val")}
+    call.meta["val"] = tuple(node.meta["val"] for node in results)
+    if not is_good(call):
+        graph.erase_node(call)
+        return
+    at = call
+    for i, result in enumerate(results):
+        with graph.inserting_after(at):
+            at = graph.create_node("call_function", operator.getitem, (call, i), {}, f"{result.name}_")
+        at.meta = {**result.meta}
+        result.replace_all_uses_with(at, delete_user_cb=lambda user: user not in inside)
