@@ -8,7 +8,7 @@ any op does without groups (`_within`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import networkx as nx
 import torch.fx as fx
@@ -19,22 +19,27 @@ from checkmate.capture.nodes import viewed
 LARGE = 4  # a result is large with a quarter of the bytes of the largest
 
 
-def groups(ops: Sequence[fx.Node], is_member: Callable[[fx.Node], bool], *, cut: bool) -> list[list[fx.Node]]:
-    """The groups of a phase's ops, given in the order of the graph, each of two members at least.
+def convex(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+    """The groups of a phase's ops, given in the order of the graph; ``is_member`` tells whether one may take an op in."""
+    return [members for members in _partition(ops, is_member) if is_member(members[0])]
 
-    Args:
-        is_member: tells whether a group may take an op in.
-        cut: behind each large result, as is worth it in a forward.
+
+def cut(groups: Iterable[list[fx.Node]], most: int, *, behind_large: bool) -> list[list[fx.Node]]:
+    """Groups cut so that none holds more bytes at once than it may, each of two members at least.
+
+    ``behind_large``: also behind each large result, as is worth it in a forward.
     """
-    most = max((_held([op]) for op in ops), default=0)
-    found = [members for members in _convex(ops, is_member) if is_member(members[0])]
-    if cut:
-        found = [part for members in found for part in _behind_large(members)]
-    found = [part for members in found for some in _within(members, most) for part in _connected(some)]
-    return [members for members in found if len(members) > 1]
+    groups = [part for members in groups for part in (_behind_large(members) if behind_large else [members])]
+    groups = [part for members in groups for some in _within(members, most) for part in _connected(some)]
+    return [members for members in groups if len(members) > 1]
 
 
-def _convex(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+def neediest(ops: Iterable[fx.Node]) -> int:
+    """The most bytes that an op holds at once."""
+    return max((_held([op]) for op in ops), default=0)
+
+
+def _partition(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
     """A partition of ops, in which no part needs itself by way of another."""
     home = dict[fx.Node, int]()
     parts, reads = dict[int, list[fx.Node]](), dict[int, set[int]]()

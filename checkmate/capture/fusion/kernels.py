@@ -101,8 +101,8 @@ class Kernel:
         return _kernels[self.key, over]
 
 
-def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node]]:
-    """The kernel of a group, and the nodes that it reads and makes; the largest result comes first."""
+def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """The kernel of a group, the nodes that it reads, those in it, and its results, of which the largest is first."""
     inside, results = set(members), read_from(members)
     results.sort(key=lambda node: -node.meta["val"].nbytes)
     # Collect the nodes between what it reads and makes: members, and views of what they make.
@@ -134,7 +134,7 @@ def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[f
     graph.output(tuple(copies[node] for node in results))
     ops = fx.GraphModule(nn.Module(), graph)
     like = tuple(node.meta["val"] for node in inputs)
-    return Kernel(ops, _digest(graph), like, _read_again(members)), inputs, results
+    return Kernel(ops, _digest(graph), like, _read_again(members)), inputs, in_order(nodes), results
 
 
 def _alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:

@@ -9,9 +9,10 @@ from typing import Literal
 import networkx as nx
 import torch.fx as fx
 
-from checkmate.capture.fusion.groups import groups
-from checkmate.capture.fusion.kernels import Kernel, kernel_of
-from checkmate.capture.fusion.members import is_member
+from checkmate.capture.fusion.groups import convex, cut, neediest
+from checkmate.capture.fusion.kernels import kernel_of
+from checkmate.capture.fusion.members import is_member, read_from
+from checkmate.capture.fusion.remade import drop, make_again
 from checkmate.capture.op_order import TracedStep, split_forward_backward
 from checkmate.capture.rewrite import eliminate_dead_code
 
@@ -33,14 +34,22 @@ def fuse(
         is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
     """
     graph, step = module.graph, step_of(module)
-    phases = split_forward_backward(step)
 
     def joins(node: fx.Node) -> bool:
         return is_member(node, reductions=kernels == "fused") and step.pinned(node) is None
 
-    forward, backward = (groups(sorted(ops), joins, cut=cut) for ops, cut in zip(phases, (True, False), strict=True))
-    for members in (*forward, *backward):
-        _replace(graph, members, is_good)
+    # Find the groups.
+    forward, backward = map(sorted, split_forward_backward(step))
+    most = neediest((*forward, *backward))
+    of_forward = convex(forward, joins)
+    copies = make_again(of_forward, backward, joins)
+    _, backward = split_forward_backward(step_of(module))
+    # Put their kernels in place; where one is not good, the backward reads what the forward keeps.
+    for members in cut(convex(sorted(backward), joins), most, behind_large=False):
+        _replace(members, is_good)
+    drop(copies)
+    for members in cut(of_forward, most, behind_large=True):
+        _replace(members, is_good)
     _sort(graph)
     eliminate_dead_code(graph)
     graph.lint()
@@ -58,22 +67,27 @@ def _sort(graph: fx.Graph) -> None:
         last = node
 
 
-def _replace(graph: fx.Graph, members: list[fx.Node], is_good: Callable[[fx.Node], bool]) -> None:
-    """Put a call of a group's kernel behind its last member."""
-    kernel, inputs, results = kernel_of(members)
-    if not results or not inputs:
+def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool]) -> None:
+    """Put a call of a group's kernel behind its last member; if it is not good, the same for each half of the group."""
+    if len(members) < 2 or not read_from(members):
         return
-    inside, last = set(members), members[-1]
+    kernel, inputs, nodes, results = kernel_of(members)
+    graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
         call = graph.create_node("call_function", kernel, tuple(inputs), {}, kernel.name)
     call.meta = {key: what for key, what in last.meta.items() if key not in ("tensor_meta", "val")}
     call.meta["val"] = tuple(node.meta["val"] for node in results)
-    if not is_good(call):
+    if not inputs or not is_good(call):
         graph.erase_node(call)
+        for half in (members[: len(members) // 2], members[len(members) // 2 :]):
+            _replace(half, is_good)
         return
     at = call
     for i, result in enumerate(results):
         with graph.inserting_after(at):
             at = graph.create_node("call_function", operator.getitem, (call, i), {}, f"{result.name}_")
         at.meta = {**result.meta}
-        result.replace_all_uses_with(at, delete_user_cb=lambda user: user not in inside)
+        result.replace_all_uses_with(at)
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)
