@@ -1,6 +1,6 @@
 """Plan a step from known plans: the same step's plan on disk, or a start from that of another batch size.
 
-    the same question           -> its plan, if it is as good as asked for, or there was as much time for it
+    the same question           -> its plan, if it is as good as asked for, or there was as much time for it as is waited
     the same, other costs       -> its plan and a new bound, if that is about as good
     a smaller step, in between  -> the plan of the step before, adapted: a few seconds at most, no worse than it was
     the same ops                -> the nearest plan, adapted, and then as much time as without it
@@ -86,21 +86,25 @@ def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
         query = replace(query, wait=wait if goes_on else inf)
         question = Question.of(problem, budget, query.method)
         known = lookup(question) if query.cache else None
-        if known is not None and known.meets(query.seconds, max(query.gap, BETTER) if goes_on else query.gap):
+        solution: Solution | None = None
+        enough = max(query.gap, BETTER) if goes_on else query.gap
+        if known is not None and known.meets(min(query.wait, query.seconds), enough):
             solution = known.certified(problem, budget)
-            if solution is not None:
-                used(question)
-                log.info("plan on disk (%s): %s", question.key, solution)
-                return replace(solution, seconds=clock.elapsed)
-            log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", question.key)
-        records = relatives(question) if query.cache else []
-        solution = _from_nearest(solver, query, known, same, records) if by_auto else solver(query)
-        if solution.plan is None and query.seconds < min(whole.seconds, query.patience):
-            solution = solver(replace(whole, wait=query.wait, options=SETTLING))
-        # Keep the plan, with the time that was allowed for it.
-        spent = min(query.seconds, max(query.wait, solution.seconds))
-        if query.cache and solution.plan is not None:
-            store(Record.of(solution, query.method, min(spent, solution.seconds) if solution.interrupted else spent))
+            if solution is None:
+                log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", question.key)
+        if known is not None and solution is not None:
+            used(question)
+            log.info("plan on disk (%s): %s", question.key, solution)
+            spent = known.time_limit
+        else:
+            records = relatives(question) if query.cache else []
+            solution = _from_nearest(solver, query, known, same, records) if by_auto else solver(query)
+            if solution.plan is None and query.seconds < min(whole.seconds, query.patience):
+                solution = solver(replace(whole, wait=query.wait, options=SETTLING))
+            # Keep the plan, with the time that was allowed for it.
+            spent = min(query.seconds, max(query.wait, solution.seconds))
+            if query.cache and solution.plan is not None:
+                store(Record.of(solution, query.method, min(spent, solution.seconds) if solution.interrupted else spent))
         is_open = solution.plan is not None and spent < query.seconds and not solution.interrupted
         if is_open and is_better(solution.bound, solution.cost):
             rest = replace(query, seconds=query.seconds - spent, spent=spent, patience=inf, wait=inf)

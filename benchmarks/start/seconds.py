@@ -101,7 +101,7 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
     spent = dict.fromkeys(("backend", "measure", "plan", "code"), 0.0)
     step: Any = plain
     if backend == OURS:
-        add_up(compilation.Backend, "__call__", spent, "backend").start()
+        add_up(compilation.Backend, "compile", spent, "backend").start()
         add_up(step_problem, "problem_of", spent, "measure").start()
         add_up(Planner, "plan", spent, "plan").start()
         add_up(step_problem, "emit", spent, "code").start()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from inspect import getsource
 from math import inf
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -135,6 +136,19 @@ def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() 
     plan_cache.store(plan_cache.Record.of(close, "auto", 1.0))
     again = plan(problem, budget, wait=1.0)
     assert (again.origin, again.cost, again.rest) == ("plan cache", found.cost, None)
+
+
+def test_a_later_start_begins_with_the_first_plan_of_the_one_before_and_goes_on() -> None:
+    problem = Problem.from_json(UNET)
+    budget = int(0.3 * problem.keep_all_peak)
+    solves = Mock(side_effect=lambda query: attempt(replace(query, seconds=0.1)))
+    first = plan(problem, budget, wait=0.1, seconds=20.0, solver=solves)
+    again = plan(problem, budget, wait=0.1, seconds=20.0, solver=solves)
+    assert solves.call_count == 1
+    assert (again.origin, again.plan, again.rest.start.plan) == ("plan cache", first.plan, first.plan)
+    assert again.rest.seconds + again.rest.spent == 20.0
+    plan(problem, budget, wait=5.0, seconds=20.0, solver=solves)  # waits for longer than the first has
+    assert solves.call_count == 2
 
 
 def test_planning_that_begins_early_says_what_is_open() -> None:
