@@ -25,9 +25,11 @@ from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.refused_backwards import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
+from checkmate.solvers.solve import solve
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates.insert import Insert
 from checkmate.verification.compare import Certificate, compare_with_plain
@@ -149,6 +151,10 @@ def new_backend(planner: Planner, second_memories: SecondMemories | None, update
     )
 
 
+def _keeping_all(problem: Problem) -> Solution:
+    return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+
 class Planned:
     """The plans of a step, captured for one kind of call or several."""
 
@@ -237,8 +243,10 @@ class CompiledStep(Planned, Generic[P, R]):
             log.warning("There is no memory for a plain step: this one is not compared with it.")
 
     def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
-        anew = functools.partial(CaptureCache, self._fn)
-        return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
+        anew, backend, plain = functools.partial(CaptureCache, self._fn), self._run.backend, self._fn
+        if backend.kernels == "fused":  # whose bits are those of the fused step that keeps everything
+            plain = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused"))
+        return compare_with_plain(plain, self, self._run, args, kwargs, anew, calls)
 
 
 class _OfItsStep:

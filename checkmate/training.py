@@ -142,7 +142,10 @@ def training_step(
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
-    verify = not is_tried() and is_one_call if asked.verify is None else asked.verify
+    if asked.verify and asked.kernels == "fused":
+        raise ValueError('verify=True compares with plain PyTorch, whose bits kernels="fused" does not promise.')
+    can_compare = is_one_call and asked.kernels != "fused"
+    verify = not is_tried() and can_compare if asked.verify is None else asked.verify
     return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=verify))
 
 

@@ -18,7 +18,8 @@ Workspaces are estimated as zero for every op that PyTorch has, but for softmax'
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
 when you compile. That an op which can write over an argument leaves the same bits is taken from the table of such ops
 (`checkmate.capture.inplace.rules`): nothing is tried. An op that runs graphs takes what their ops take, as often as it
-runs them; of several it counts the one that takes longest. A kernel of Triton's is taken to be bound by memory.
+runs them; of several it counts the one that takes longest. A kernel of Triton's is taken to be bound by memory, and so
+is that of a group of ops (`checkmate.capture.fusion`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from checkmate.capture import cudnn
 from checkmate.capture.device import as_allocated
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.higher_order.bodies import bodies, bytes_of_graph, bytes_within, rows_of
 from checkmate.capture.higher_order.fused_attention import dense_ops
 from checkmate.capture.inplace.aliasing import candidates
@@ -189,7 +191,7 @@ def moved_bytes_of(node: fx.Node) -> int:
         source: Any = node.args[0]
         others = sum(count for n, count in read.items() if n is not source)
         return written + others + min(read[source], written + others)
-    return written + sum(read.values()) + (node.target.moved if isinstance(node.target, PlannedOp) else 0)
+    return written + sum(read.values()) + (node.target.moved if isinstance(node.target, (PlannedOp, Kernel)) else 0)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,8 @@ from checkmate.backends.static_memory import FirstStep, Lower, serving, within
 from checkmate.capture.around import Around, surrounded
 from checkmate.capture.autocast import Copies, keeping_copies
 from checkmate.capture.device import allocated_on, device_of
-from checkmate.capture.fusion.write import Kernels, fuse
+from checkmate.capture.fusion.kernels import Kernels, can_compile
+from checkmate.capture.fusion.write import fuse
 from checkmate.capture.guards import take_guards
 from checkmate.capture.higher_order.bodies import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
@@ -270,9 +272,13 @@ class _Compilation:
             graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
             for rewrite in REWRITES:
                 rewrite(graph)
-            if backend.kernels != "eager":
-                good = (lambda node: True) if fakes else partial(runs_well, same_bits=backend.kernels == "same-bits")
-                fuse(module, traced, backend.kernels, good)
+            return module
+
+        def fused(module: fx.GraphModule) -> fx.GraphModule:
+            same_bits = backend.kernels == "same-bits"
+            good = (lambda node: True) if fakes else partial(runs_well, same_bits=same_bits)
+            module = fx.GraphModule(module, deepcopy(module.graph))
+            fuse(module, traced, good, reductions=not same_bits)
             return module
 
         updates = None if backend.updates is None else backend.updates.updates
@@ -367,11 +373,20 @@ class _Compilation:
                 raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
             raise _Read(reading)
         if not is_open:
-            joint = read(rewrite_ops(module))
+            joint = single = read(rewrite_ops(module))
             if self.numbers:
                 self.call.check(joint)
-            problem = split(pose(joint), module)
-            plan = find(problem, go_on=is_swappable(joint))
+            if backend.kernels != "eager" and (fakes or can_compile(device)):
+                joint = read(fused(module))
+            problem = split(pose(joint), joint.module)
+            try:
+                plan = find(problem, go_on=is_swappable(joint))
+            except InfeasibleBudget:
+                if backend.kernels != "same-bits" or joint is single:
+                    raise
+                # Its ops one by one have the same bits, and need less at once.
+                problem = split(pose(single), single.module)
+                plan = find(problem, go_on=is_swappable(single))
             self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
@@ -412,6 +427,7 @@ class _Compilation:
         reasons = {
             "some of its numbers are inputs": self.numbers,
             "some of its tensors are tagged": self.noted,
+            "its groups of ops have kernels of their own": self.backend.kernels != "eager",
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
         }
         if self.call.poses:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Literal, TypedDict, get_args
 
 from checkmate.backends import ranks
-from checkmate.capture.fusion.write import Kernels
+from checkmate.capture.fusion.kernels import Kernels
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules

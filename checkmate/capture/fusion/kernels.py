@@ -7,11 +7,12 @@ of the process, so that an op that runs again runs the same code; Inductor keeps
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -24,9 +25,11 @@ from checkmate.capture.rewrite import scale_mask
 from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
 from checkmate.torch_internals.aot import tracing
 from checkmate.torch_internals.descriptions import FakeTensorMode
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.dispatcher import outside_tracing, triton_utils
 
+log = logging.getLogger("checkmate.capture.fusion")
 aten = torch.ops.aten
+Kernels = Literal["eager", "same-bits", "fused"]
 _kernels: dict[tuple[str, int | None], Callable[..., Any]] = {}  # by what they compute, and the argument written over
 # Memory of captured graphs would be in no plan; each op rounds its result to its type, as eager kernels do.
 _SETTINGS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
@@ -40,13 +43,13 @@ class Kernel:
         ops: computes the results, op by op.
         key: equal for kernels that compute the same.
         like: fake tensors like the arguments.
-        reads_again: bytes of arguments that reductions in another direction read a second time.
+        moved: bytes beside its arguments and results: what reductions in another direction read a second time.
     """
 
     ops: fx.GraphModule
     key: str
     like: tuple[Tensor, ...]
-    reads_again: int = 0
+    moved: int = 0
 
     @cached_property
     def name(self) -> str:
@@ -99,6 +102,19 @@ class Kernel:
                     fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.like]
                 _kernels[self.key, over] = inductor.compile_fx(module, fakes, config_patches={**_SETTINGS})
         return _kernels[self.key, over]
+
+
+def can_compile(device: torch.device) -> bool:
+    """Tell whether Inductor can make kernels for a device here; the log says why it cannot."""
+    try:
+        if device.type == "cpu":
+            inductor.get_cpp_compiler()
+        elif not triton_utils.has_triton():
+            raise RuntimeError(f"there is no Triton for {device}")
+    except RuntimeError as error:
+        log.warning("Groups of ops run one by one, as PyTorch's own kernels: %s", str(error).strip().partition("\n")[0])
+        return False
+    return True
 
 
 def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node], list[fx.Node]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Literal
 
 import networkx as nx
 import torch.fx as fx
@@ -16,27 +15,26 @@ from checkmate.capture.fusion.remade import drop, make_again
 from checkmate.capture.op_order import TracedStep, split_forward_backward
 from checkmate.capture.rewrite import eliminate_dead_code
 
-Kernels = Literal["eager", "same-bits", "fused"]
-
 
 def fuse(
     module: fx.GraphModule,
     step_of: Callable[[fx.GraphModule], TracedStep],
-    kernels: Kernels,
-    is_good: Callable[[fx.Node], bool] = lambda node: True,
+    is_good: Callable[[fx.Node], bool],
+    *,
+    reductions: bool,
 ) -> None:
     """Make each group of a joint graph one op, its kernel.
 
     Args:
         module: the joint graph, at fixed sizes.
         step_of: reads it.
-        kernels: ``"fused"``: of pointwise ops and reductions; ``"same-bits"``: of pointwise ops.
         is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
+        reductions: whether they are of groups, too.
     """
     graph, step = module.graph, step_of(module)
 
     def joins(node: fx.Node) -> bool:
-        return is_member(node, reductions=kernels == "fused") and step.pinned(node) is None
+        return is_member(node, reductions=reductions) and step.pinned(node) is None
 
     # Find the groups.
     forward, backward = map(sorted, split_forward_backward(step))
