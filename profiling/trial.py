@@ -39,6 +39,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import in_autograds_thread, same_random_state
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
@@ -87,6 +88,9 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
     numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
     written = written_of(target)
     assert written is not None
+    if isinstance(target, Kernel):
+        for position in does:
+            target.compiled(position)  # which allocates, and is no part of a run
     sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:

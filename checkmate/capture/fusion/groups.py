@@ -2,8 +2,8 @@
 
 Groups are convex: none needs its own results by way of other ops, nor do two wait for one another. Ops are taken in
 turn, and an op joins the groups of what it reads where that stays so. Then a group is cut where a kernel of it all
-would have to be run again as a whole for one result of several (`_behind_large`), or would hold more bytes at once than
-any op does without groups (`_within`).
+would have to be run again as a whole for one result of several (`_behind_large`), or would hold many more bytes at once
+than any op does without groups (`_within`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def cut(groups: Iterable[list[fx.Node]], most: int, *, behind_large: bool) -> li
     return [members for members in groups if len(members) > 1]
 
 
-def neediest(ops: Iterable[fx.Node]) -> int:
-    """The most bytes that an op holds at once."""
-    return max((_held([op]) for op in ops), default=0)
+def limit(ops: Iterable[fx.Node]) -> int:
+    """The bytes that a group may hold at once: a third more than any op, as written over an argument it holds less."""
+    return max((_held([op]) for op in ops), default=0) * 4 // 3
 
 
 def _partition(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:

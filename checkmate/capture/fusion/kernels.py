@@ -30,6 +30,7 @@ from checkmate.torch_internals.dispatcher import outside_tracing, triton_utils
 log = logging.getLogger("checkmate.capture.fusion")
 aten = torch.ops.aten
 Kernels = Literal["eager", "same-bits", "fused"]
+WAYS = 2  # arguments to write over that are tried; each is one more kernel to compile
 _kernels: dict[tuple[str, int | None], Callable[..., Any]] = {}  # by what they compute, and the argument written over
 # Memory of captured graphs would be in no plan; each op rounds its result to its type, as eager kernels do.
 _SETTINGS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
@@ -76,7 +77,7 @@ class Kernel:
         places = tuple(i for i, node in enumerate(self.ops.graph.find_nodes(op="placeholder")) if is_alike(node, first))
         if not places:
             return None
-        return Written(self.over, places, "over", pointwise=all(map(is_elementwise, self.members)))
+        return Written(self.over, places[:WAYS], "over", pointwise=all(map(is_elementwise, self.members)))
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the kernel, which is compiled at its first call."""

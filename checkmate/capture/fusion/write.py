@@ -8,7 +8,7 @@ from collections.abc import Callable
 import networkx as nx
 import torch.fx as fx
 
-from checkmate.capture.fusion.groups import convex, cut, neediest
+from checkmate.capture.fusion.groups import convex, cut, limit
 from checkmate.capture.fusion.kernels import kernel_of
 from checkmate.capture.fusion.members import is_member, read_from
 from checkmate.capture.fusion.remade import drop, make_again
@@ -38,7 +38,7 @@ def fuse(
 
     # Find the groups.
     forward, backward = map(sorted, split_forward_backward(step))
-    most = neediest((*forward, *backward))
+    most = limit((*forward, *backward))
     of_forward = convex(forward, joins)
     copies = make_again(of_forward, backward, joins)
     _, backward = split_forward_backward(step_of(module))

@@ -1,0 +1,206 @@
+"""Steps whose groups of ops are kernels by Inductor: bits, peaks, and what stays single ops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture.fusion import kernels
+from checkmate.memory import measure_peak
+from checkmate.profiling import trial
+from tests.support.bits import assert_same_bits
+from tests.support.stepping import left_by
+
+SHARES = (1.0, 0.8, 0.6)
+
+
+class Block(nn.Module):
+    """A norm, a gate and dropout, as a language model has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.drop = nn.Parameter(torch.ones(width)), nn.Dropout(0.1)
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        h = self.weight * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return x + self.drop(self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 48, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.Sequential(*(Block(width) for _ in range(layers))), nn.Linear(width, 7)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.blocks(x)).flatten(0, 1).float(), target.flatten())
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, 64, 48, generator=generator), torch.randint(7, (16, 64), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _fused_ops(problem: checkmate.Problem) -> list[str]:
+    return [op.target for op in problem.graph.ops if op.target.startswith("checkmate.fused")]
+
+
+def _check_budgets(net: nn.Module, step: Any, expected: Any, **options: Any) -> None:
+    """At each budget the measured peak is the planned one, and all that a step leaves has the expected bits."""
+    batch = _batch()
+    problem = checkmate.trace(step, *batch, **options)
+    assert _fused_ops(problem)
+    for share in SHARES:
+        budget = int(share * problem.keep_all_peak)
+        compiled = checkmate.compile(step, budget=budget, time_limit=2.0, wait="best", verify=False, **options)
+        left = left_by(compiled, net, *batch)
+        (plan,) = compiled.plans
+        use = measure_peak(lambda run=compiled: run(*batch).backward())
+        net.zero_grad()
+        assert problem.resident + use.peak == plan.peak <= budget
+        assert_same_bits(left, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_pointwise_groups_have_the_bits_of_plain_pytorch_at_every_budget(net: Net, autocast: bool) -> None:
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return net(x, target)
+
+    _check_budgets(net, step, left_by(step, net, *_batch()), kernels="same-bits")
+
+
+def test_groups_with_reductions_have_the_same_bits_at_every_budget(net: Net) -> None:
+    batch = _batch()
+    step = checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)
+    expected, plain = left_by(step, net, *batch), left_by(net, net, *batch)
+    _check_budgets(net, net, expected, kernels="fused")
+    for mine, theirs in zip(expected[1], plain[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_fewer_ops_keep_less(net: Net) -> None:
+    eager, same, fused = (
+        checkmate.trace(net, *_batch(), kernels=kernels) for kernels in ("eager", "same-bits", "fused")
+    )
+    assert len(eager.graph.ops) > len(same.graph.ops) > len(fused.graph.ops)
+    assert eager.keep_all_peak > max(same.keep_all_peak, fused.keep_all_peak)
+    assert not _fused_ops(eager)
+    assert len({*_fused_ops(fused)}) < len(_fused_ops(fused))  # both blocks share theirs
+
+
+def test_costs_for_a_gpu_are_of_the_bytes_that_groups_move() -> None:
+    with torch.device("meta"):
+        net, batch = Net(1024, 4), (torch.empty(8, 512, 1024), torch.empty(8, 512, dtype=torch.long))
+    eager, same, fused = (
+        checkmate.trace(net, *batch, profile="roofline:h100", kernels=kernels)
+        for kernels in ("eager", "same-bits", "fused")
+    )
+    assert eager.keep_all_cost > same.keep_all_cost > fused.keep_all_cost
+
+
+def test_a_whole_step_has_the_bits_of_plain_pytorch(net: Net) -> None:
+    batch = _batch()
+    states = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        step = checkmate.training_step(net, optimizer, budget="1 GB", kernels="same-bits", clip_norm=1.0)
+        torch.manual_seed(1)
+        for _ in range(3):
+            if planned:
+                step(*batch)
+            else:
+                optimizer.zero_grad()
+                net(*batch).backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+        states.append([*net.parameters()])
+    assert_same_bits(*states)
+
+
+@pytest.mark.parametrize("kernels", ["same-bits", "fused"])
+def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: Any) -> None:
+    found = checkmate.verify(net, *_batch(), budget="1 GB", kernels=kernels)
+    assert found.repeats
+    assert found.predicted_peak == found.measured_peak
+    assert (found.plain_peak == found.measured_peak) == (kernels == "fused")  # which is compared with itself
+
+
+def test_where_the_whole_group_does_not_fit_its_ops_run_one_by_one() -> None:
+    """A group holds all that it reads and makes at once; in place, its ops hold two tensors."""
+
+    def step(x: Tensor) -> Tensor:
+        a, b = x @ x, x @ x.t()
+        return torch.relu(a * b + a).sum()
+
+    x = torch.randn(128, 128, requires_grad=True)
+    eager, same = (checkmate.trace(step, x, kernels=kernels) for kernels in ("eager", "same-bits"))
+    least, of_groups = checkmate.min_budget(eager).peak, checkmate.min_budget(same).peak
+    compiled = checkmate.compile(step, budget=least, kernels="same-bits", verify=False)
+    assert_same_bits(compiled(x), step(x))
+    assert compiled.plans[0].peak <= least <= of_groups
+
+
+@pytest.fixture
+def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the test kernels multiply as no kernel of PyTorch's does."""
+    compiled = kernels.Kernel.compiled
+    monkeypatch.setattr(trial, "_known", {})
+
+    def wrong(self: kernels.Kernel, over: int | None = None) -> Any:
+        run = compiled(self, over)
+        return lambda *args: [torch.nextafter(t, torch.zeros_like(t)) if t.dtype.is_floating_point else t for t in run(*args)]
+
+    monkeypatch.setattr(kernels.Kernel, "compiled", wrong)
+    return
+
+
+@pytest.mark.usefixtures("other_bits")
+def test_a_kernel_with_other_bits_is_left_out() -> None:
+    def step(x: Tensor) -> Tensor:
+        return ((x @ x) * 3 + x).sum()
+
+    x = torch.randn(32, 32, requires_grad=True)
+    assert _fused_ops(checkmate.trace(step, x, kernels="fused"))
+    assert not _fused_ops(checkmate.trace(step, x, kernels="same-bits"))
+    compiled = checkmate.compile(step, budget="1 MB", kernels="same-bits", verify=False)
+    assert_same_bits(compiled(x), step(x))
+
+
+def test_without_a_compiler_ops_run_one_by_one(
+    net: Net, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none() -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(kernels.inductor, "get_cpp_compiler", none)
+    with caplog.at_level(logging.WARNING):
+        problem = checkmate.trace(net, *_batch(), kernels="fused")
+    assert not _fused_ops(problem)
+    assert "run one by one" in caplog.text
+    assert "No working C++ compiler found" in caplog.text
+
+
+def test_options_are_checked(net: Net) -> None:
+    with pytest.raises(ValueError, match="Unknown kernels 'triton'; there are eager, same-bits, fused"):
+        checkmate.compile(net, budget="1 GB", kernels="triton")  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(ValueError, match="verify=True compares with plain PyTorch"):
+        checkmate.training_step(net, optimizer, kernels="fused", verify=True)
