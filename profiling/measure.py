@@ -170,9 +170,8 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
 
 def keys_of(joint: Joint) -> list[OpKey | None]:
     """The key of each op of a step under the present conditions; None for ops of autograd."""
-    devices = {device_of_op(node) for node in joint.nodes if node is not None}
-    conditions = {device: conditions_on(device) for device in devices}
-    return [None if node is None else (conditions[device_of_op(node)], key_of(node)) for node in joint.nodes]
+    conditions = cache(conditions_on)
+    return [None if node is None else (conditions(device_of_op(node)), key_of(node)) for node in joint.nodes]
 
 
 def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> bool:

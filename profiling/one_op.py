@@ -75,7 +75,8 @@ def key_of(node: fx.Node) -> str:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
             return f"graph {sha256(text_of(body, describe).encode()).hexdigest()[:16]}"
         what = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
-        return _describe(what) if isinstance(what, torch.Tensor) else tree_map(_describe, what)
+        is_several = isinstance(arg, fx.Node) and not isinstance(what, torch.Tensor)
+        return tree_map(_describe, what) if is_several else _describe(what)
 
     name = f"{target_name(node)} {node.target.key}" if isinstance(node.target, Launch) else target_name(node)
     return f"{name} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
@@ -209,7 +210,7 @@ def device_of_op(node: fx.Node) -> torch.device:
     """The device that an op runs on: its tensors', an accelerator before the CPU; else its generator's."""
     if node.target is save_device_state:
         return torch.device(node.args[0])  # type: ignore[arg-type]
-    return main_device(tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)]))
+    return main_device(t for n in (node, *node.all_input_nodes) for t in tensors(n.meta.get("val")))
 
 
 def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:

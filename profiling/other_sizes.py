@@ -38,7 +38,7 @@ ROWS = (
     *(aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_backward.default),
 )
 
-_KEYS = WeakKeyDictionary[Joint, Any]()  # of steps that were measured
+_KEYS = WeakKeyDictionary[Joint, Any]()  # of steps that were measured, with estimates of ops by their keys
 
 
 def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = True) -> Profile:
@@ -47,17 +47,18 @@ def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = Tr
     Both have the same ops and values, in the same order. ``cache``: take what was measured before.
     """
     if known not in _KEYS:
-        _KEYS[known] = keys_of(known)
-    graph, keys, then = joint.graph, keys_of(joint), _KEYS[known]
+        _KEYS[known] = keys_of(known), {}
+    graph, keys, (then, estimates) = joint.graph, keys_of(joint), _KEYS[known]
     other = {k: key for k, key in enumerate(keys) if key is not None and (then[k] is None or key[1] != then[k][1])}
     # The bytes of each distinct op that may need others here.
     needed = profile.workspace_bytes.copy()
     for way in profile.ways:
         needed[way.op] = max(needed[way.op], 0 if way.slower else way.workspace)
+    alike = {(key, then[k], int(needed[k])): k for k, key in other.items()}
     unknown = {
         key: node
-        for k, key in other.items()
-        if (node := joint.nodes[k]) is not None and not _has_same_needs(node, known.nodes[k], needed[k])
+        for (key, _, need), k in alike.items()
+        if (node := joint.nodes[k]) is not None and not _has_same_needs(node, known.nodes[k], need)
     }
     counted = _counted(unknown, cost_cache.recall(unknown.keys()) if cache else {})
     seconds, workspace = profile.seconds.copy(), profile.workspace_bytes.copy()
@@ -67,7 +68,9 @@ def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = Tr
         assert node is not None
         assert before is not None
         if key not in ratios:
-            was = estimate(before)
+            if then[k] not in estimates:
+                estimates[then[k]] = estimate(before)
+            was = estimates[then[k]]
             ratios[key] = estimate(node) / was if was else 1.0
         seconds[k] *= ratios[key]
         if key in counted:

@@ -22,6 +22,7 @@ from checkmate.backends.passes import CHECKS, GRADIENT_REWRITES, REWRITES, Joint
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
 from checkmate.backends.static_memory import FirstStep, Lower, serving, within
+from checkmate.backends.step_problem import Codegen
 from checkmate.capture.around import Around, surrounded
 from checkmate.capture.autocast import Copies, keeping_copies
 from checkmate.capture.device import allocated_on, device_of
@@ -46,7 +47,9 @@ from checkmate.capture.provenance import input_names
 from checkmate.capture.rewrite import states_kept
 from checkmate.capture.sharded.shards import Shards, local
 from checkmate.capture.sizes import fixed_at, open_sizes, symbols_of
+from checkmate.codegen.boxed import ANEW
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
+from checkmate.codegen.emit import Modules
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.shared_copies import SharedCopies
 from checkmate.codegen.undefined_gradients import Unreached, Watches, keep_undefined
@@ -134,6 +137,13 @@ class Backend:
 
 class _Read(Exception):
     """Raised in place of planning a graph whose problems are asked for, with its `Reading`."""
+
+
+def _written(codegen: Any, plan: Any, share: Callable[[Modules], Any], phase: Phase) -> fx.GraphModule:
+    """Write a module of a plan again."""
+    modules: Modules = codegen(plan)
+    share(modules)
+    return modules.forward if phase == "forward" else modules.backward
 
 
 class _Lowering:
@@ -348,6 +358,9 @@ class _Compilation:
             modules = plan.modules
             if share(modules) != sharing:
                 return None
+            for phase in PHASES if sized is not None else ():
+                anew = partial(_written, plan.problem.codegen, plan.plan, share, phase)
+                getattr(modules, phase).meta[ANEW] = anew
             runs = [
                 within(serving(arena, plan, device), phase, lower)(module, [])
                 for phase, module in zip(PHASES, (modules.forward, modules.backward), strict=True)
@@ -361,7 +374,9 @@ class _Compilation:
         def first_step(plan: Solution) -> FirstStep | None:
             if fakes or not isinstance(source, Measure) or not source.cache:
                 return None
-            return FirstStep(plan, device, made, partial(forget, step_problem.joint_of(plan.problem)))
+            codegen = plan.problem.codegen
+            assert isinstance(codegen, Codegen)
+            return FirstStep(plan, device, made, lambda: forget(codegen.joint))
 
         code = sized = None
         places = open_sizes(module.graph) if is_open else {}

@@ -20,13 +20,17 @@ import torch.fx as fx
 
 from checkmate.backends import step_problem
 from checkmate.backends.plan_swap import Planning, SwappableCode, SwappablePlan, is_swappable
+from checkmate.backends.step_problem import Codegen
 from checkmate.capture.around import Around
 from checkmate.capture.guards import DataGuards, GuardFailed
 from checkmate.capture.joint import Joint
+from checkmate.capture.loss.ladder import with_split
 from checkmate.capture.number_inputs import NotFree
 from checkmate.capture.sizes import Sizes, check_answers, put_in
+from checkmate.core.graph import Op
 from checkmate.core.problem import Problem
-from checkmate.core.rules import as_mapping, with_rules, without_rules
+from checkmate.core.rules import as_mapping, ruled, with_rules, without_rules
+from checkmate.core.schedule import Packed
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory.meter import collecting_seldom
@@ -125,6 +129,21 @@ class Reading:
         splits = [name for problem in known for name in problem.splits]
         return self.split(pose(joint), joint.module, pose, splits)
 
+    def again(self, sizes: Sizes, ops: Sequence[Op], splits: Sequence[str]) -> Joint:
+        """The step at these sizes as it was read before, in the order of its ops, and with its loss split so."""
+        joint = self.joint(sizes)
+        if splits:
+            with outside_tracing():
+                joint = self.read(with_split(joint.module, splits))
+        place = {op.name: k for k, op in enumerate(joint.graph.ops)}
+        return joint.in_order([place[op.name] for op in ops])
+
+    def split_further(self, sizes: Sizes, known: Sequence[Problem], splits: Sequence[str]) -> Problem | None:
+        """The problem at these sizes with its loss in more parts than in these splits."""
+        problem = self.problem(self.joint(sizes), known)
+        same = next((one for one in problem.splits_in_turn() if one.splits == splits), None)
+        return None if same is None or same.next_split is None else same.next_split()
+
     def hand_over(self, *inputs: Any) -> NoReturn:
         """Run in place of a plan: raise what is known of the call."""
         raise SizedCall(self, inputs)
@@ -141,6 +160,28 @@ class SizedCall(Exception):
         with outside_tracing():
             problem: Problem = reading.split(pose(joint), joint.module, pose)
         return problem
+
+
+class SizedPlan(SwappablePlan):
+    """The plan at other sizes than the first, which can let go of the graphs of its step."""
+
+    def __init__(self, plan: Solution, captured: Problem, reading: Reading, sizes: Sizes, known: list[Problem]) -> None:
+        super().__init__(plan, captured)
+        self._reading, self._at, self._others = reading, sizes, known
+
+    def let_go(self) -> None:
+        """Keep the plan, and read the step anew where somebody asks for its graphs."""
+        problem, schedule, read = self.plan.problem, self.plan.schedule, self._reading
+        if isinstance(schedule, Packed):
+            return
+        codegen, splits = problem.codegen, problem.splits
+        assert isinstance(codegen, Codegen)
+        assert schedule is not None
+        codegen.let_go(partial(read.again, self._at, problem.graph.ops, splits))
+        further = partial(read.split_further, self._at, self._others, splits)
+        light = problem.let_go(problem.next_split and partial(ruled, further, as_mapping(problem)))
+        self.captured = light if self.captured is problem else replace(self.captured.let_go(None), codegen=None)
+        self.plan = replace(self.plan, problem=light, schedule=Packed(schedule))
 
 
 class SizedPlans(Around):
@@ -216,15 +257,16 @@ class SizedPlans(Around):
         refusal: InfeasibleBudget | None = None
         if problem.keep_all_cost <= max(plan.captured.keep_all_cost for plan in self.plans):
             try:
-                return SwappablePlan(self._find(problem, plans), problem)
+                return SizedPlan(self._find(problem, plans), problem, reading, sizes, self._problems)
             except InfeasibleBudget as error:
                 refusal = error
-        joint = replace(reading, states=None).joint(sizes, inputs)
+        reading = replace(reading, states=None)
+        joint = reading.joint(sizes, inputs)
         if len(joint.graph.ops) != len(problem.graph.ops):
             problem, plans, refusal = reading.split(reading.pose(joint), joint.module), [], None
         if refusal is not None:
             raise refusal
-        return SwappablePlan(self._find(problem, plans), problem)
+        return SizedPlan(self._find(problem, plans), problem, reading, sizes, self._problems)
 
     def begin(self, sizes: Sizes, plan: SwappablePlan, *, taken: int) -> None:
         """Run by the earlier capture's plan and by this one from now on."""
@@ -235,8 +277,12 @@ class SizedPlans(Around):
     def _add(self, sizes: Sizes, plan: SwappablePlan, taken: int) -> None:
         solution = plan.plan
         if all(len(known.graph.ops) != len(solution.problem.graph.ops) for known in self._problems):
-            self._problems.append(without_rules(solution.problem))
+            problem = without_rules(solution.problem)
+            self._problems.append(replace(problem, codegen=Codegen(step_problem.joint_of(problem)), next_split=None))
         plan.plan = step_problem.with_guards(solution, taken)
+        for other in self._others.values():  # but the graphs of the newest, of which its first backward may ask
+            if isinstance(other, SizedPlan):
+                other.let_go()
         if solution.rest is None or plan.captured.keep_all_cost <= self.training.captured.keep_all_cost:
             self._others[sizes] = plan
         else:

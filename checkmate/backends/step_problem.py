@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,11 @@ from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import NUMBERS, Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.sharded.shards import local
-from checkmate.codegen.emit import emit
+from checkmate.codegen.emit import Begin, Modules, emit
 from checkmate.codegen.second_memory import SecondMemory
+from checkmate.codegen.transfers import no_second_memory
 from checkmate.core.graph import Op
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -30,11 +32,31 @@ from checkmate.solvers.search.late_gradients import late_results
 from checkmate.units import format_bytes
 
 
+class Codegen:
+    """Writes the modules of plans of a captured step."""
+
+    def __init__(self, joint: Joint, begin: Begin = no_second_memory) -> None:
+        self._joint: Callable[[], Joint] = lambda: joint
+        self._begin = begin
+
+    @property
+    def joint(self) -> Joint:
+        """The captured step."""
+        return self._joint()
+
+    def let_go(self, read: Callable[[], Joint]) -> None:
+        """Keep the captured step no longer, and read it anew whenever it is asked for."""
+        self._joint = read
+
+    def __call__(self, plan: Plan) -> Modules:
+        """Write the modules of a plan."""
+        return emit(self.joint, plan, self._begin)
+
+
 def joint_of(problem: Problem) -> Joint:
-    """The captured step of a problem, whose modules `emit` writes."""
-    assert isinstance(problem.codegen, partial)
-    joint: Joint = problem.codegen.args[0]
-    return joint
+    """The captured step of a problem."""
+    assert isinstance(problem.codegen, Codegen)
+    return problem.codegen.joint
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:
@@ -47,8 +69,8 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     costs = profile_of(joint, source)
     costs = costs if tried else tried_here(joint, costs)
     if memory is None:
-        return Problem(joint.graph, costs, partial(emit, joint))
-    return Problem(joint.graph, costs, partial(emit, joint, begin=memory.begin), host=memory.host(joint.graph))
+        return Problem(joint.graph, costs, Codegen(joint))
+    return Problem(joint.graph, costs, Codegen(joint, memory.begin), host=memory.host(joint.graph))
 
 
 def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:
@@ -61,7 +83,9 @@ def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | No
     is_same = place.keys() == {op.name for op in then.graph.ops}
     order = [place[op.name] for op in then.graph.ops] if is_same else late_results(joint.graph)
     joint = joint if order is None or order == sorted(order) else joint.in_order(order)
-    if [_alike(op) for op in joint.graph.ops] != [_alike(op) for op in then.graph.ops]:
+    joint = replace(joint, graph=joint.graph.sharing(then.graph))
+    ops, before = joint.graph.ops, then.graph.ops
+    if ops is not before and [*map(_alike, ops)] != [*map(_alike, before)]:
         return None
     if isinstance(source, Measure):
         profile = profile_at(joint, then, known.profile, cache=source.cache)
@@ -69,7 +93,7 @@ def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | No
         profile = profile_of(joint, source)
     resident = known.resident - then.resident_bytes + joint.resident_bytes
     profile = replace(profile, resident_bytes=resident, state_bytes=known.profile.state_bytes)
-    return replace(known, graph=joint.graph, profile=profile, codegen=partial(emit, joint))
+    return replace(known, graph=joint.graph, profile=profile, codegen=Codegen(joint))
 
 
 def _alike(op: Op) -> tuple[Any, ...]:

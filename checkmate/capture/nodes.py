@@ -6,6 +6,7 @@ import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,6 +102,8 @@ def tensors(val: Any) -> list[torch.Tensor]:
     """The tensors in a fake result, however nested."""
     if isinstance(val, torch.Tensor):  # as most are
         return [val]
+    if val is None or type(val) in (list, tuple):
+        return [] if val is None else [tensor for part in val for tensor in tensors(part)]
     return [leaf for leaf in tree_leaves(val) if isinstance(leaf, torch.Tensor)]
 
 
@@ -130,7 +133,13 @@ def target_name(node: fx.Node) -> str:
     """The name of a node's target, equal in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
     if isinstance(node.target, types.FunctionType) and called(node) is node.target:
         return f"{node.target.__module__.partition('.')[0]}.{node.target.__name__}"
-    return str(called(node))
+    what = called(node)
+    return _name_of(what) if isinstance(what, OpOverload) else str(what)
+
+
+@cache
+def _name_of(op: OpOverload) -> str:
+    return str(op)
 
 
 def called(node: fx.Node) -> Any:

@@ -57,7 +57,7 @@ def source_name(file: str) -> str:
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
     compiler: Any = getattr(ask() if ask else None, "compile", None)
     known = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
-    return known[1] if known else Path(file).name
+    return known[1] if known else file.rpartition(os.sep)[2]
 
 
 @lru_cache(maxsize=4096)

@@ -166,6 +166,7 @@ class _Fixed:
         self._numbers = dict[Any, Any]()
         self._storages = dict[int, torch.UntypedStorage]()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.cache_enabled = False  # the cache of fake results keeps those of all sizes
 
     def number(self, value: Any, node: fx.Node) -> Any:
         """The number that a symbolic one stands for; others unchanged."""

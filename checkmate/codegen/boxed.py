@@ -6,6 +6,8 @@ On the main path, 16 of 16: see docs/idea.md.
 from __future__ import annotations
 
 import operator
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ from checkmate.torch_internals.dispatcher import OpOverload
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # of inputs in one list
 FILE = "<checkmate>"  # of the code that runs
+ANEW = "anew"  # in a module's meta data: writes it again, so that its function need not keep it
 _CODES = WeakValueDictionary[bytes, CodeType]()  # by the text
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
@@ -104,7 +107,7 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
     lines = ["def forward(inputs):", *([f"    {', '.join(given)}, = inputs"] if given else [])]
     lines += ["    inputs.clear()", "    try:"]
-    nodes = dict[int, fx.Node]()  # by line
+    head = len(lines)
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -114,13 +117,18 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
         call = code.attribute(node) if node.op == "get_attr" else code.call(*calls.get(node, _call_of(node)))
         gone = [*last.get(node, ()), *([] if node.users else [node.name])]
         lines.append(f"        {node.name} = {call}" + (f"; {' = '.join(gone)} = None" if gone else ""))
-        nodes[len(lines)] = node
 
     # Make the function, which says where an op that fails comes from. It is one function: each call of another takes
     # longer than many an op.
-    say_where = code.name_of(partial(_say_where, nodes=nodes))
+    say_where = code.name_of(partial(_say_where, module=when_asked(module), head=head))
     lines += ["    except Exception as error:", f"        {say_where}(error)", "        raise"]
     return takes_one_list(ending_calls(graph, _function("\n".join(lines), code.bound)))
+
+
+def when_asked(module: fx.GraphModule) -> Callable[[], fx.GraphModule]:
+    """A function that gives a module, and does not keep it where it can be written again."""
+    anew, this = module.meta.get(ANEW), weakref.ref(module)
+    return (lambda: module) if anew is None else (lambda: this() or anew())
 
 
 def _function(text: str, bound: dict[str, Any]) -> Run:
@@ -153,13 +161,13 @@ class _Code:
         """The name that something is bound to."""
         key = (what,) if type(what) is int else id(what)
         if key not in self._names:
-            name = self._names[key] = f"{self._prefix}{len(self.bound)}"
+            name = self._names[key] = sys.intern(f"{self._prefix}{len(self.bound)}")  # the modules of all plans have it
             self.bound[name] = what
         return self._names[key]
 
     def attribute(self, node: fx.Node) -> str:
         """An attribute of the module."""
-        return f"{self.name_of(self._module)}.{node.target}"
+        return self.name_of(operator.attrgetter(str(node.target))(self._module))
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """A call of a function; of an op by the quickest way to it."""
@@ -194,15 +202,19 @@ class _Code:
         return repr(arg) if is_literal else self.name_of(arg)
 
 
-def _say_where(error: Exception, nodes: Mapping[int, fx.Node]) -> None:
-    """Add the line of the user's code to the error message of an op; an error of checkmate's has said where."""
+def _say_where(error: Exception, module: Callable[[], fx.GraphModule], head: int) -> None:
+    """Add the line of the user's code to the error message of an op; an error of checkmate's has said where.
+
+    ``head``: lines before that of the first op.
+    """
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     at = next((i for i, (name, _) in enumerate(frames) if name == FILE), None)
     if isinstance(error, CheckmateError) or at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
-    node = nodes.get(frames[at][1])
-    if node is None:
+    nodes = [node for node in module().graph.nodes if node.op not in ("placeholder", "output")]
+    if not head < frames[at][1] <= head + len(nodes):
         return
+    node = nodes[frames[at][1] - head - 1]
     phase = "backward" if node.meta.get("autograd_backward") else "forward"
     error.args = (f"{error.args[0]}\n  in {target_name(node)} of the {phase}: {where(node)}",)
     error.from_kernel = not any(is_users(name) for name, _ in frames[at + 1 :])  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from checkmate.capture.around import Around
 from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import arrivals, created, hand_over_in_order, is_before, reachable, verdicts
-from checkmate.codegen.boxed import Run, takes_one_list
+from checkmate.codegen.boxed import ANEW, Run, takes_one_list, when_asked
 from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
@@ -272,16 +272,24 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
     given, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
     counts: dict[int, int] = output.meta.get(_APART, {})
     tangents = [i for i, node in enumerate(given) if _is_tangent(node)]
-    whole = lower(module)
+    whole, again, is_anew = lower(module), when_asked(module), ANEW in module.meta
     if not counts and not tangents:
         return whole
     gradients, length = tuple(counts), len(output.args[0])  # type: ignore[arg-type]
     arrived: Sequence[Arrival] = output.meta.get(_ARRIVED, ())
 
+    def part(wanted: tuple[int, ...], missing: tuple[int, ...]) -> fx.GraphModule:
+        made = handing_over(again(), wanted) if wanted else again()
+        if missing:
+            given = made.graph.find_nodes(op="placeholder")
+            made = without(made, [given[i].name for i in missing])
+        if is_anew:
+            made.meta[ANEW] = partial(part, wanted, missing)
+        return made
+
     @cache
     def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Run:
-        part = handing_over(module, wanted) if wanted else module
-        return lower(without(part, [given[i].name for i in missing]) if missing else part)
+        return lower(part(wanted, missing))
 
     @cache
     def places(missing: tuple[int, ...]) -> list[int | None]:

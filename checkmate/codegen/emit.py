@@ -101,7 +101,7 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
-        refuse_unwritable(module.graph)
+        refuse_unwritable(module)
     for node in backward.graph.nodes:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True

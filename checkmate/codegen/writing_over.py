@@ -26,7 +26,7 @@ import torch.fx as fx
 
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
-from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list
+from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list, when_asked
 from checkmate.errors import SolverError
 from checkmate.torch_internals.dispatcher import (
     DeviceContext,
@@ -43,13 +43,14 @@ _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 IN_PLACE_OF = "in_place_of"  # in a node's: storages of sums that are only this term, where the others are undefined
 OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
+_SAVED = "writes_over"  # in a module's, all of whose marked ops can write: positions of the inputs that they write over
 _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and NAMES.has("_storage_Use_Count")
 
 
-def refuse_unwritable(graph: fx.Graph) -> None:
+def refuse_unwritable(module: fx.GraphModule) -> None:
     """Raise a `SolverError` if an op is marked to overwrite a value that is still read, or not the step's own."""
-    allowed = writes_of(graph)
-    for node in graph.nodes:
+    allowed, module.meta[_SAVED] = _writes_and_saved(module.graph)
+    for node in module.graph.nodes:
         if OVER in node.meta and node not in allowed:
             over = node.args[node.meta[OVER]]
             raise SolverError(f"The plan has {node.name} write over {over}, which is needed afterwards.")
@@ -74,7 +75,10 @@ def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 def writes_of(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
     """The marked ops that can write over their argument, with its position; ``spare``: the module's inputs."""
-    numbered = _numbered_storages(graph)
+    return _writes(graph, _numbered_storages(graph), spare=spare)
+
+
+def _writes(graph: fx.Graph, numbered: Mapping[fx.Node, Mapping[int, int]], *, spare: bool) -> dict[fx.Node, int]:
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in numbered[a].values()}
     # A result that belongs to another, or whose base is not known, must not be written over.
     locked = set[int]()
@@ -94,6 +98,15 @@ def writes_of(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
         if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
             found[node] = position
     return found
+
+
+def _writes_and_saved(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
+    """The marked ops as in `writes_of`, and the positions of the graph's inputs that they write over."""
+    numbered = _numbered_storages(graph)
+    writes = _writes(graph, numbered, spare=False)
+    over = {number for node, i in writes.items() for number in numbered[node.args[i]].values()}  # type: ignore[index]
+    inputs = enumerate(graph.find_nodes(op="placeholder") if over else ())
+    return writes, [i for i, node in inputs if not over.isdisjoint(numbered[node].values())]
 
 
 def calls_over(writes: Mapping[fx.Node, int]) -> Calls:
@@ -116,16 +129,22 @@ def run_over(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positio
 
 def writing_over(module: fx.GraphModule) -> Run:
     """The function of a module whose marked ops write over their arguments if only this call can see it."""
-    writes = writes_of(module.graph)
+    if (saved := module.meta.get(_SAVED)) is None:
+        writes, saved = _writes_and_saved(module.graph)
+    else:
+        writes = {node: node.meta[OVER] for node in module.graph.nodes if OVER in node.meta}
     if not writes:
         return boxed(module)
-    numbered = _numbered_storages(module.graph)
-    over = {number for node, i in writes.items() for number in numbered[node.args[i]].values()}  # type: ignore[index]
-    given = module.graph.find_nodes(op="placeholder")
-    saved = [i for i, node in enumerate(given) if not over.isdisjoint(numbered[node].values())]
-    whole = boxed(module, calls_over(writes))
-    sparing = cache(lambda: boxed(module, calls_over(writes_of(module.graph, spare=True))))
-    plain = cache(lambda: boxed(module))
+    whole, again = boxed(module, calls_over(writes)), when_asked(module)
+
+    @cache
+    def sparing() -> Run:
+        module = again()
+        return boxed(module, calls_over(writes_of(module.graph, spare=True)))
+
+    @cache
+    def plain() -> Run:
+        return boxed(again())
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:

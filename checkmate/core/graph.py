@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -52,7 +53,7 @@ def code_place_of(where: str | None) -> CodePlace:
     return CodePlace(module, named, line)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Value:
     """A storage, which occupies memory. All views of it are the same value."""
 
@@ -216,6 +217,15 @@ class Graph:
     def forward_length(self) -> int:
         """The number of forward ops, and so the index of the backward's first op."""
         return sum(op.phase == "forward" for op in self.ops)
+
+    def sharing(self, known: Graph) -> Graph:
+        """The graph itself, with the parts that a known one has as well taken from that, to keep them once."""
+        if self.ops != known.ops or len(self.values) != len(known.values):
+            return self
+        pairs, shared = zip(self.values, known.values, strict=True), copy(self)
+        values = tuple(theirs if ours == theirs else ours for ours, theirs in pairs)
+        vars(shared).update(ops=known.ops, values=values, users=known.users, deps=known.deps)
+        return shared
 
     def in_order(self, order: Sequence[int]) -> Graph:
         """The graph with its ops in another order: ``order[i]`` becomes op i.

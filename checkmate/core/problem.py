@@ -284,6 +284,12 @@ class Problem:
             held.update(v for v in op.outputs if v in results or (stays and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
 
+    def let_go(self, next_split: Callable[[], Problem | None] | None) -> Problem:
+        """The problem with this function for its further split, and without what was computed of it but two numbers."""
+        light = replace(self, next_split=next_split)
+        vars(light).update(keep_all_peak=self.keep_all_peak, keep_all_cost=self.keep_all_cost)
+        return light
+
     def with_host(self, host: Host | None) -> Problem:
         """The problem and its further splits with this second memory, or with none.
 

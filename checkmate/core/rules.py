@@ -72,11 +72,11 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
         return plain
     pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
     ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(graph.ops))
-    next_split = None if plain.next_split is None else partial(_ruled, plain.next_split, dict(rules))
+    next_split = None if plain.next_split is None else partial(ruled, plain.next_split, dict(rules))
     return replace(plain, graph=replace(graph, ops=ops), rules=tuple(found), next_split=next_split)
 
 
-def _ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
+def ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
     """Apply rules to the step's further split; None if they name nothing in it."""
     problem = next_split()
     try:
@@ -108,10 +108,10 @@ def without_rules(problem: Problem) -> Problem:
     pins = {rule.pin for rule in problem.rules} - {None}
     ops = tuple(replace(op, pinned=None) if op.pinned in pins else op for op in problem.graph.ops)
     next_split = problem.next_split
-    if isinstance(next_split, partial) and next_split.func is _ruled:  # also of splits in which the rules name nothing
+    if isinstance(next_split, partial) and next_split.func is ruled:  # also of splits in which the rules name nothing
         next_split = next_split.args[0]
     elif next_split is not None:
-        next_split = partial(_ruled, next_split, {})
+        next_split = partial(ruled, next_split, {})
     return replace(problem, graph=replace(problem.graph, ops=ops), rules=(), next_split=next_split)
 
 

@@ -11,6 +11,7 @@ Paper: https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +101,34 @@ class Schedule:
     def recomputed(self) -> np.ndarray:
         """(T,) int: how often each op runs beyond its first time."""
         return self.R.sum(axis=0) - 1
+
+
+class Packed(Schedule):
+    """A schedule that takes few bytes, and unpacks a matrix whenever it is asked for.
+
+    >>> schedule = Packed(Schedule(np.eye(3, dtype=bool), np.zeros((3, 2), dtype=bool)))
+    >>> schedule.R.sum(), schedule.S.shape
+    (np.int64(3), (3, 2))
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        matrices = schedule.R, schedule.S
+        vars(self)["_packed"] = [(m.shape, zlib.compress(np.packbits(m).tobytes(), 1)) for m in matrices]
+
+    @property
+    def R(self) -> np.ndarray:
+        """(T, T) bool."""
+        return self._unpacked(0)
+
+    @property
+    def S(self) -> np.ndarray:
+        """(T, V) bool."""
+        return self._unpacked(1)
+
+    def _unpacked(self, i: int) -> np.ndarray:
+        (rows, columns), packed = vars(self)["_packed"][i]
+        bits = np.frombuffer(zlib.decompress(packed), dtype=np.uint8)
+        return np.unpackbits(bits, count=rows * columns).view(bool).reshape(rows, columns)
 
 
 def _touched(stage: np.ndarray, op: np.ndarray, values: list[tuple[int, ...]], T: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -17,6 +18,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing, walk
 from checkmate.units import exact_bytes
+
+# Plans of many sizes share their steps.
+_run, _free = lru_cache(maxsize=2**14)(Run), lru_cache(maxsize=2**14)(Free)
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,14 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
     >>> lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))).as_lists()
     [['run', 0], ['run', 1], ['free', 0], ['run', 2, 1]]
     """
-    graph = problem.graph
+    graph, R, S = problem.graph, schedule.R, schedule.S
     steps: list[Step] = []
     boundary, results = 0, np.array(graph.outputs, dtype=np.int64)
     at_hand = np.zeros(len(graph.values), dtype=bool)  # an array, as is kept: what is alive in each of T stages is much
     for t in range(len(graph.ops)):
-        ops: list[int] = np.flatnonzero(schedule.R[t]).tolist()
+        ops: list[int] = R[t].nonzero()[0].tolist()
         last_use = {v: k for k in ops for v in (*graph.ops[k].outputs, *graph.ops[k].inputs)}
-        kept = schedule.S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
+        kept = S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
         kept[results] = True
         for k in ops:
             # Run, over an input that dies here if that saves bytes; free the other values that die.
@@ -63,10 +67,10 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
             dying = sorted(v for v in touched if at_hand[v] and last_use[v] == k and not kept[v])
             saved = problem.saved(k, dying)
             over = None if saved is None else saved[0]
-            steps.append(Run(k, over))
-            steps += [Free(v) for v in dying if v != over]
+            steps.append(_run(k, over))
+            steps += [_free(v) for v in dying if v != over]
             at_hand[dying] = False
-        steps += map(Free, np.flatnonzero(at_hand & ~kept).tolist())  # kept though nothing in this stage needed them
+        steps += map(_free, (at_hand & ~kept).nonzero()[0].tolist())  # kept though nothing in this stage needed them
         at_hand &= kept
         if t + 1 == graph.forward_length:
             boundary = len(steps)

@@ -119,8 +119,7 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
         return certify(problem, budget, _all_kept(problem), method="checkpoint-all", origin=OTHER_SIZE)
     in_parts = any(solution.problem.splits for solution in known)
     for split in problem.splits_in_turn() if in_parts else [problem]:
-        fit = _fitting(split, budget, known)
-        best = min(fit, key=lambda solution: solution.cost, default=None)
+        best = _fitting(split, budget, known)
         if best is None and (not in_parts or split.unavoidable_bytes.max() > budget):
             continue
         if best is not None and best.cost <= (1 + NEARLY) * split.least_cost:
@@ -128,30 +127,29 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
         # Run less again, where there is room for that here.
         start = _all_kept(split) if best is None or best.schedule is None else best.schedule.R
         adapted = adapt(Task(split, budget, Clock(ADAPT_SECONDS)), start)
-        if adapted is not None:
+        if adapted is not None and (best is None or cost_of(split, adapted) < cost_of(split, start)):
             with suppress(SolverError):  # it breaks a rule
-                fit.append(certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE))
-        if fit:
-            return min(fit, key=lambda solution: solution.cost)
+                return certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE)
+        if best is not None:
+            return best
     return None
 
 
-def _fitting(problem: Problem, budget: int, known: Sequence[Solution]) -> list[Solution]:
-    """The plans of the next larger sizes and of the next smaller one that fit; if none does, the first other one."""
+def _fitting(problem: Problem, budget: int, known: Sequence[Solution]) -> Solution | None:
+    """The cheapest plan that fits, of the next larger sizes and of the next smaller one; else the first other one."""
     size, T = problem.keep_all_peak, len(problem.graph.ops)
-    near = [one for one in known if one.schedule is not None and len(one.schedule.R) == T]
+    near = [one for one in known if one.schedule is not None and len(one.problem.graph.ops) == T]
     near.sort(key=lambda solution: abs(solution.problem.keep_all_peak - size))
     larger, smaller = ([one for one in near if (one.problem.keep_all_peak >= size) == is_so] for is_so in (True, False))
-    fit = list[Solution]()
     for group in (larger[:LARGER] + smaller[:1], *([one] for one in (*larger[LARGER:], *smaller[1:]))):
-        for solution in group:
-            assert solution.schedule is not None
-            with suppress(SolverError):
-                R = solution.schedule.R
-                fit.append(certify(problem, budget, R, method=solution.method, origin=OTHER_SIZE))
-        if fit:
-            break
-    return fit
+        before: np.ndarray | None = None  # many plans run the same
+        runs = [(solution.method, solution.schedule.R) for solution in group if solution.schedule is not None]
+        for method, R in sorted(runs, key=lambda run: cost_of(problem, run[1])):
+            if before is None or not np.array_equal(R, before):
+                with suppress(SolverError):
+                    return certify(problem, budget, R, method=method, origin=OTHER_SIZE)
+            before = R
+    return None
 
 
 def _all_kept(problem: Problem) -> np.ndarray:

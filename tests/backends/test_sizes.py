@@ -8,13 +8,15 @@ import logging
 import math
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import checkmate
@@ -24,6 +26,7 @@ from checkmate.capture.loss import ladder
 from checkmate.core.rules import with_rules, without_rules
 from checkmate.core.simulator import check_plan
 from checkmate.memory import measure_peak
+from checkmate.torch_internals.descriptions import FakeTensor
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import left_by
 from tests.support.whole_steps import plain_step
@@ -116,7 +119,7 @@ def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) ->
     really = ladder.equal_inputs
     monkeypatch.setattr(ladder, "equal_inputs", lambda loss, how: asked.append(str(how)) or really(loss, how))
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
-    for length in (40, 32, 24, 36, 8, 32):
+    for length in (40, 32, 24, 36, 8, 32, 28):
         asked.clear()
         assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
         assert measure_peak(lambda n=length: step(*_tokens(n)).backward()).peak <= budget
@@ -126,7 +129,11 @@ def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) ->
     assert len(_captures(step)) == 1
     in_parts = {plan.problem.splits[0].partition(":")[0] for plan in step.plans if plan.problem.splits}
     assert len(in_parts) == 1
-    assert any(not plan.problem.splits for plan in step.plans)  # of the shortest length
+    # That of the shortest length is whole, and is split further like the others when it is asked.
+    (whole,) = (plan.problem for plan in step.plans if not plan.problem.splits)
+    assert whole.next_split().splits[0].partition(":")[0] in in_parts
+    for plan in step.plans:
+        assert plan.modules.forward.graph.find_nodes(op="placeholder")
 
 
 @pytest.mark.long
@@ -193,6 +200,7 @@ def test_each_length_is_what_would_be_captured_for_it_and_takes_the_bytes_of_its
     problem = checkmate.trace(loss, *_tokens(32))
     budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
     step: Any = checkmate.compile(loss, budget=budget)
+    of_length = {}
     for length in (32, 24, 13, 20, 36, 7):
         batch = _tokens(length)
         before = {id(plan) for plan in step._caches[0].plans}
@@ -209,6 +217,16 @@ def test_each_length_is_what_would_be_captured_for_it_and_takes_the_bytes_of_its
         # Captured for this length alone it is the same.
         alone = joint_of(checkmate.trace(loss, *batch))
         assert as_data({}, joint_of(plan.problem)) == as_data({}, alone)
+        of_length[length] = plan.schedule.R, plan.schedule.S, as_data({}, alone), len(plan.modules.again)
+    # A plan that has let go of its graphs has the same when it is asked.
+    kept = {plan.problem.keep_all_peak: plan for plan in step.plans}
+    assert len(kept) == len(of_length)
+    for (_, expected), (_, plan) in zip(sorted(of_length.items()), sorted(kept.items()), strict=True):
+        R, S, data, again = expected
+        assert np.array_equal(plan.schedule.R, R)
+        assert np.array_equal(plan.schedule.S, S)
+        assert as_data({}, joint_of(plan.problem)) == data
+        assert len(plan.modules.again) == again
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 1.0}])
@@ -275,6 +293,51 @@ def test_plans_of_lengths_that_were_not_used_for_longest_go() -> None:
         assert_same_bits(left_by(step, net, *_tokens(length)), left_by(twin, twin, *_tokens(length)))
     assert len(_captures(step)) == 1
     assert len(step.plans) == 1 + 3
+
+
+def _alive() -> Counter[str]:
+    gc.collect()
+    kinds = (fx.Node, FakeTensor)
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
+
+
+def test_a_plan_of_a_length_keeps_no_graph() -> None:
+    net = _Net(_attend)
+    step = checkmate.compile(lambda *batch: net(*batch), budget="10 MB")
+    for length in (24, 30, 11, 12):
+        step(*_tokens(length)).backward()
+    before = _alive()
+    for length in range(13, 20):
+        step(*_tokens(length)).backward()
+    after = _alive()
+    assert all(after[kind] <= before[kind] * 1.05 for kind in before), (before, after)
+
+
+def test_a_length_whose_graphs_are_gone_has_any_backward_and_says_where_an_op_fails() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.GELU())
+
+    def two(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        h = net(tokens).tanh()
+        return h.square().mean(), (h * h.relu()).sum()
+
+    step = checkmate.compile(two, budget="10 MB")
+    for length in (24, 30, 17):
+        sum(step(_tokens(length)[0])).backward()  # type: ignore[arg-type]
+    batches = [_tokens(length)[0] for length in (20, 21, 22)]
+
+    def gradients(results: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+        net.zero_grad()
+        results[1].backward(retain_graph=True)
+        results[1].backward(retain_graph=True)
+        results[0].backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    waiting = [step(tokens) for tokens in batches]  # each of another length lets go of the graphs of the one before
+    for results, tokens in zip(waiting, batches, strict=True):
+        assert_same_bits(gradients(results), gradients(two(tokens)))
+    with pytest.raises(IndexError, match=r"in aten\.embedding\.default of the forward: .*test_sizes\.py"):
+        step(batches[0] + 50)
 
 
 def test_what_cannot_be_open_is_captured_for_each_length_and_tried_once(caplog: pytest.LogCaptureFixture) -> None:

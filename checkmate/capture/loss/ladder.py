@@ -7,7 +7,7 @@ whose budget needs none pays nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
@@ -46,7 +46,13 @@ def with_loss_in_parts(
         tried: whether bits of a split are compared before it is offered, which takes data.
         known: splits of other sizes, as `Problem.splits` names them: the first of these is the first one here.
     """
-    return _Ladder(module, read, pose, tried, known).linked(problem, 0, int(problem.unavoidable_bytes.max()))
+    return _Ladder(module, read, pose, tried, known).linked(problem)
+
+
+def with_split(module: fx.GraphModule, splits: Sequence[str]) -> fx.GraphModule:
+    """A joint graph whose loss is split as `Problem.splits` names it."""
+    ways = loss_splits_of(losses(module.graph))
+    return in_parts(module, next(how for how in ways if splits[0].startswith(f"{how}:")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +76,17 @@ class _Ladder:
         begin = next((i for i, how in enumerate(rungs) if any(name.startswith(f"{how}:") for name in self.known)), 0)
         return rungs[begin:]
 
-    def linked(self, problem: Problem, rung: int, below: int) -> Problem:
-        """Link a problem to its next split after ``rung``; without kept logits a plan has ``below`` bytes or more."""
+    def linked(self, problem: Problem, rung: int = 0, below: int | None = None) -> Problem:
+        """Link a problem to its next split after ``rung``.
+
+        Without kept logits a plan has ``below`` bytes or more; None: those that this problem's plans have.
+        """
         return replace(problem, next_split=cache(partial(self.next, problem, rung, below)))
 
-    def next(self, problem: Problem, rung: int, below: int) -> Problem | None:
+    def next(self, problem: Problem, rung: int, below: int | None) -> Problem | None:
         """The step with its loss in more parts, if that saves bytes; None if nothing more can be gained."""
         with outside_tracing():
-            return self._next(problem, rung, below)
+            return self._next(problem, rung, int(problem.unavoidable_bytes.max()) if below is None else below)
 
     def _next(self, problem: Problem, rung: int, below: int) -> Problem | None:
         if not self.losses or not self.is_at_loss(problem, rung):
