@@ -58,7 +58,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
     Defaults: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None, profile="measure", cache=True,
-    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False``. The page
+    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False,
+    kernels="eager"``. The page
     docs/options.md says what each option means, and where to read on.
 
     Args:

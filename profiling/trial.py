@@ -219,7 +219,8 @@ def _lie_alike(made: Any, like: Any, given: Any) -> bool:
     """Tell whether results lie in memory of their own as fake ones say."""
     memory = [t.untyped_storage().data_ptr() for t in tensors((made, given)) if t.numel()]
     return len({*memory}) == len(memory) and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) and all(s == t or n < 2 for n, s, t in zip(a.shape, a.stride(), b.stride()))
+        (a.shape, a.dtype) == (b.shape, b.dtype)
+        and all(s == t or n < 2 for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
         for a, b in zip(made, like, strict=True)
     )
 

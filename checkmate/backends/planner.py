@@ -57,7 +57,14 @@ class CompileOptions(TypedDict, total=False):
     kernels: Kernels
 
 
-OF_TRACE = ("profile", "cache", "host_budget", "host", "overlap", "kernels")  # options of `checkmate.trace`, beside a batch
+OF_TRACE = (
+    "profile",
+    "cache",
+    "host_budget",
+    "host",
+    "overlap",
+    "kernels",
+)  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
 OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "memory")
 

@@ -20,7 +20,7 @@ LARGE = 4  # a result is large with a quarter of the bytes of the largest
 
 
 def convex(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
-    """The groups of a phase's ops, given in the order of the graph; ``is_member`` tells whether one may take an op in."""
+    """The groups of a phase's ops, given in the order of the graph; ``is_member`` tells which ops these may take in."""
     return [members for members in _partition(ops, is_member) if is_member(members[0])]
 
 

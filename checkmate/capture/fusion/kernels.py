@@ -8,17 +8,25 @@ of the process, so that an op that runs again runs the same code; Inductor keeps
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from checkmate.capture.fusion.members import in_order, is_constant, is_elementwise, is_part, is_reduction, maker, read_from
+from checkmate.capture.fusion.members import (
+    in_order,
+    is_constant,
+    is_elementwise,
+    is_part,
+    is_reduction,
+    maker,
+    read_from,
+)
 from checkmate.capture.inplace.rules import Written, is_alike
 from checkmate.capture.nodes import tensors
 from checkmate.capture.rewrite import scale_mask
@@ -30,6 +38,7 @@ from checkmate.torch_internals.dispatcher import outside_tracing, triton_utils
 log = logging.getLogger("checkmate.capture.fusion")
 aten = torch.ops.aten
 Kernels = Literal["eager", "same-bits", "fused"]
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 WAYS = 2  # arguments to write over that are tried; each is one more kernel to compile
 _kernels: dict[tuple[str, int | None], Callable[..., Any]] = {}  # by what they compute, and the argument written over
 # Memory of captured graphs would be in no plan; each op rounds its result to its type, as eager kernels do.
@@ -100,7 +109,9 @@ class Kernel:
             module = _alone(self.ops, over)
             with outside_tracing(), tracing(None), torch.no_grad():
                 with FakeTensorMode():
-                    fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.like]
+                    fakes = [
+                        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.like
+                    ]
                 _kernels[self.key, over] = inductor.compile_fx(module, fakes, config_patches={**_SETTINGS})
         return _kernels[self.key, over]
 
@@ -141,7 +152,7 @@ def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[f
         copies[node].meta = {"val": node.meta["val"]}
     for node in in_order(nodes):
         if node.target is scale_mask:
-            mask, keep, dtype = node.args
+            mask, keep, dtype = cast(tuple[fx.Node, float, torch.dtype], node.args)
             copies[node] = graph.call_function(
                 aten.div.Tensor, (graph.call_function(aten._to_copy.default, (copies[mask],), {"dtype": dtype}), keep)
             )
@@ -168,11 +179,11 @@ def _alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:
 def _digest(graph: fx.Graph) -> str:
     """What a graph computes, in 16 letters: equal in every process, with as many threads."""
     names = {node: f"n{i}" for i, node in enumerate(graph.nodes)}
-    lines = [
-        f"{names[node]} {node.target if node.op == 'call_function' else ''} "
-        f"{fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])!r} {[*map(_describe, tensors(node.meta.get('val')))]}"
-        for node in graph.nodes
-    ]
+    lines = []
+    for node in graph.nodes:
+        target = node.target if node.op == "call_function" else ""
+        args = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+        lines.append(f"{names[node]} {target} {args!r} {[*map(_describe, tensors(node.meta.get('val')))]}")
     return sha256("\n".join([*lines, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
 
 
@@ -193,14 +204,11 @@ def _read_again(members: Sequence[fx.Node]) -> int:
     return sum(sorted(passes.values())[:-1])
 
 
-def _directions(node: fx.Node) -> Iterator[Any]:
-    """The dimensions along which a reduction reads its argument, once for each pass."""
+def _directions(node: fx.Node) -> tuple[str, ...]:
+    """The directions in which a reduction reads its argument, one for each pass."""
     x, name = node.all_input_nodes[0].meta["val"], str(node.target)
     if "norm_backward" in name or "batch_norm" in name or "group_norm" in name:
-        yield "rows"
-        yield "columns"
-    elif node.target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default) and len(node.args) > 1 and node.args[1]:
-        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-        yield "rows" if any(dim % max(x.dim(), 1) == x.dim() - 1 for dim in dims) else "columns"  # type: ignore[operator]
-    else:
-        yield "rows"
+        return "rows", "columns"
+    dims: Any = node.args[1] if node.target in _SUMS and len(node.args) > 1 else None
+    along_rows = not dims or any(dim % max(1, x.dim()) == x.dim() - 1 for dim in dims)
+    return ("rows",) if along_rows else ("columns",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -74,12 +73,16 @@ def is_member(node: fx.Node, *, reductions: bool) -> bool:
     if not all(tensors(n.meta.get("val")) for n in near):
         return False
     all_tensors = tensors([n.meta["val"] for n in near])
-    if len({t.device for t in all_tensors}) > 1 or any(t.dtype.is_complex or t.layout != torch.strided for t in all_tensors):
+    if len({t.device for t in all_tensors}) > 1 or any(
+        t.dtype.is_complex or t.layout != torch.strided for t in all_tensors
+    ):
         return False
     written = written_of(target)
     if written is not None and written.block is not None and all_tensors[0].device.type == "cpu":
         return False
-    return target is not aten._to_copy.default or not {n.target for n in (*readers(node), *map(maker, near))} & _OF_LOSSES
+    return (
+        target is not aten._to_copy.default or not {n.target for n in (*readers(node), *map(maker, near))} & _OF_LOSSES
+    )
 
 
 def is_constant(node: fx.Node) -> bool:

@@ -25,8 +25,10 @@ def _random_graph(seed: int, ops: int = 40) -> fx.Graph:
         x = graph.placeholder("x")
         x.meta["val"] = torch.empty(8, 8)
         made = [x]
-        for i in range(ops):
-            target = draw.choice((aten.mul.Tensor, aten.add.Tensor, aten.add.Tensor, aten.mm.default, aten.sum.dim_IntList))
+        for _ in range(ops):
+            target = draw.choice(
+                (aten.mul.Tensor, aten.add.Tensor, aten.add.Tensor, aten.mm.default, aten.sum.dim_IntList)
+            )
             args: tuple[object, ...] = tuple(draw.sample(made[-8:] * 2, 2))
             if target is aten.sum.dim_IntList:
                 args = (args[0], [0], True)

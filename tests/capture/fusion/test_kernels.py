@@ -166,7 +166,9 @@ def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def wrong(self: kernels.Kernel, over: int | None = None) -> Any:
         run = compiled(self, over)
-        return lambda *args: [torch.nextafter(t, torch.zeros_like(t)) if t.dtype.is_floating_point else t for t in run(*args)]
+        return lambda *args: [
+            torch.nextafter(t, torch.zeros_like(t)) if t.dtype.is_floating_point else t for t in run(*args)
+        ]
 
     monkeypatch.setattr(kernels.Kernel, "compiled", wrong)
     return
