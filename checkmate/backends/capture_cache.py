@@ -15,7 +15,7 @@ import pickle
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from checkmate.capture.meta_tensors import Descriptions
 from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.boolean_indexing import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
+from checkmate.capture.patches.kernels import value_of
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.sizes import OtherStep, Sizes, fixed_at
@@ -134,7 +135,7 @@ class CaptureCache:
         self._kept: list[_Entry] = []
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
-        self._closed = Counter[Kind]()  # times that open sizes could not be inputs
+        self._closed = Counter[tuple[Kind, Set[str]]]()  # times that sizes could not be inputs, beside these numbers
         self._warned = False
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
@@ -206,19 +207,8 @@ class CaptureCache:
         fixed = [one for one in self._of_kind(kind) if not isinstance(one.step.training, SizedPlans)]
         near = ((one, why) for one in fixed if (why := why_not(one.own, given)))
         known, reasons = next(near, (None, list[Reason]()))
-        are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
-        if known is not None and are_numbers and not any(one.source in self._fixed for one in reasons):
-            sources = known.numbers | {reason.source for reason in reasons}
-            # With the numbers of then, what is captured has to be what was captured then.
-            then = constants(known.own)
-            values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
-            training = known.step.training
-            earlier = joint_of(training.captured) if isinstance(training, SwappablePlan) else None
-
-            def check(joint: Joint) -> None:
-                if earlier is None or as_data(values, joint) != as_data(values, earlier):
-                    raise NotFree(f"with {values} the step is another one than before")
-
+        if known is not None and (sources := self._numbers(known, reasons)) is not None:
+            check = partial(_check, known.step, _values_then(known, sources, given))
             try:
                 result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
             except Exception:  # any error: it comes again without these inputs
@@ -237,50 +227,69 @@ class CaptureCache:
             reasons = [Reason(place, other.was, other.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
+    def _numbers(self, known: _Entry, reasons: Sequence[Reason]) -> frozenset[str] | None:
+        """The numbers of a capture that are inputs if those become such that differ now; None if not all can be."""
+        are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
+        sources = {reason.source for reason in reasons}
+        return known.numbers | sources if are_numbers and sources.isdisjoint(self._fixed) else None
+
     def _with_open_sizes(self, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """Capture the call with the sizes as inputs that differ from an earlier one; `MISS` if they cannot be."""
+        """Capture the call with inputs for sizes and numbers that differ from an earlier one; `MISS` if none can be."""
         given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        earlier = dict[Kind, list[Earlier]]()
+        earlier = dict[tuple[Kind, Set[str]], list[Earlier]]()
         for known in sorted(self._kept, key=lambda one: -one.used):
             wide, training = known.kind.opened(kind), known.step.training
-            if wide is None or not isinstance(training, SwappablePlan) or self._closed[wide] >= TRIES:
+            if wide is None or training is None:
                 continue
-            if known.numbers or changed(known.own, given):
+            reasons = changed(known.own, given)
+            numbers = self._numbers(known, reasons)
+            if numbers is None or self._closed[wide, numbers] >= TRIES:
                 continue
-            then = dict[Any, set[Any]]()  # size now -> sizes then, where they are open
-            for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
-                if size is None:
-                    then.setdefault(now, set()).add(before)
-            check = partial(_check, joint_of(training.captured))
-            earlier.setdefault(wide, []).append(Earlier(training, partial(_earlier, then), check))
-        for wide, captures in [*earlier.items()][:1]:
+            if isinstance(training, SwappablePlan):
+                then = dict[Any, set[Any]]()  # size now -> sizes then, where they are open
+                for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
+                    if size is None:
+                        then.setdefault(now, set()).add(before)
+                sizes = partial(_earlier, then)
+            elif reasons and wide == known.kind:  # numbers alone keep it from serving the call
+                sizes = partial(_of_then, training.sizes)
+            else:
+                continue
+            values = _values_then(known, numbers, given)
+            one = Earlier(training, sizes, partial(_check, known.step, values), values, known.step.answers)
+            earlier.setdefault((wide, numbers), []).append(one)
+        for (wide, sources), captures in sorted(earlier.items(), key=lambda kind: len(kind[0][1])):
             try:
                 with wide.marked(args, kwargs):
-                    result = self._captured(wide, Call((self._fn, args, kwargs), earlier=captures))
+                    result = self._captured(wide, Call((self._fn, args, kwargs), sources, earlier=captures))
             except Exception as error:  # any other error: it comes again with these sizes alone
                 reason = explained(error, self._fn)
-                if isinstance(reason, InfeasibleBudget):
+                if isinstance(reason, InfeasibleBudget) and not sources:
                     raise
-                self._close(wide, error)
-                return MISS
+                self._close(wide, sources, error)
+                continue
             made = next((one for one in self._kept if one.kind is wide), None)  # None: torch.compile is turned off
             if made is not None and isinstance(training := made.step.training, SizedPlans):
-                known = next(one for one in self._kept if one.step.training in training.plans)
-                known.step = _NOTHING  # whose plan and search go on as the new one's
+                replaced = training.earlier()
+                assert replaced is not None
+                known = next(one for one in self._kept if one.step.training is replaced.training)
+                if replaced.training.plans[0] in training.plans:
+                    known.step = _NOTHING  # whose plan and search go on as the new one's
                 self._forget(known)
             elif made is not None:
                 made.kind = kind
-                self._close(wide, NotFree(f"PyTorch traces it for one size only: {made.fixed_at}"))
+                self._close(wide, sources, NotFree(f"PyTorch traces it for one size only: {made.fixed_at}"))
             return result
         return MISS
 
-    def _close(self, wide: Kind, error: Exception) -> None:
+    def _close(self, wide: Kind, numbers: Set[str], error: Exception) -> None:
         """Log why open sizes cannot be inputs. At others they may, if the step takes another way there."""
         cause = getattr(error, "inner_exception", None) or error
-        why = cause if isinstance(cause, NotFree) else f"PyTorch cannot trace it for sizes that change, {of_op(error)}"
+        is_said = isinstance(cause, (NotFree, InfeasibleBudget))
+        why = cause if is_said else f"PyTorch cannot trace it for sizes that change, {of_op(error)}"
         log.info("sizes that change are no inputs of %s, and each is captured by itself: %s", self._name, why)
         log.debug("", exc_info=error)
-        self._closed[wide] += 1 if isinstance(cause, OtherStep) else TRIES
+        self._closed[wide, numbers] += 1 if isinstance(cause, (OtherStep, InfeasibleBudget)) else TRIES
 
     def _captured(self, kind: Kind, call: Call, because: Reason | None = None) -> Any:
         """Capture a call, with some of its numbers as inputs, keep the capture, and give the result."""
@@ -389,9 +398,27 @@ def _earlier(then: Mapping[int, Set[Any]], sizes: Sizes) -> Sizes:
     return tuple(next(iter(then.get(size, (size,)))) for size in sizes)
 
 
-def _check(earlier: Joint, joint: Joint) -> None:
-    if as_data({}, joint) != as_data({}, earlier):
-        raise NotFree("with the sizes of before, the step is another one than before")
+def _values_then(known: _Entry, numbers: Set[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The values that numbers had when an entry was captured; where it does not know, those that they have now."""
+    then: dict[str, Any] = {**constants(known.own)}
+    if known.step.training is not None:
+        inputs = joint_of(known.step.training.plans[0].captured).step.given_numbers
+        then |= {source: value_of(node.meta["val"]) for node, source in inputs.items()}
+    return {s: then[s] if s in then else value_now(s, known.own, given) for s in numbers}
+
+
+def _check(known: CapturedStep, values: Mapping[str, Number], joint: Joint) -> None:
+    """Check that at the sizes of then, and with the numbers of then, what is captured is what was captured then."""
+    earlier = None if known.training is None else joint_of(known.training.plans[0].captured)
+    if earlier is None or as_data(values, joint) != as_data(values, earlier):
+        raise NotFree(f"with {values or 'the sizes of before'} the step is another one than before")
+
+
+def _of_then(then: Sizes, sizes: Sizes) -> Sizes:
+    """The sizes of then, where these are of the same inputs."""
+    if len(sizes) != len(then):
+        raise NotFree("another number of sizes is open than before")
+    return then
 
 
 def _have_drawn(before: tuple[Any, Any]) -> bool:

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
 from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
-from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans, first_alike
+from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans
 from checkmate.backends.passes import CHECKS, GRADIENT_REWRITES, REWRITES, JointGraph, OpGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
@@ -34,7 +34,7 @@ from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
 from checkmate.capture.nodes import is_collective
-from checkmate.capture.number_inputs import NotFree, numbers_and_draws
+from checkmate.capture.number_inputs import NotFree, number_placeholders, numbers_and_draws
 from checkmate.capture.op_order import TracedStep
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
 from checkmate.capture.patches.kernels import eager_kernels, value_of
@@ -277,6 +277,7 @@ class _Compilation:
         for rewrite in GRADIENT_REWRITES:
             rewrite(joint_graph)
         is_open = bool((self.call.earlier or self.call.poses) and symbols_of(module.graph))
+        free = number_placeholders(module.graph, self.numbers)
 
         def rewrite_ops(module: fx.GraphModule, states: Collection[str] | None = None) -> fx.GraphModule:
             graph = OpGraph(module, device, has_data=not fakes, on_cpu=for_this_cpu, states=states)
@@ -356,7 +357,8 @@ class _Compilation:
             if replays is not None:
                 replays.check(plan)
             modules = plan.modules
-            if share(modules) != sharing:
+            assert code is not None
+            if share(modules) != sharing or len(step_problem.joint_of(plan.problem).step.given_numbers) != code.numbers:
                 return None
             for phase in PHASES if sized is not None else ():
                 anew = partial(_written, plan.problem.codegen, plan.plan, share, phase)
@@ -379,13 +381,14 @@ class _Compilation:
             return FirstStep(plan, device, made, lambda: forget(codegen.joint))
 
         code = sized = None
-        places = open_sizes(module.graph) if is_open else {}
-        reading = Reading(module, rewrite_ops, read, pose, split, source, in_all, tuple(places))
-        if self.call.poses:
+        places = open_sizes(module.graph, free) if is_open else {}
+        reading = Reading(module, rewrite_ops, read, pose, split, source, in_all, tuple(places), free)
+        if is_open or self.call.poses:
             self._refuse_sizes(module.graph, second_memory)
-            if not is_open:
-                env = TracingContext.get().fake_mode.shape_env
-                raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
+        if not is_open and (self.call.poses or (self.call.earlier and free)):
+            env = TracingContext.get().fake_mode.shape_env
+            raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
+        if self.call.poses:
             raise _Read(reading)
         if not is_open:
             joint = single = read(rewrite_ops(module))
@@ -405,21 +408,26 @@ class _Compilation:
             self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
-            self._refuse_sizes(module.graph, second_memory)
             sizes = tuple(places.values())
             assert isinstance(planner, Planner)
-            earlier, then = first_alike(self.call.earlier, module.graph, sizes)
+            earlier, then = reading.first_alike(self.call.earlier, sizes, self.guards.answers)
             joint = reading.joint(then)
-            known, problems = earlier.known(joint, reading)
+            training, (known, problems) = earlier.training.plans[0], earlier.known(joint, reading)
+            if known is None:  # numbers that were no inputs then are handed in by an op: plan it as a first step
+                then, joint = sizes, reading.joint(sizes)
+                problems = [split(pose(joint), joint.module)]
+                training = SwappablePlan(find(problems[0]), problems[0])
+                known = training.plan
             reading = replace(reading, states=states_kept(joint.module.graph))
-            code, most = SwappableCode(results, tuple(places), sizes), planner.options.max_plans
+            code = SwappableCode(results, reading.places, sizes, len(joint.step.given_numbers))
+            most = planner.options.max_plans
             self.training = sized = SizedPlans(
-                reading, earlier.training, known, problems, then, find, write, code, most
+                reading, earlier, training, known, problems, then, find, write, code, most
             )
             if self.guards.answers and backend.measures:
                 sized.guarding(self.guards, backend.limit(known))
-            at_once = sized.plan_at(sizes)
-            plan = at_once.plan
+            at_once = None if then == sizes else sized.plan_at(sizes)
+            plan = known if at_once is None else at_once.plan
         self.plan, modules = plan, plan.modules
         if self.arena is not None and sized is not None:
             self.arena.lays_out = False
@@ -433,14 +441,13 @@ class _Compilation:
         if sized is not None:
             self.lowering.code, self.search_on = code, partial(sized.begin, sizes, at_once)
         elif plan.rest is not None:
-            self.lowering.code = code = SwappableCode(results)
+            self.lowering.code = code = SwappableCode(results, numbers=len(joint.step.given_numbers))
             self.search_on = partial(alone.go_on, plan.rest, code, write)
         return modules.forward, modules.backward
 
     def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None) -> None:
         """Raise `NotFree` for a capture that cannot have open sizes."""
         reasons = {
-            "some of its numbers are inputs": self.numbers,
             "some of its tensors are tagged": self.noted,
             "its groups of ops have kernels of their own": self.backend.kernels != "eager",
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -25,8 +25,8 @@ from checkmate.capture.around import Around
 from checkmate.capture.guards import DataGuards, GuardFailed
 from checkmate.capture.joint import Joint
 from checkmate.capture.loss.ladder import with_split
-from checkmate.capture.number_inputs import NotFree
-from checkmate.capture.sizes import Sizes, check_answers, put_in
+from checkmate.capture.number_inputs import NotFree, Number, symbols_of_numbers
+from checkmate.capture.sizes import OtherStep, Sizes, check_answers, put_in
 from checkmate.core.graph import Op
 from checkmate.core.problem import Problem
 from checkmate.core.rules import as_mapping, ruled, with_rules, without_rules
@@ -41,25 +41,26 @@ from checkmate.torch_internals.dispatcher import outside_tracing
 
 @dataclass(frozen=True, eq=False)
 class Earlier:
-    """An earlier capture, of fixed sizes."""
+    """An earlier capture, at the sizes of its plan, or of the first of its plans."""
 
-    training: SwappablePlan
+    training: SwappablePlan | SizedPlans
     sizes: Callable[[Sizes], Sizes]  # what the open sizes were then, by what they are now; NotFree if that is not known
-    check: Callable[[Joint], None]  # raises NotFree if with these sizes another step was captured
+    check: Callable[[Joint], None]  # raises NotFree if with these sizes and numbers another step was captured
+    numbers: Mapping[str, Number]  # by Dynamo's names, what those that are inputs now were then
+    answers: Sequence[bool | int]  # to what it asks of its tensors
 
-    def known(self, joint: Joint, reading: Reading) -> tuple[Solution, list[Problem]]:
+    def known(self, joint: Joint, reading: Reading) -> tuple[Solution | None, list[Problem]]:
         """The plan of the earlier capture, for the same step as it is captured now at the same sizes.
 
-        With it come the problems of the step, and of the step with its loss in the plan's parts, at these sizes.
+        None, if it has other ops. With it come the problems of the step, and of the step with its loss in the plan's
+        parts, at these sizes.
         """
         self.check(joint)
-        plan, captured = self.training.plan, without_rules(self.training.captured)
-        if reading.known(joint, captured) is None:
-            raise NotFree("with other sizes it has other ops")
         if not is_swappable(joint):
-            raise NotFree(
-                "its plans save other things: numbers, or what it writes twice, as a norm that is applied twice"
-            )
+            raise NotFree("its plans save other things: what it writes twice, as a norm that is applied twice")
+        plan, captured = self.training.plan, without_rules(self.training.plans[0].captured)
+        if reading.known(joint, captured) is None:
+            return None, []
         problems = [captured, without_rules(plan.problem)]
         whole = reading.problem(joint, problems)
         same = next((one for one in whole.splits_in_turn() if one.splits == plan.problem.splits), None)
@@ -68,24 +69,6 @@ class Earlier:
         problem = with_rules(same, as_mapping(plan.problem))
         about: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
         return again(plan, problem, plan.budget, **about), [whole] if same is whole else [whole, same]
-
-
-def first_alike(captures: Sequence[Earlier], graph: fx.Graph, sizes: Sizes) -> tuple[Earlier, Sizes]:
-    """The first of earlier captures for whose sizes a joint graph of open sizes is, and these sizes.
-
-    Raises:
-        NotFree: if it is for none of them.
-    """
-    reasons = list[NotFree]()
-    for earlier in captures:
-        try:
-            then = earlier.sizes(sizes)
-            check_answers(graph, then)
-        except NotFree as error:
-            reasons.append(error)
-        else:
-            return earlier, then
-    raise reasons[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +88,38 @@ class Reading:
     source: Source
     in_all: Callable[[Sequence[Any], Any], Callable[[int], int]]  # of the inputs of a call, and all that it reaches
     places: tuple[int, ...]  # of the open sizes, among the inputs
+    numbers: Mapping[fx.Node, str]  # inputs whatever the size, with Dynamo's names
     states: Collection[str] | None = None  # that the rewrites keep, of whatever size; None: by size
 
     def joint(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> Joint:
         """The step at these sizes, for these inputs of the joint graph."""
         with outside_tracing():
-            module = put_in(self.module, sizes, inputs)
+            module = put_in(self.module, sizes, inputs, self.numbers)
             self.rewrite(module, self.states)
             return self.read(module)
+
+    def first_alike(
+        self, captures: Sequence[Earlier], sizes: Sizes, answers: Sequence[bool | int]
+    ) -> tuple[Earlier, Sizes]:
+        """The first of earlier captures for whose sizes, numbers and answers the graph is, and these sizes.
+
+        Raises:
+            NotFree: if it is for none of them.
+        """
+        reasons, numbers = list[NotFree](), symbols_of_numbers(self.numbers)
+        for earlier in captures:
+            try:
+                # With open sizes it may ask more: what shapes decide.
+                if len(earlier.answers) == len(answers) and earlier.answers != answers:
+                    raise OtherStep("what is computed depends on the value of a tensor")
+                then = earlier.sizes(sizes)
+                of_then = {node: earlier.numbers[name] for node, name in numbers.items()}
+                check_answers(self.module.graph, dict(zip(self.places, then, strict=True)), of_then)
+            except NotFree as error:
+                reasons.append(error)
+            else:
+                return earlier, then
+        raise reasons[0]
 
     def known(self, joint: Joint, *known: Problem) -> Problem | None:
         """Its problem, by the costs of one with the same ops; None if none has."""
@@ -188,8 +195,9 @@ class SizedPlans(Around):
     """The plans of a captured step whose sizes are inputs, by sizes; for the largest of them a search goes on.
 
     Args:
-        training: the plan of the earlier capture, with the search for a better one.
-        known: it, for the step at these sizes as it is captured now.
+        earlier: the capture whose place this one takes.
+        training: its plan, with the search for a better one; or a new plan.
+        known: that plan, for the step at these sizes as it is captured now.
         problems: of the step at these sizes, and with its loss in parts.
         sizes: of that plan.
         find: gives a plan for a problem, with known plans beside it.
@@ -201,6 +209,7 @@ class SizedPlans(Around):
     def __init__(
         self,
         reading: Reading,
+        earlier: Earlier,
         training: SwappablePlan,
         known: Solution,
         problems: list[Problem],
@@ -210,7 +219,8 @@ class SizedPlans(Around):
         code: SwappableCode,
         most: int,
     ) -> None:
-        self.training, self._sizes, self._first = training, sizes, known
+        self.training, self.sizes, self._first = training, sizes, known
+        self.earlier = weakref.ref(earlier)
         self._reading, self._find, self._write, self._code, self._most = reading, find, write, code, most
         self._problems = problems
         self._others = dict[Sizes, SwappablePlan]()
@@ -268,11 +278,11 @@ class SizedPlans(Around):
             raise refusal
         return SizedPlan(self._find(problem, plans), problem, reading, sizes, self._problems)
 
-    def begin(self, sizes: Sizes, plan: SwappablePlan, *, taken: int) -> None:
-        """Run by the earlier capture's plan and by this one from now on."""
-        self.training.move(self._first, self._code, self._write, self._sizes)
+    def begin(self, sizes: Sizes, plan: SwappablePlan | None, *, taken: int) -> None:
+        """Run by the first plan from now on, and at these sizes by this one, if there is one."""
+        self.training.move(self._first, self._problems[0], self._code, self._write, self.sizes)
         self._code.make = self._functions_at
-        self._add(sizes, plan, taken)
+        self._add(sizes, plan or self.training, taken)
 
     def _add(self, sizes: Sizes, plan: SwappablePlan, taken: int) -> None:
         solution = plan.plan
@@ -283,12 +293,13 @@ class SizedPlans(Around):
         for other in self._others.values():  # but the graphs of the newest, of which its first backward may ask
             if isinstance(other, SizedPlan):
                 other.let_go()
-        if solution.rest is None or plan.captured.keep_all_cost <= self.training.captured.keep_all_cost:
-            self._others[sizes] = plan
-        else:
+        if solution.rest is not None and plan.captured.keep_all_cost > self.training.captured.keep_all_cost:
             # It is larger than all before: search for a better one, and no more for that of the smaller sizes.
             self.training.end()
-            self._others[self._sizes], self.training, self._sizes = self.training, plan, sizes
+            self._others[self.sizes], self.training, self.sizes = self.training, plan, sizes
+        if plan is not self.training:
+            self._others[sizes] = plan
+        elif solution.rest is not None:
             plan.go_on(solution.rest, self._code, self._write, taken=taken, sizes=sizes)
         while len(self._others) > self._most:
             oldest = next((sizes for sizes in self._code.sizes if sizes in self._others), next(iter(self._others)))
@@ -298,9 +309,12 @@ class SizedPlans(Around):
     def _functions_at(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Any, Any]:
         with self._making, collecting_seldom():
             try:
-                plan = self.training if sizes == self._sizes else self.plan_at(sizes, inputs)
-            except NotFree as error:
-                raise GuardFailed(str(error), self._sizes, sizes, None) from None
+                plan = self.training if sizes == self.sizes else self.plan_at(sizes, inputs)
+            except (NotFree, InfeasibleBudget) as error:
+                # With fixed numbers another plan may fit.
+                if isinstance(error, InfeasibleBudget) and not self._reading.numbers:
+                    raise
+                raise GuardFailed(str(error), self.sizes, sizes, None) from None
             functions = self._write(plan.plan)
             if functions is None:
                 raise SolverError(f"At the sizes {sizes} the step hands over its gradients in another way.")

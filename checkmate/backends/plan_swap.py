@@ -39,7 +39,7 @@ from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.statusline import showing
 from checkmate.torch_internals import aot
-from checkmate.torch_internals.aot import TracingContext, is_sym_node
+from checkmate.torch_internals.aot import TracingContext
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
@@ -100,9 +100,11 @@ class SwappablePlan(Around):
         weakref.finalize(self, self._search.end)
         self._search.start()
 
-    def move(self, plan: Solution, code: SwappableCode, write: Write, sizes: tuple[int, ...]) -> None:
+    def move(
+        self, plan: Solution, captured: Problem, code: SwappableCode, write: Write, sizes: tuple[int, ...]
+    ) -> None:
         """Go on as the same plan of another capture, which is for these sizes too."""
-        self.plan, self._code, self._sizes = plan, code, sizes
+        self.plan, self.captured, self._code, self._sizes = plan, captured, code, sizes
         self._write = None if self._write is None else write
 
     def end(self) -> None:
@@ -177,16 +179,15 @@ class SwappablePlan(Around):
 def is_swappable(joint: Joint) -> bool:
     """Tell whether the forwards of all plans agree in what AOTAutograd counts of the first one.
 
-    It counts the numbers that are saved, and the tensors that autograd does not check, of which every plan saves the
-    inputs only (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
+    It counts the tensors that autograd does not check, of which every plan saves the inputs only
+    (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
     """
     step, nodes = joint.step, joint.module.graph.nodes
     found = [*step.forward_descs, *step.backward_descs, *(node.meta.get("desc") for node in step.placeholders)]
+    kinds = [node.meta.get("val") for node in step.placeholders if node not in step.numbers]
     return (
-        not step.numbers
-        and not any(is_sym_node(node) for node in nodes)
-        and not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
-        and all(isinstance(node.meta.get("val"), (torch.Tensor, int)) for node in step.placeholders)
+        not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
+        and all(isinstance(kind, (torch.Tensor, int)) for kind in kinds)
         and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in found)
     )
 
@@ -198,10 +199,11 @@ class SwappableCode:
         results: how many of the forward's outputs are not saved tensors.
         places: positions of the sizes among the forward's inputs.
         sizes: of the first plan.
+        numbers: how many numbers are saved, which the backward is given before all else.
     """
 
-    def __init__(self, results: int, places: Sequence[int] = (), sizes: tuple[int, ...] = ()) -> None:
-        self._results, self._places = results, places
+    def __init__(self, results: int, places: Sequence[int] = (), sizes: tuple[int, ...] = (), numbers: int = 0) -> None:
+        self._results, self._places, self.numbers = results, places, numbers
         self.make: Callable[[tuple[int, ...], list[Any]], tuple[Run, Run]] | None = None  # code for other sizes
         self._now = {sizes: 0}  # by sizes, the number of the plan by which the forward runs
         self._last: dict[tuple[int, ...], int] = {}  # by sizes, the last call of them
@@ -252,5 +254,5 @@ class SwappableCode:
         return [*results[: self._results], token, *results[self._results :]]
 
     def _backward(self, inputs: list[Any]) -> Any:
-        number = len(inputs.pop(0)) - 1
+        number = len(inputs.pop(self.numbers)) - 1
         return self._runs["backward"][number](inputs)

@@ -14,6 +14,7 @@ from typing import Any
 from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list
 
 _EQUALS = re.compile(r"^(?P<source>[LG]\[[^#]+?) == (?P<value>[^#]+?)\s*(?:#\s*(?P<line>.+?)\s*(?:\(HINT.*)?)?$")
+_OF_SHAPE = re.compile(r"\.(size|stride|storage_offset)\(\)")
 _SPELLINGS = (
     (re.compile(r"^G\['(\w+)'\]"), r"\1"),
     (re.compile(r"^L\['kwargs'\]\['(\w+)'\]"), r"\1"),
@@ -98,13 +99,13 @@ def _entries(own: types.FunctionType) -> list[Any]:
 
 
 def read(guard: str) -> tuple[str, Constant, str] | None:
-    """Source, value and line from a guard's text, if it compares with a value.
+    """Source, value and line from a guard's text, if it compares with a value, and not what a tensor's shape gives.
 
     >>> read("L['args'][0].beta == 0.5     # x * self.beta  # vae.py:12 in forward")
     ("L['args'][0].beta", 0.5, 'x * self.beta  # vae.py:12 in forward')
     """
     found = _EQUALS.match(guard.strip())
-    if found is None:
+    if found is None or _OF_SHAPE.search(found["source"]):
         return None
     try:
         value = ast.literal_eval(found["value"])

@@ -82,6 +82,12 @@ def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.
     return {node: numbers[i] for node in primals if (i := input_position(node)) is not None and i in numbers}
 
 
+def symbols_of_numbers(numbers: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """The nodes that are numbers, of placeholders that are numbers, or are tensors of one that a node reads."""
+    read = ((node, name) for n, name in numbers.items() for node in (n, *n.users) if node is n or node.target is _ITEM)
+    return {node: name for node, name in read if is_sym_node(node)}
+
+
 def check_sizes(graph: fx.Graph, numbers: Collection[fx.Node], name: Callable[[fx.Node], str]) -> None:
     """Refuse sizes in a joint graph that are not fixed, and tensors whose bytes depend on data.
 
@@ -223,7 +229,7 @@ def written_out(
                 target = _bits(repr(held.dtype)), held.detach().flatten().tolist()
             lines.append((target, bits(node.args), bits(dict(node.kwargs)), made))
             value[node] = _Position(len(lines))
-    return [*lines, bits([result for result in results if result not in left_out])]
+    return [*lines, bits([result for result in results if result not in left_out and type(result) is not int])]
 
 
 class _Position(int):

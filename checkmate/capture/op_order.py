@@ -27,7 +27,7 @@ from checkmate.capture.nodes import (
     updated,
     written,
 )
-from checkmate.capture.number_inputs import number_placeholders
+from checkmate.capture.number_inputs import number_placeholders, symbols_of_numbers
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES
 from checkmate.capture.sharded.collectives import GATHER_AGAIN
@@ -71,6 +71,7 @@ class TracedStep:
         self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
         self.numbers = number_placeholders(module.graph, numbers)  # with what Dynamo calls them
         self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
+        self.given_numbers = symbols_of_numbers(self.numbers)  # all other numbers are computed from these
         self.static_inputs = frozenset(static_inputs)
         self.input_names, self.parameters = input_names, frozenset(parameters)
         self.after_tangent = after_tangent(self.nodes)

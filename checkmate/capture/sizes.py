@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.number_inputs import NotFree
+from checkmate.capture.number_inputs import NotFree, Number
 from checkmate.capture.patches.kernels import value_of
 from checkmate.capture.provenance import source_name, where
 from checkmate.capture.rewrite import Unwritten
@@ -39,10 +39,11 @@ class OtherStep(NotFree):
     """Raised if sizes cannot be inputs for what was captured at others."""
 
 
-def open_sizes(graph: fx.Graph) -> dict[int, int]:
-    """The sizes among the inputs of a joint graph: positions, and the numbers of the trace.
+def open_sizes(graph: fx.Graph, numbers: Collection[fx.Node] = ()) -> dict[int, int]:
+    """The sizes among the inputs of a joint graph: positions, and their values in the trace.
 
-    Where an input that is a view begins in its storage is a number, too, but of no use where no op reads it.
+    Where an input that is a view begins in its storage is one, too, but of no use where no op reads it. ``numbers`` are
+    inputs that are sizes only where the step makes them equal to one.
     """
     primals = _primals(graph)
     values = [node.meta["val"] for node in primals]
@@ -50,7 +51,7 @@ def open_sizes(graph: fx.Graph) -> dict[int, int]:
     return {
         i: value_of(val)
         for i, (node, val) in enumerate(zip(primals, values, strict=True))
-        if isinstance(val, torch.SymInt) and (node.users or val.node.expr in in_shapes)
+        if isinstance(val, torch.SymInt) and ((node.users and node not in numbers) or val.node.expr in in_shapes)
     }
 
 
@@ -72,48 +73,58 @@ def _line(asked: Any) -> str:
     return f"{source_name(line['file'])}:{line['number']}, {line['code']}" if line else str(asked)
 
 
-def check_answers(graph: fx.Graph, sizes: Sizes) -> None:
-    """Check that tracing would have been told the same of other sizes.
+def check_answers(graph: fx.Graph, sizes: Mapping[int, int], numbers: Mapping[fx.Node, Number]) -> None:
+    """Check that tracing would have been told the same of other sizes, and of other numbers.
 
     Args:
         graph: that was traced.
-        sizes: for those that are open, as `open_sizes` lists them.
+        sizes: by the positions of those that are open, as `open_sizes` lists them.
+        numbers: for nodes that are inputs, too.
 
     Raises:
         NotFree: if PyTorch has fixed a size, after all.
         OtherStep: if with these sizes another step is traced.
     """
-    values = [_primals(graph)[i].meta["val"] for i in open_sizes(graph)]
+    primals = _primals(graph)
+    values = [primals[i].meta["val"] for i in sizes]
     for value in (*values, *symbols_of(graph)):
         env = value.node.shape_env
         if value.node.expr.is_number or not values:
             raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
-    symbols = {value.node.expr: size for value, size in zip(values, sizes, strict=True)}
+    given = {**numbers, **{primals[i]: size for i, size in sizes.items()}}
+    exprs = {node.meta["val"].node.expr: number for node, number in given.items()}
+    symbols = {expr: number for expr, number in exprs.items() if not expr.is_number}
     for asked in env.guards:
         if asked.expr.xreplace(symbols) == sympy.false:
-            raise OtherStep(f"what is computed depends on the size: {_line(asked.sloc)}")
+            on = "a size or number" if numbers else "the size"
+            raise OtherStep(f"what is computed depends on {on}: {_line(asked.sloc)}")
 
 
 def _primals(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)]
 
 
-def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = None) -> fx.GraphModule:
+def put_in(
+    module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = None, numbers: Collection[fx.Node] = ()
+) -> fx.GraphModule:
     """The joint graph of fixed sizes that a graph with open sizes stands for.
 
     Args:
         module: the joint graph; it stays as it is.
         sizes: for those that are open, as `open_sizes` lists them.
         inputs: of a call of these sizes; None: as they were when the graph was traced.
+        numbers: inputs that stay open; some may be sizes, as for `open_sizes`.
 
     Raises:
-        NotFree: if a size is computed by way of a float that cannot be followed, for these sizes or any.
+        NotFree: if a size is computed with a number, or by way of a float that cannot be followed.
     """
     primals = _primals(module.graph)
     given = dict(zip(primals, [None] * len(primals) if inputs is None else inputs, strict=True))
-    symbols = {n: x for n, x in given.items() if isinstance(n.meta["val"], torch.SymInt)}
+    places = open_sizes(module.graph, numbers)
+    free = {*numbers}.difference(primals[i] for i in places)  # and all that are computed from these
+    symbols = {n: x for n, x in given.items() if isinstance(n.meta["val"], torch.SymInt) and n not in free}
     number_of = {n: value_of(n.meta["val"]) if x is None else x for n, x in symbols.items()}
-    number_of |= {primals[i]: size for i, size in zip(open_sizes(module.graph), sizes, strict=True)}
+    number_of |= {primals[i]: size for i, size in zip(places, sizes, strict=True)}
     fixed = _Fixed({n.meta["val"].node.expr: number for n, number in number_of.items()})
     graph = fx.Graph()
     become = dict[fx.Node, Any]()  # a node of the new graph, or a number
@@ -121,7 +132,9 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
         val = node.meta.get("val")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), become.__getitem__)
         # Numbers.
-        if node.op == "call_function" and is_sym_node(node):
+        if is_sym_node(node) and not free.isdisjoint((node, *node.all_input_nodes)):
+            free.add(node)
+        elif node.op == "call_function" and is_sym_node(node):
             is_of_tensor = any(isinstance(arg, fx.Node) for arg in args)
             become[node] = fixed.number(val, node) if is_of_tensor else node.target(*args, **kwargs)
             if type(become[node]) is int and isinstance(val, torch.SymInt):
@@ -145,7 +158,7 @@ def put_in(module: fx.GraphModule, sizes: Sizes, inputs: Sequence[Any] | None = 
             new.meta["val"] = fixed.input(val, given[node], node)
         elif isinstance(val, torch.Tensor):
             new.meta["val"] = fixed.described(val, node)
-        elif "val" in node.meta:
+        elif "val" in node.meta and node not in free:
             new.meta["val"] = tree_map(lambda leaf, n=node: fixed.described(leaf, n), val)
         become[node] = number_of.get(node, new)
     result = Unwritten(module, graph)
@@ -179,7 +192,7 @@ class _Fixed:
                 raise NotFree(f"{where(node)}: a size of {node.name} is computed with floats")
             number = sympy.sympify(exact.xreplace(self._sizes))
             if number.free_symbols:
-                raise NotFree(f"{where(node)}: a size of {node.name} is of no input")
+                raise NotFree(f"{where(node)}: a size of {node.name} is of no input, or depends on a number")
             self._numbers[expr] = bool(number) if isinstance(value, torch.SymBool) else int(number)
         return self._numbers[expr]
 

@@ -85,9 +85,8 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
-    needed = _saved(joint, after, tangents)
-    saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
-    numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
+    saved = sorted(_saved(joint, after, tangents), key=is_unchecked)  # AOTAutograd wants the unchecked last
+    numbers = [*joint.step.given_numbers]  # and numbers after them, the same of each plan
     # Write both, the forward first.
     kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
@@ -134,7 +133,7 @@ def is_unchecked(node: fx.Node) -> bool:
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
     """The saved tensors: values that the backward reads and neither makes nor fetches, and unchecked inputs."""
-    made = {*tangents}
+    made = {*tangents, *joint.step.given_numbers}
     saved: dict[fx.Node, None] = {}
 
     def read(nodes: Iterable[fx.Node]) -> None:
@@ -155,8 +154,8 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
 
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
-    """The roots of a view: placeholders, numbers, outputs of ops; a root's own node. Constants have none."""
-    if is_sym_node(node) or node.op == "placeholder":
+    """The roots of a view or number: placeholders, given numbers, outputs of ops; a root's own. Constants have none."""
+    if node in joint.step.given_numbers or node.op == "placeholder":
         return [node]
     if any(node in joint.nodes_of_value[v] for v in joint.value_of[node]):
         return [] if node.op == "get_attr" else [node]

@@ -20,7 +20,9 @@ from checkmate.capture.loss.kernels import COLUMNS, ROWS, length, slices
 from checkmate.capture.loss.rounding_probes import DRAWN, cancel, made_up, repeat, same_bytes
 from checkmate.capture.loss.write import LossSplit, in_parts
 from checkmate.capture.nodes import ancestors, tensors
+from checkmate.capture.patches.kernels import value_of
 from checkmate.memory.available import ran_out_of_memory, within_memory
+from checkmate.torch_internals.aot import is_sym_node
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.trees import tree_leaves
 
@@ -111,6 +113,9 @@ def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterato
     weights = {loss.w, *loss.w.all_input_nodes}
     inputs = []
     for node in whole.graph.find_nodes(op="placeholder"):
+        if is_sym_node(node):
+            inputs.append(value_of(node.meta["val"]))
+            continue
         one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
         if node is loss.forward.args[1]:
             repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))

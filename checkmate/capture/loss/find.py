@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from checkmate.capture.loss.kernels import CAST, OF_RESULT, POINTWISE, Step
 from checkmate.capture.nodes import leaf_nodes, storage, viewed
+from checkmate.torch_internals.aot import is_sym_node
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 2, aten.addmm.default: 3}  # with their numbers of arguments
@@ -89,7 +90,8 @@ class Loss:
         """The inputs of the loss: nodes outside of it."""
         weights = [self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())]
         given: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
-        return {*leaf_nodes(given), *(() if self.smoothing is None else self.smoothing.all_input_nodes)}
+        numbers = {n for node in (*self.before, *self.through) for n in node.all_input_nodes if is_sym_node(n)}
+        return numbers.union(leaf_nodes(given), () if self.smoothing is None else self.smoothing.all_input_nodes)
 
 
 def _step(node: fx.Node, made: list[fx.Node]) -> Step:
@@ -199,7 +201,8 @@ def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
         return same and {"dtype"} <= {*node.kwargs} <= _KEPT_BY_CASTS
     if name in OF_RESULT:
         return args[1] in made
-    return len(node.all_input_nodes) == 1 and isinstance(args[0], fx.Node) and not node.kwargs
+    others = [n for n in node.all_input_nodes if n is not args[0]]
+    return isinstance(args[0], fx.Node) and all(map(is_sym_node, others)) and not node.kwargs
 
 
 def _along_rows(node: fx.Node, position: int = 1) -> bool:
