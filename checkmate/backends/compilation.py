@@ -292,6 +292,12 @@ class _Compilation:
             fuse(module, traced, good, reductions=not same_bits)
             return module
 
+        is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
+
+        def rewrite_at(module: fx.GraphModule, states: Collection[str] | None) -> fx.GraphModule:
+            module = rewrite_ops(module, states)
+            return fused(module) if is_fused else module
+
         updates = None if backend.updates is None else backend.updates.updates
 
         # The ops and values of the graph.
@@ -382,9 +388,9 @@ class _Compilation:
 
         code = sized = None
         places = open_sizes(module.graph, free) if is_open else {}
-        reading = Reading(module, rewrite_ops, read, pose, split, source, in_all, tuple(places), free)
+        reading = Reading(module, rewrite_at, read, pose, split, source, in_all, tuple(places), free)
         if is_open or self.call.poses:
-            self._refuse_sizes(module.graph, second_memory)
+            self._refuse_sizes(module.graph, second_memory, compiled=is_fused and not fakes)
         if not is_open and (self.call.poses or (self.call.earlier and free)):
             env = TracingContext.get().fake_mode.shape_env
             raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
@@ -394,13 +400,13 @@ class _Compilation:
             joint = single = read(rewrite_ops(module))
             if self.numbers:
                 self.call.check(joint)
-            if backend.kernels != "eager" and (fakes or can_compile(device)):
+            if is_fused:
                 joint = read(fused(module))
             problem = split(pose(joint), joint.module)
             try:
                 plan = find(problem, go_on=is_swappable(joint))
             except InfeasibleBudget:
-                if backend.kernels != "same-bits" or joint is single:
+                if backend.kernels != "same-bits" or not is_fused:
                     raise
                 # Its ops one by one have the same bits, and need less at once.
                 problem = split(pose(single), single.module)
@@ -445,11 +451,11 @@ class _Compilation:
             self.search_on = partial(alone.go_on, plan.rest, code, write)
         return modules.forward, modules.backward
 
-    def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None) -> None:
+    def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None, *, compiled: bool) -> None:
         """Raise `NotFree` for a capture that cannot have open sizes."""
         reasons = {
             "some of its tensors are tagged": self.noted,
-            "its groups of ops have kernels of their own": self.backend.kernels != "eager",
+            "the kernels of its groups of ops are compiled for one": compiled,
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
         }
         if self.call.poses:

@@ -81,7 +81,7 @@ class Reading:
     """
 
     module: fx.GraphModule
-    rewrite: Callable[[fx.GraphModule, Collection[str] | None], object]
+    rewrite: Callable[[fx.GraphModule, Collection[str] | None], fx.GraphModule]
     read: Callable[[fx.GraphModule], Joint]
     pose: Callable[..., Problem]
     split: Callable[..., Problem]
@@ -95,7 +95,7 @@ class Reading:
         """The step at these sizes, for these inputs of the joint graph."""
         with outside_tracing():
             module = put_in(self.module, sizes, inputs, self.numbers)
-            self.rewrite(module, self.states)
+            module = self.rewrite(module, self.states)
             return self.read(module)
 
     def first_alike(

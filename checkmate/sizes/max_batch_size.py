@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from checkmate.backends.planner import Bytes, Options
+from checkmate.capture.fusion.kernels import Kernels
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, infeasible
@@ -70,6 +71,7 @@ def max_batch_size(
     time_limit: float = TIME_LIMIT,
     host_budget: Bytes | None = None,
     host: Host | str | None = None,
+    kernels: Kernels = "eager",
 ) -> LargestBatch:
     """The largest size whose step fits a budget, its plan, and the predicted throughput of smaller sizes.
 
@@ -85,7 +87,7 @@ def max_batch_size(
             at most; a share of the step, as `Solution.overhead` is, such as 0.3; or None, for whatever fits.
         baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
             paper.
-        budget, profile, cache, host_budget: as for `checkmate.compile`.
+        budget, profile, cache, host_budget, kernels: as for `checkmate.compile`.
         host: as for it, too; or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
 
     Raises:
@@ -118,7 +120,7 @@ def max_batch_size(
     known, asked = (host, None) if isinstance(host, Host) else (None, host)
     if known is not None and host_budget is not None:
         raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
-    options = Options(profile=profile, cache=cache, host=asked, host_budget=host_budget)
+    options = Options(profile=profile, cache=cache, host=asked, host_budget=host_budget, kernels=kernels)
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     # Search, compare with other methods, draw the curve.
