@@ -43,7 +43,7 @@ from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
 from checkmate.capture.joint import Joint
-from checkmate.capture.loss.rounding_probes import cancel, flat, repeat, same_bytes
+from checkmate.capture.loss.rounding_probes import cancel, flat, made_up, repeat, same_bytes
 from checkmate.capture.nodes import rehearsed, tensors
 from checkmate.capture.provenance import named
 from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
@@ -195,16 +195,19 @@ def same_in_two(node: fx.Node) -> bool:
 def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
     """Tell whether the kernel of a group runs, and gives what its ops give, as they lie in memory.
 
-    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets; of 16 bits a tensor
-    has all numbers that there are, if it is as large.
+    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets, on all numbers of 16
+    bits, if a tensor is as large, and on as many drawn ones as it has elements, up to a million.
     """
     target: Any = node.target
 
     def trial() -> bool:
         run = call_of(node)
         numbers = [t for t in tensors(run.args) if t.is_floating_point() or t.dtype is torch.bool]
-        for name in (*SETS, "all") if same_bits else SETS[-1:]:
+        draw = torch.Generator().manual_seed(0)
+        for name in (*SETS, "all", "drawn") if same_bits else SETS[-1:]:
             _fill_all(numbers, name, run)
+            for tensor in filter(torch.is_floating_point, numbers if name == "drawn" else ()):
+                flat(tensor).copy_(flat(made_up(tensor, draw, seed=0)))
             made = run()
             if not _lie_alike(made, node.meta["val"], run.args):
                 return False

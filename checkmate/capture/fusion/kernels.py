@@ -91,7 +91,11 @@ class Kernel:
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the kernel, which is compiled at its first call."""
         with torch.no_grad():
-            return self.compiled()(*args)
+            return self._run(*args)
+
+    @cached_property
+    def _run(self) -> Callable[..., Any]:
+        return self.compiled()
 
     def over(self, *args: Tensor, over: Tensor) -> tuple[Tensor, ...]:
         """Run its variant that stores the first result over one of its arguments."""
