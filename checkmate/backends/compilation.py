@@ -405,9 +405,11 @@ class _Compilation:
             problem = split(pose(joint), joint.module)
             try:
                 plan = find(problem, go_on=is_swappable(joint))
-            except InfeasibleBudget:
-                if backend.kernels != "same-bits" or not is_fused:
+            except InfeasibleBudget as refusal:
+                if not is_fused:
                     raise
+                if backend.kernels == "fused":
+                    raise refusal.saying('Ops one by one may need less: kernels="same-bits".') from None
                 # Its ops one by one have the same bits, and need less at once.
                 problem = split(pose(single), single.module)
                 plan = find(problem, go_on=is_swappable(single))

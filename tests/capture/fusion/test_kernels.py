@@ -156,6 +156,8 @@ def test_where_the_whole_group_does_not_fit_its_ops_run_one_by_one() -> None:
     compiled = checkmate.compile(step, budget=least, kernels="same-bits", verify=False)
     assert_same_bits(compiled(x), step(x))
     assert compiled.plans[0].peak <= least <= of_groups
+    with pytest.raises(checkmate.InfeasibleBudget, match='Ops one by one may need less: kernels="same-bits"'):
+        checkmate.compile(step, budget=least // 2, kernels="fused", verify=False)(x)
 
 
 @pytest.fixture
