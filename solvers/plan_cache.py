@@ -1,6 +1,6 @@
 """Plan a step from known plans: the same step's plan on disk, or a start from that of another batch size.
 
-    the same question           -> its plan, if it is as good as asked for, or there was as much time for it as is waited
+    the same question           -> its plan, if it is as good as asked for, or had as much time as is waited for one
     the same, other costs       -> its plan and a new bound, if that is about as good
     a smaller step, in between  -> the plan of the step before, adapted: a few seconds at most, no worse than it was
     the same ops                -> the nearest plan, adapted, and then as much time as without it
@@ -104,7 +104,8 @@ def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
             # Keep the plan, with the time that was allowed for it.
             spent = min(query.seconds, max(query.wait, solution.seconds))
             if query.cache and solution.plan is not None:
-                store(Record.of(solution, query.method, min(spent, solution.seconds) if solution.interrupted else spent))
+                allowed = min(spent, solution.seconds) if solution.interrupted else spent
+                store(Record.of(solution, query.method, allowed))
         is_open = solution.plan is not None and spent < query.seconds and not solution.interrupted
         if is_open and is_better(solution.bound, solution.cost):
             rest = replace(query, seconds=query.seconds - spent, spent=spent, patience=inf, wait=inf)

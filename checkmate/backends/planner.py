@@ -175,8 +175,7 @@ GONE = {"numerics": ("exact", "rounding"), "backend": ("eager", "inductor")}
 INSTEAD = {
     "numerics": "Every plan has the bits of plain PyTorch. Leave it out; for a lower budget give host_budget=, or take "
     "a smaller batch and accumulate gradients",
-    "backend": "Plans run PyTorch's own kernels. For those of Inductor call torch.compile(model) within "
-    'checkmate.integrations.inductor.peak_budget("8 GB")',
+    "backend": 'Plans run PyTorch\'s own kernels, or groups of ops compiled by Inductor: kernels="fused"',
 }
 
 

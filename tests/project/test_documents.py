@@ -155,24 +155,6 @@ def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
     assert {*shown} <= {*written}
 
 
-def test_the_figures_of_inductors_budget_come_from_the_committed_rows() -> None:
-    rows = (row for row in _rows("knapsack") if row["share"] in (0.1, 1) and row["backend"] == "inductor")
-    rows = latest(rows, "network", "solver")
-    names = {"gpt2": "GPT-2", "resnet50": "ResNet-50", "vit": "ViT", "reused": "weights used three times"}
-    assert {row["network"] for row in rows} == {*names}
-    for network, name in names.items():
-        of = {row["solver"]: row for row in rows if row["network"] == network}
-        peaks = {solver: row["measured_peak"] / 1e6 for solver, row in of.items()}
-        theirs = min(peaks[solver] for solver in ("dp", "greedy", "ilp"))
-        within = of["checkmate, dp's bytes"]
-        shown = [
-            (of["checkmate"]["simulated"] / 1e6, peaks["checkmate"], theirs, peaks["no budget"]),
-            (within["budget"] / 1e6, within["simulated"] / 1e6, within["measured_peak"] / 1e6),
-        ]
-        for figures in shown:
-            assert f"| {name} | {' | '.join(f'{figure:.1f} MB' for figure in figures)} |\n" in PAGES["inductor"]
-
-
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
     rows = (row for row in _rows("start") if not row.get("times"))
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
