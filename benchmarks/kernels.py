@@ -87,7 +87,7 @@ def rows(name: str, rounds: int, time_limit: float) -> Iterator[Row]:
     model, batch = build(), make_batch()
     plain = step_of(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    resident = sum(t.nbytes for t in (*model.state_dict().values(), *batch))
+    resident = sum(t.nbytes for t in {*model.parameters(), *model.buffers(), *batch})
     steps, found = dict[str, Step](), dict[str, Row]()
 
     def left_by(step: Step) -> list[Tensor]:

@@ -29,6 +29,7 @@ chooses the kernels there. On the CPU they have the same bits, in thousands of r
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +54,7 @@ from checkmate.profiling.cost_cache import OpKey, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.torch_internals.dispatcher import outside_tracing
 
+log = logging.getLogger("checkmate.profiling")
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
 BLOCK_SETS = ("cancelling",)
@@ -201,6 +203,12 @@ def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
     target: Any = node.target
 
     def trial() -> bool:
+        try:
+            target.compiled()
+        except RuntimeError as error:
+            told = str(error).strip().partition("\n")[0]
+            log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), told)
+            return False
         run = call_of(node)
         numbers = [t for t in tensors(run.args) if t.is_floating_point() or t.dtype is torch.bool]
         draw = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ from checkmate.capture.higher_order.bodies import put_regions_in_place
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.loss.ladder import with_loss_in_parts
 from checkmate.capture.meta_tensors import Descriptions, is_fake
-from checkmate.capture.nodes import is_collective
+from checkmate.capture.nodes import is_collective, storage
 from checkmate.capture.number_inputs import NotFree, number_placeholders, numbers_and_draws
 from checkmate.capture.op_order import TracedStep
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
@@ -289,7 +289,7 @@ class _Compilation:
             same_bits = backend.kernels == "same-bits"
             good = (lambda node: True) if fakes else partial(runs_well, same_bits=same_bits)
             module = fx.GraphModule(module, deepcopy(module.graph))
-            fuse(module, traced, good, reductions=not same_bits)
+            fuse(module, traced, good, reductions=not same_bits, alone={storage(tensor) for tensor, _ in noted})
             return module
 
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
 from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list, when_asked
@@ -116,6 +117,8 @@ def calls_over(writes: Mapping[fx.Node, int]) -> Calls:
         args: list[Any] = [*node.args]
         if is_view(args[position]):
             args[position] = Detached(args[position])
+        if isinstance(node.target, Kernel):
+            node.target.compiled(position)  # now, and not within a step
         calls[node] = call_over(node.target, tuple(args), node.kwargs, position)
     return calls
 

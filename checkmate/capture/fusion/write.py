@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import networkx as nx
 import torch.fx as fx
@@ -12,6 +12,7 @@ from checkmate.capture.fusion.groups import convex, cut, limit
 from checkmate.capture.fusion.kernels import kernel_of
 from checkmate.capture.fusion.members import is_member, read_from
 from checkmate.capture.fusion.remade import drop, make_again
+from checkmate.capture.nodes import storages
 from checkmate.capture.op_order import TracedStep, split_forward_backward
 from checkmate.capture.rewrite import eliminate_dead_code
 
@@ -22,6 +23,7 @@ def fuse(
     is_good: Callable[[fx.Node], bool],
     *,
     reductions: bool,
+    alone: Collection[int] = (),
 ) -> None:
     """Make each group of a joint graph one op, its kernel.
 
@@ -30,11 +32,13 @@ def fuse(
         step_of: reads it.
         is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
         reductions: whether they are of groups, too.
+        alone: storages of results whose ops stay, such as tagged ones.
     """
     graph, step = module.graph, step_of(module)
 
     def joins(node: fx.Node) -> bool:
-        return is_member(node, reductions=reductions) and step.pinned(node) is None
+        is_single = any(key in alone for key in storages(node))
+        return not is_single and is_member(node, reductions=reductions) and step.pinned(node) is None
 
     # Find the groups.
     forward, backward = map(sorted, split_forward_backward(step))

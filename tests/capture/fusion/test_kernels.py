@@ -160,6 +160,43 @@ def test_where_the_whole_group_does_not_fit_its_ops_run_one_by_one() -> None:
         checkmate.compile(step, budget=least // 2, kernels="fused", verify=False)(x)
 
 
+@pytest.mark.parametrize("rule", ["keep", "recompute"])
+def test_a_rule_finds_a_tagged_value(rule: Any) -> None:
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        middle = checkmate.tag(torch.relu(x @ weight) * 2, "middle")
+        return (torch.sin(middle) @ weight).square().mean()
+
+    x = torch.randn(64, 32)
+    compiled = checkmate.compile(step, budget="1 MB", kernels="fused", rules={"middle": rule}, verify=False)
+    loss = compiled(x)
+    loss.backward()
+    tagged = [k for k, op in enumerate(compiled.plans[0].problem.graph.ops) if op.tags]
+    assert len(tagged) == 1
+    assert _fused_ops(compiled.plans[0].problem)
+    assert (compiled.plans[0].plan.runs.count(tagged[0]) == 2) == (rule == "recompute")
+
+
+def test_kernels_are_compiled_before_a_step_runs(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start has costs on disk, and kernels of its own to compile: what that allocates is not the step's."""
+    over, is_there = kernels.Kernel.over, list[bool]()
+
+    def seen(self: kernels.Kernel, *args: Tensor, over_: Any = over, **into: Tensor) -> Any:
+        is_there.append(any(key == self.key and at is not None for key, at in kernels._kernels))
+        return over_(self, *args, **into)
+
+    monkeypatch.setattr(kernels.Kernel, "over", seen)
+    for _ in range(2):
+        monkeypatch.setattr(kernels, "_kernels", {})
+        monkeypatch.setattr(trial, "_known", {})
+        is_there.clear()
+        checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)(*_batch()).backward()
+        net.zero_grad()
+        assert is_there
+        assert all(is_there)
+
+
 @pytest.fixture
 def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within the test kernels multiply as no kernel of PyTorch's does."""
@@ -200,6 +237,19 @@ def test_without_a_compiler_ops_run_one_by_one(
     assert not _fused_ops(problem)
     assert "run one by one" in caplog.text
     assert "No working C++ compiler found" in caplog.text
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("C++ compile error: no such header")
+
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(kernels.inductor, "compile_fx", fail)
+    x = torch.randn(32, 32, requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        assert not _fused_ops(checkmate.trace(lambda x: ((x @ x) * 3 + x).sum(), x, kernels="fused"))
+    assert "is not compiled, its ops run one by one: C++ compile error" in caplog.text
 
 
 def test_options_are_checked(net: Net) -> None:
