@@ -143,7 +143,8 @@ def let_overwrite(step: TracedStep) -> None:
     for node in step.nodes:
         statistics = leaf_nodes(node.args[3:5]) if _is_training_norm(node) else []
         parameters = leaf_nodes(node.args[1:2]) if done_with_gradients(node) else []
-        for n in (*statistics, *(n for n in parameters if storage(n.meta["val"]) in step.overwritten)):
+        # What is no input, such as an instance norm's copies of its statistics, is let go of as soon as it was read.
+        for n in filter(lambda n: storage(n.meta["val"]) in step.overwritten, (*statistics, *parameters)):
             n.meta["saved_tensor_with_no_vc_check"] = True
 
 

@@ -342,3 +342,21 @@ def test_ops_that_run_again_in_another_order_and_twice(monkeypatch: pytest.Monke
     assert found.plan is not None
     assert not found.plan.is_a_schedule
     assert report.measured_peak == report.predicted_peak
+
+
+def test_an_instance_norm_lets_go_of_its_copies_of_statistics() -> None:
+    """Its running statistics are repeated for each sample, which the norm reads when it runs again in the backward."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, track_running_stats=True), nn.ReLU())
+    x = torch.randn(4, 3, 6, 6)
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    problem = checkmate.trace(step, x)
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak, wait="best", verify=False)
+    compiled(x).backward()
+    net.zero_grad()
+    use = measure_peak(lambda: compiled(x).backward())
+    assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
+    assert problem.resident + use.peak == compiled.plans[0].peak
