@@ -11,7 +11,6 @@ _FIRST_CALL = "the first call of a few ops of complex numbers, such as pinv, has
 _LAYOUTS = "nobody is told where a gradient from outside is laid out anew"
 _EACH_NUMBER = "numbers that change are no inputs: each is captured"
 _PARTITIONERS = "torch._functorch.partitioners"
-_PEAKS = "Inductor's memory budget does not go by the peak"
 
 NAMES = Table(
     Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
@@ -31,7 +30,6 @@ NAMES = Table(
     Name("_is_primal", _PARTITIONERS, "parameters, buffers and inputs"),
     Name("_is_tangent", _PARTITIONERS, "gradients of results"),
     Name("is_sym_node", _PARTITIONERS, "numbers"),
-    Name("get_default_op_list", _PARTITIONERS, "what Inductor fuses", _PEAKS),
     Name("BackwardTokenAOTInput", _DESCRIPTORS, "a token of effects in the backward"),
     Name("ForwardTokenAOTInput", _DESCRIPTORS, "a token of effects"),
     Name("ForwardTokenAOTOutput", _DESCRIPTORS, "a token of effects, handed out"),
