@@ -399,7 +399,7 @@ def _earlier(then: Mapping[int, Set[Any]], sizes: Sizes) -> Sizes:
 
 
 def _values_then(known: _Entry, numbers: Set[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The values that numbers had when an entry was captured; where it does not know, those that they have now."""
+    """Look up the values of numbers at an entry's capture; of numbers that it does not know, take those of now."""
     then: dict[str, Any] = {**constants(known.own)}
     if known.step.training is not None:
         inputs = joint_of(known.step.training.plans[0].captured).step.given_numbers
@@ -408,7 +408,7 @@ def _values_then(known: _Entry, numbers: Set[str], given: dict[str, Any]) -> dic
 
 
 def _check(known: CapturedStep, values: Mapping[str, Number], joint: Joint) -> None:
-    """Check that at the sizes of then, and with the numbers of then, what is captured is what was captured then."""
+    """Compare an earlier capture with this one, at its sizes and with its numbers."""
     earlier = None if known.training is None else joint_of(known.training.plans[0].captured)
     if earlier is None or as_data(values, joint) != as_data(values, earlier):
         raise NotFree(f"with {values or 'the sizes of before'} the step is another one than before")

@@ -106,7 +106,7 @@ def _within(members: list[fx.Node], most: int) -> Iterator[list[fx.Node]]:
 
 
 def _held(members: list[fx.Node]) -> int:
-    """Bytes at hand while a group runs: what it reads that the step makes, and its results."""
+    """Count the bytes at hand while a group runs: arguments that the step makes, and results."""
     inside = set(members)
     read = {viewed(a) for node in members for a in node.all_input_nodes if maker(a) not in inside}
     return sum(nbytes(a) for a in read if a.op == "call_function") + sum(map(nbytes, read_from(members)))

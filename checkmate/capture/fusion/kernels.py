@@ -104,7 +104,7 @@ class Kernel:
             return over, *self.compiled(at)(*args)
 
     def compiled(self, over: int | None = None) -> Callable[..., Any]:
-        """What Inductor makes of it, compiled once in a process.
+        """Compile it by Inductor, once in a process.
 
         Raises:
             RuntimeError: if it cannot be compiled.
@@ -134,7 +134,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """The kernel of a group, the nodes that it reads, those in it, and its results, of which the largest is first."""
+    """Make the kernel of a group; give it, its arguments, the nodes in it, and its results, the largest first."""
     inside, results = set(members), read_from(members)
     results.sort(key=lambda node: -node.meta["val"].nbytes)
     # Collect the nodes between what it reads and makes: members, and views of what they make.
@@ -181,7 +181,7 @@ def _alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:
 
 
 def _digest(graph: fx.Graph) -> str:
-    """What a graph computes, in 16 letters: equal in every process, with as many threads."""
+    """Hash a graph, its tensors and the number of threads to 16 letters, equal in every process."""
     names = {node: f"n{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Ops that a group may take in, and what they read and make."""
+"""Properties of an op for groups: membership, arguments, results."""
 
 from __future__ import annotations
 

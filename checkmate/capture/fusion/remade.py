@@ -72,7 +72,7 @@ def make_again(
 
 
 def _copied(backward: Iterable[fx.Node], members: set[fx.Node], remade: set[fx.Node]) -> Copies:
-    """Let each member of the backward read copies of what is made again, made right before it."""
+    """Insert copies of what is made again right before each member of the backward that reads it."""
     copies: Copies = {}
     for reader in filter(members.__contains__, backward):
         made = dict[fx.Node, fx.Node]()
@@ -94,6 +94,6 @@ def _copied(backward: Iterable[fx.Node], members: set[fx.Node], remade: set[fx.N
 
 
 def drop(copies: Copies) -> None:
-    """Read what is kept in place of copies that are still read."""
+    """Replace copies that are still read by what is kept."""
     for node, original in copies.items():
         node.replace_all_uses_with(original)
