@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -244,10 +245,13 @@ class CompiledStep(Planned, Generic[P, R]):
             log.warning("There is no memory for a plain step: this one is not compared with it.")
 
     def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
-        anew, backend, plain = functools.partial(CaptureCache, self._fn), self._run.backend, self._fn
-        if backend.kernels == "fused":  # whose bits are those of the fused step that keeps everything
-            plain = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused"))
-        return compare_with_plain(plain, self, self._run, args, kwargs, anew, calls)
+        anew, backend = functools.partial(CaptureCache, self._fn), self._run.backend
+        if backend.kernels != "fused":
+            return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
+        # Its bits are those of the fused step that keeps everything.
+        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused"))
+        found = compare_with_plain(reference, self, self._run, args, kwargs, anew, calls)
+        return replace(found, against="the fused step that keeps everything")
 
 
 class _OfItsStep:

@@ -64,6 +64,7 @@ class Certificate:
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
     reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
     foretold: Used | None = None  # both, replayed from the step's begin; None if not possible
+    against: str = "plain PyTorch"  # what it is compared with
 
     def __str__(self) -> str:
         why = "the step returns other than its loss alone" if self.calls == 1 else "a plan is for one call"
@@ -71,19 +72,20 @@ class Certificate:
         def shown(count: int | None) -> str:
             return f"not compared: {why}" if count is None else format_bytes(count)
 
-        within = f"plain PyTorch within its spread, {self.spread:.3g}"
-        same = within if self.spread else "the same bits as plain PyTorch"
+        within = f"{self.against} within its spread, {self.spread:.3g}"
+        same = within if self.spread else f"the same bits as {self.against}"
+        runs, peak = ("plain runs", "plain") if self.against == "plain PyTorch" else ("its runs", "its peak")
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
             ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
-            ("plain runs", "repeat their bits" if self.repeats else "differ among themselves"),
+            (runs, "repeat their bits" if self.repeats else "differ among themselves"),
         ]
         if self.budget is not None:
             facts += [
                 ("budget", shown(self.budget)),
                 ("predicted", shown(self.predicted_peak)),
                 ("measured", shown(self.measured_peak)),
-                ("plain", shown(self.plain_peak)),
+                (peak, shown(self.plain_peak)),
             ]
         if self.allocated_peak is not None:
             above = self.budget is not None and self.allocated_peak > self.budget

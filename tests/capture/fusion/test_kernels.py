@@ -141,6 +141,8 @@ def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: An
     assert found.repeats
     assert found.predicted_peak == found.measured_peak
     assert (found.plain_peak == found.measured_peak) == (kernels == "fused")  # which is compared with itself
+    against = "the fused step that keeps everything" if kernels == "fused" else "plain PyTorch"
+    assert str(found).startswith(f"verified: the same bits as {against}\n")
 
 
 def test_where_the_whole_group_does_not_fit_its_ops_run_one_by_one() -> None:
