@@ -36,6 +36,13 @@ def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, "MOST_REPEATS", measure.LEAST_REPEATS)
 
 
+@pytest.fixture(autouse=True)
+def _a_second_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no test says how long it is looked for: what a second finds is a plan, and its bound is proven."""
+    if search := sys.modules.get("checkmate.solvers.search.min_budget"):
+        monkeypatch.setitem(search.min_budget.__kwdefaults__, "time_limit", 1.0)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A folder for measured costs that is not the user's, the same for all processes that run tests at a time."""

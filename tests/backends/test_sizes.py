@@ -201,7 +201,7 @@ def test_each_length_is_what_would_be_captured_for_it_and_takes_the_bytes_of_its
     budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
     step: Any = checkmate.compile(loss, budget=budget)
     of_length = {}
-    for length in (32, 24, 13, 20, 36, 7):
+    for length in (32, 24, 13, 36):
         batch = _tokens(length)
         before = {id(plan) for plan in step._caches[0].plans}
         assert_same_bits(left_by(step, net, *batch), left_by(loss, net, *batch))
@@ -215,7 +215,7 @@ def test_each_length_is_what_would_be_captured_for_it_and_takes_the_bytes_of_its
         assert measure_peak(again, torch.device("cpu")).peak == plan.peak - plan.problem.resident
         assert plan.peak <= budget
         # Captured for this length alone it is the same.
-        alone = joint_of(checkmate.trace(loss, *batch))
+        alone = joint_of(checkmate.trace(loss, *batch, profile="roofline:laptop"))
         assert as_data({}, joint_of(plan.problem)) == as_data({}, alone)
         of_length[length] = plan.schedule.R, plan.schedule.S, as_data({}, alone), len(plan.modules.again)
     # A plan that has let go of its graphs has the same when it is asked.

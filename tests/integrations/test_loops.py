@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers import DDPMScheduler, UNet2DModel
-from diffusers.optimization import get_cosine_schedule_with_warmup
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,6 +32,8 @@ def _alone(one_thread: None) -> None:
 
 
 def _unet() -> Any:
+    from diffusers import UNet2DModel  # which takes seconds, for a case that is long
+
     torch.manual_seed(0)
     down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
     sizes: dict[str, Any] = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16)}
@@ -42,6 +42,9 @@ def _unet() -> Any:
 
 def _train(model: Any, accelerator: Accelerator, **within: Any) -> Any:
     """Train as diffusers' example of an unconditional model does, on random images."""
+    from diffusers import DDPMScheduler
+    from diffusers.optimization import get_cosine_schedule_with_warmup
+
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     if within:
         model = within_budget(model, optimizer, accumulate=accelerator.gradient_accumulation_steps, **within)

@@ -13,7 +13,7 @@ from torch import Tensor
 import checkmate
 from checkmate.backends.step_problem import joint_of
 from checkmate.profiling.other_sizes import profile_at
-from tests.support.sampling import in_turn
+from tests.support.sampling import in_turn, long
 
 SIZES = (3, 12, 150)
 STEPS: dict[str, Callable[[Tensor], Any]] = {
@@ -29,7 +29,7 @@ STEPS: dict[str, Callable[[Tensor], Any]] = {
     "other types": lambda x: (x * torch.ones(x.shape[1], 1, dtype=torch.float16)).double() + x,
     "a norm": lambda x: F.layer_norm(x, x.shape[-1:]).sum((0, 1)),
 }
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, long(torch.float64), torch.bfloat16, long(torch.float16))
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from checkmate.memory import measure_peak
 from checkmate.memory.available import Available, Limit
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import Net, batch, everywhere, local, play
+from tests.support.sampling import long
 from tests.support.stepping import train
 
 RANKS, WIDTH, SIZE = 2, 256, 1024
@@ -271,11 +272,13 @@ class Scenes:
         assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
 
 
-SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_"]
+MORE = [Scenes.a_second_memory]
+SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_" and scene not in MORE]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    play(SCENES, RANKS, tmp_path)
+@pytest.mark.parametrize("scenes", [SCENES, long(MORE)])
+def test_two_ranks(scenes: Sequence[Callable[[], None]], tmp_path: Path) -> None:
+    play(scenes, RANKS, tmp_path)
 
 
 class _OfThree:

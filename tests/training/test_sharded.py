@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,6 @@ class Scenes:
 
     def whole_steps() -> None:
         problem = _assert_whole_as_plain().problem
-        _assert_whole_as_plain(_sgd)
         smallest = _of_first(lambda: checkmate.min_budget(problem, time_limit=SECONDS).peak)
         assert max(_gathers(_assert_whole_as_plain(budget=smallest))) > 1
         model = shard(Net(), _mesh())
@@ -192,11 +191,15 @@ class Scenes:
         with pytest.raises(checkmate.Unsupported, match=r"gives a DTensor.*to_local"):
             checkmate.compile(lambda: weight * 2.0, budget="1 GB")()
 
+    def whole_steps_of_sgd() -> None:
+        _assert_whole_as_plain(_sgd)
+
     def the_recipe() -> None:
         recipes.compare("Sharded parameters in one plan")
 
 
-SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_"]
+MORE = [Scenes.whole_steps_of_sgd, Scenes.the_recipe]
+SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_" and scene not in MORE]
 
 
 @pytest.mark.long
@@ -206,6 +209,6 @@ def test_the_example(tmp_path: Path) -> None:
     assert re.search(r"of 18 parameters [1-9]\d* are gathered again", said)
 
 
-@pytest.mark.parametrize("ranks", [2, long(4)])
-def test_ranks(ranks: int, tmp_path: Path) -> None:
-    play(SCENES, ranks, tmp_path)
+@pytest.mark.parametrize(("ranks", "scenes"), [(2, SCENES), long(4, [*SCENES, *MORE])])
+def test_ranks(ranks: int, scenes: Sequence[Callable[[], None]], tmp_path: Path) -> None:
+    play(scenes, ranks, tmp_path)

@@ -249,7 +249,8 @@ class Scenes:
         os._exit(0)
 
 
-OF_THREE, MORE = [Scenes.as_gradients_are_averaged_one_by_one], [Scenes.several_micro_batches_without_a_norm]
+OF_THREE = [Scenes.as_gradients_are_averaged_one_by_one]
+MORE = [Scenes.several_micro_batches_without_a_norm, Scenes.batches_of_other_sizes]
 SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_" and scene not in (*OF_THREE, *MORE)]
 
 
