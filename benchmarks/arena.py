@@ -30,7 +30,7 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.networks.batches import Made
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.demo.training import Task, digits_task, text_task
+from checkmate.demo.training import Task, patterns_task, text_task
 from checkmate.memory import native
 
 
@@ -54,7 +54,7 @@ def _wide() -> Made:
 
 CASES: dict[str, Callable[[], Made]] = {
     **{name: partial(_compared, name) for name in NETWORKS},
-    "demo-digits": partial(_of_the_demo, digits_task),
+    "demo-patterns": partial(_of_the_demo, patterns_task),
     "demo-text": partial(_of_the_demo, text_task),
     "wide": _wide,
 }

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     step, positional, named = _example(args)
     with _on_its_batch(args):
-        problem = trace(step, *positional, profile=profile, **named)
+        problem = trace(step, *positional, profile=profile, kernels=args.kernels, **named)
     if args.save_problem:
         problem.to_json(args.save_problem)
     return _answer(args, problem if host is None else problem.with_host(host))
@@ -129,8 +130,12 @@ def _read(args: argparse.Namespace) -> Problem:
 def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
     from checkmate.solvers.solve import solve
 
-    limits = {"time_limit": args.time_limit, "gap": args.gap}
-    return solve(problem, args.budget, method=args.method, rules=args.rules, **limits)
+    return solve(**_options(solve, args, problem=problem))
+
+
+def _options(call: Callable[..., Any], args: argparse.Namespace, **own: Any) -> dict[str, Any]:
+    """The arguments of a function that the command line names, and those that were read or made from it."""
+    return {name: value for name, value in {**vars(args), **own}.items() if name in signature(call).parameters}
 
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:
@@ -165,8 +170,8 @@ def _report(args: argparse.Namespace) -> int:
     solution = _solution(args, _read(args))
     if solution.plan is None:
         return _ended(solution)
-    limits = {"methods": [args.method], "time_limit": args.time_limit, "gap": args.gap}
-    rows = frontier(solution.problem, **limits) if args.frontier else None
+    own = {"problem": solution.problem, "methods": [args.method], "rules": None}  # which the problem has
+    rows = frontier(**_options(frontier, args, **own)) if args.frontier else None
     out = args.out or Path(args.problem).name.removesuffix(".gz").removesuffix(".json") + ".html"
     page = report(solution, out, frontier=rows, prices=args.prices).resolve()
     _show(args, {**solution_record(solution), "page": str(page)}, str(page))
@@ -179,8 +184,7 @@ def _frontier(args: argparse.Namespace) -> int:
     from checkmate.solvers.frontier import frontier
 
     methods = [name.strip() for name in args.methods.split(",")]
-    limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
-    rows = frontier(_read(args), args.budget, methods=methods, **limits)
+    rows = frontier(**_options(frontier, args, problem=_read(args), budgets=args.budget, methods=methods))
     _show(args, rows.records(), repr(rows))
     return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
 
@@ -203,9 +207,9 @@ def _max_batch(args: argparse.Namespace) -> int:
     both(args.smallest)
     if not (args.quiet or args.verbose or sys.stderr.isatty()):
         _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
-    names = ("budget", "max_overhead", "baselines", "measure", "smallest", "largest", "time_limit")
-    about = {name: getattr(args, name) for name in names}
-    found = max_batch_size(lambda n: both(n)[0], lambda n: both(n)[1], profile=profile, host=host, **about)
+    own = {"profile": profile, "host": host, "host_budget": None}  # which the host has
+    options = _options(max_batch_size, args, **own)
+    found = max_batch_size(lambda n: both(n)[0], lambda n: both(n)[1], **options)
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE
 
@@ -228,9 +232,8 @@ def _fits(args: argparse.Namespace) -> int:
 
     step, positional, named = _example(args)
     optimizer = None if chosen is None else chosen(trained((step, positional, named)))
-    about: dict[str, Any] = {"device": args.device, "budget": args.budget, "host": host, "time_limit": args.time_limit}
     with _on_its_batch(args):
-        found = fits(step, *positional, optimizer=optimizer, everything=args.everything, **about, **named)
+        found = fits(step, *positional, **_options(fits, args, optimizer=optimizer, host=host), **named)
     _show(args, found.summary(), repr(found))
     return DONE if found.fits else REFUSED
 
@@ -257,7 +260,7 @@ def _on_its_batch(args: argparse.Namespace) -> Iterator[None]:
 def _demo(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.demo.training import FULL, LEGEND, QUICK, digits_task, text_task, train_within_budgets
+    from checkmate.demo.training import LEGEND, Effort, patterns_task, text_task, train_within_budgets
 
     def say(text: str) -> None:
         if not args.json:
@@ -267,8 +270,8 @@ def _demo(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # where bytes and numbers repeat exactly
     began = time.perf_counter()
     say(LEGEND.strip())
-    effort = QUICK if args.quick else FULL
-    rows = [row for make in (text_task, digits_task) for row in train_within_budgets(make(args.steps), effort, say)]
+    effort = Effort(lowest=2.0, plan=1.0, pairs=1) if args.quick else Effort()
+    rows = [row for make in (text_task, patterns_task) for row in train_within_budgets(make(args.steps), effort, say)]
     say(f"\nAll of it took {time.perf_counter() - began:.0f} seconds on one thread.")
     broken = [promise for row in rows for promise in row.broken()]
     if args.json:
@@ -304,38 +307,36 @@ def _doctor(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     import torch
 
-    from checkmate.selftest.checks import CHECKS, Result, Setting, run_all
+    from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 
     # Refuse unknown checks and devices.
-    names = [check.name for check in CHECKS]
-    if unknown := [name for name in args.only or () if name not in names]:
-        raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(names)}")
+    if unknown := [name for name in args.only or () if name not in CHECKS]:
+        raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     if args.device.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device is cpu, cuda or cuda:1, not {args.device!r}")
     if args.device != "cpu" and not torch.cuda.is_available():
         raise CheckmateError("There is no CUDA device here. --device cpu checks what can be checked without one.")
-    checks = [check for check in CHECKS if check.name in (args.only or names)]
-    results: list[Result] = []
-
-    def failed() -> list[str]:
-        return [result.name for result in results if result.verdict == "failed"]
+    checks = {name: check for name, check in CHECKS.items() if name in (args.only or CHECKS)}
+    found, failed = list[Finding](), list[str]()
 
     def keep() -> None:  # before all, since it may not be possible, and after each: what was found is not lost
         if args.json:
-            about = {"format": "checkmate-selftest", "version": 1, "device": args.device, "quick": args.quick}
-            _write_json(args.json, {**about, "failed": failed(), "checks": [asdict(result) for result in results]})
+            about = {"format": "checkmate-selftest", "version": 2, "device": args.device, "quick": args.quick}
+            rows = [{**asdict(finding), "verdict": finding.verdict} for finding in found]
+            _write_json(args.json, {**about, "failed": failed, "checks": rows})
 
     keep()
-    with showing(lambda: f"{len(results)} of {len(checks)} checks", share=lambda: len(results) / len(checks)):
-        for result in run_all(checks, Setting(args.device, args.quick), args.time_limit):
-            _out(str(result))
+    with showing(lambda: f"{len(found)} of {len(checks)} checks", share=lambda: len(found) / len(checks)):
+        for finding in run_all(checks, Setting(args.device, args.quick), args.time_limit):
+            _out(str(finding))
             sys.stdout.flush()
-            results.append(result)
+            found.append(finding)
+            failed += [finding.name] * (finding.verdict == "failed")
             keep()
-    counts = Counter(result.verdict for result in results)
+    counts = Counter(finding.verdict for finding in found)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    _out(f"{'FAILED' if failed() else 'passed'} on {args.device}: {counted}")
-    return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
+    _out(f"{'FAILED' if failed else 'passed'} on {args.device}: {counted}")
+    return _say(f"failed: {', '.join(failed)}", REFUSED) if failed else DONE
 
 
 def _bytes_of(args: argparse.Namespace) -> int:
@@ -431,7 +432,7 @@ def _parser() -> argparse.ArgumentParser:
         others = {f"--{name.replace('_', '-')}": settings for name, settings in changed.items()}
         add_to(made, ("--json", "--quiet", "--verbose", "--debug", *options), others)
 
-    target = ("target", "--device", "--profile")
+    target = ("target", "--device", "--profile", "--kernels")
     about = f"{_TARGET}{_WITH_SIZE}"
     command(_plan, "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
     command(_solve, "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)
@@ -478,6 +479,6 @@ def _parser() -> argparse.ArgumentParser:
         *("--device", "--quick", "--only", "--time-limit"),
         json=option("FILE", "write all that was found, for a report"),
         device=option("NAME", "cuda (default), cuda:1 or cpu", default="cuda"),
-        time_limit=option("S", "for each check, by default 120 or 180 s", type=float),
+        time_limit=seconds(180.0),
     )
     return parser

@@ -189,6 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "problem": option("PROBLEM.json"),
     "--device": option("NAME", "estimate for a device such as h100; nothing is allocated here or runs"),
     "--profile": option("OPS.json", "costs that were measured elsewhere"),
+    "--kernels": option(says="groups of ops by Inductor", choices=("eager", "same-bits", "fused"), default="eager"),
     "--size": option("N", "call the function with this size", type=size),
     "--save-problem": option("FILE", "write what was traced, as for checkmate solve"),
     "--budget": option("BYTES", "such as 8GB or 512MiB; where --device names one, also fit or 70%%", required=True),

@@ -7,6 +7,7 @@ the device, forked for each where the system can, so that PyTorch is imported on
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -18,9 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ RUNS = 4  # of an op, of which the first is compared with the others
 SHARES = (0.1, 0.5, 1.0)  # of the way from the smallest budget to keeping everything
 PLAN_SECONDS, QUICK_SECONDS = 5.0, 1.0  # to plan for one budget
 PAIRS = 5  # of plain and compiled steps that are timed
+SECONDS = 180.0  # for a check
+ALONE = ("capacity",)  # checks that need the device for themselves
 
 
 @dataclass(frozen=True)
@@ -82,48 +85,33 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a check."""
+    """A finding of a check; `run_all` adds which it was."""
 
     passed: bool | None  # None: there is nothing to check on this device
     found: str
     advice: str = REPORT  # what to do if it failed
     facts: dict[str, Any] = field(default_factory=dict)  # for JSON
+    name: str = ""
+    checked: str = ""  # the first line of what the check's function says of itself
+    seconds: float = 0.0
 
-
-@dataclass(frozen=True)
-class Check:
-    """A check in the list."""
-
-    name: str
-    checked: str
-    expected: str
-    run: Callable[[Setting], Finding]  # at the top of a module: it is called in another process
-    seconds: float = 120.0  # after which it is ended, and has failed
-    alone: bool = False  # it needs the device for itself
-
-
-@dataclass(frozen=True)
-class Result:
-    """The report of a finished check."""
-
-    name: str
-    checked: str
-    expected: str
-    verdict: str  # "passed", "failed" or "skipped"
-    found: str
-    advice: str
-    seconds: float
-    facts: dict[str, Any]
+    @property
+    def verdict(self) -> str:
+        """Whether the check "passed", "failed" or was "skipped"."""
+        return VERDICTS[self.passed]
 
     def __str__(self) -> str:
         head = f"{self.verdict if self.verdict != 'failed' else 'FAILED':<9}{self.name}  ({self.seconds:.1f} s)"
-        lines = [("checked", self.checked), ("expected", self.expected), ("found", self.found)]
+        lines = [("checked", self.checked), ("found", self.found)]
         lines += [("do", self.advice)] if self.verdict == "failed" else []
         return "\n".join([head, *(f"           {title:<10}{text}" for title, text in lines)])
 
 
-def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
-    """Run the checks and yield their results; ``limit``: seconds for each, instead of the check's.
+Check = Callable[[Setting], Finding]  # at the top of a module, as it is called in another process
+
+
+def run_all(checks: Mapping[str, Check], setting: Setting, limit: float = SECONDS) -> Iterator[Finding]:
+    """Run the checks and yield their findings; ``limit``: seconds after which each is ended, and has failed.
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """
@@ -134,8 +122,8 @@ def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = Non
     run = partial(_run, context, setting, limit)
     pool = ThreadPoolExecutor(places())
     try:
-        yield from pool.map(run, [check for check in checks if not check.alone])
-        yield from map(run, [check for check in checks if check.alone])
+        yield from pool.map(run, [item for item in checks.items() if item[0] not in ALONE])
+        yield from map(run, [item for item in checks.items() if item[0] in ALONE])
     finally:  # where whoever asked has left, what has not begun does not begin
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -147,11 +135,11 @@ def places() -> int:
     return max(1, min(MOST, processors, free // OF_A_CHECK))
 
 
-def _run(context: Any, setting: Setting, limit: float | None, check: Check) -> Result:
-    began, limit = time.monotonic(), check.seconds if limit is None else limit
+def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) -> Finding:
+    began, (name, check) = time.monotonic(), item
     # Run the check in a child until its limit.
-    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as place:
+        folder = Path(place)
         child = context.Process(target=_child, args=(check, setting, folder))
         child.start()
         child.join(limit)
@@ -168,9 +156,8 @@ def _run(context: Any, setting: Setting, limit: float | None, check: Check) -> R
         printed = folder / "printed"
         said = printed.read_text(errors="replace")[-LAST:] if printed.exists() else ""
     facts = {**finding.facts, **({"printed": said} if said and finding.passed is False else {})}
-    verdict, seconds = VERDICTS[finding.passed], time.monotonic() - began
-    about = check.name, check.checked, check.expected
-    return Result(*about, verdict, finding.found, finding.advice, seconds, facts)
+    about = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
+    return replace(finding, name=name, checked=about, facts=facts, seconds=time.monotonic() - began)
 
 
 def _child(check: Check, setting: Setting, folder: Path) -> None:
@@ -180,7 +167,7 @@ def _child(check: Check, setting: Setting, folder: Path) -> None:
     os.dup2(printed, 2)
     os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
     try:
-        finding = check.run(setting)
+        finding = check(setting)
     except Exception as error:  # noqa: BLE001  # any error is this check's finding
         first = (str(error).strip().splitlines() or [""])[0]
         facts = {"traceback": traceback.format_exc()}
@@ -237,7 +224,7 @@ def versions(setting: Setting) -> Finding:
 
 
 def ops_of(name: str, setting: Setting) -> Finding:
-    """Measure each distinct op of a network's step, repeat it, and try it in place.
+    """Measure each distinct op of a network's step, repeat it, and try it in place: none wavers but those known to.
 
     Raises:
         RuntimeError: naming the op that has stopped the device.
@@ -310,7 +297,7 @@ def dropout(setting: Setting) -> Finding:
 
 
 def attention(setting: Setting) -> Finding:
-    """Run each attention kernel and its backward repeatedly."""
+    """Run each attention kernel and its backward repeatedly: they repeat, or waver on a GPU where that is known."""
     device, found, strays = setting.device, {}, []
     length = 256 if setting.quick else 1024
     for dtype in HALF_AND_FULL:
@@ -343,7 +330,7 @@ def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, l
 
 
 def copies(setting: Setting) -> Finding:
-    """Measure rates to a second memory and back, and compare the bits that return while the device computes."""
+    """Measure rates to a second memory and back, and the bits that return while the device computes: the same."""
     device = setting.device
     if device.type == "cpu" and sys.platform != "linux":
         return Finding(None, "a file beside the RAM needs Linux")
@@ -416,7 +403,7 @@ def capacity(setting: Setting) -> Finding:
 
 
 def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Finding:
-    """Compare a network's step within three budgets with plain PyTorch: bits, bytes, and time.
+    """Compare a network's step within three budgets with plain PyTorch: its bits or their spread, bytes, and time.
 
     ``exact``: no more may be asked for than the plan predicts; else no more than the budget.
     """
@@ -459,53 +446,15 @@ def _said(row: dict[str, Any]) -> str:
     return ", ".join([*said, *([f"{row['ratio']:.2f} times plain"] if "ratio" in row else []), *row.get("parts", ())])
 
 
-_OPS = "each op measured by itself, run again and again, and tried over its arguments"
-_KNOWN = "all run, and none wavers but those that are known to; what may be written over is tried, not promised"
-_SAME = "plain PyTorch's bits, or its spread where it does not repeat them, and peaks within the budgets"
-CHECKS = (
-    Check("versions", "versions, driver and settings, and a sum on the device", "the sum is right", versions),
-    Check("ops of a transformer", _OPS, _KNOWN, partial(ops_of, "transformer")),
-    Check("ops of convolutions", _OPS, _KNOWN, partial(ops_of, "bottlenecks")),
-    Check(
-        "dropout again",
-        "masks drawn, and drawn again from the state that the generator had",
-        "the same bits, and the generator as it was",
-        dropout,
-    ),
-    Check(
-        "attention repeats",
-        "the gradients of each kernel of attention, several times",
-        "they repeat, or waver in kernels that are known to on a GPU",
-        attention,
-    ),
-    Check(
-        "predicted bytes",
-        "a step of plain layers within three budgets: bytes predicted, asked for, allocated and reserved",
-        "no more is asked for than is predicted, and plain PyTorch's bits",
-        partial(within_budgets, "chain", exact=True),
-    ),
-    Check(
-        "second memory", "copies to pinned memory, on the CPU to a file, and back", "the same bits come back", copies
-    ),
-    Check(
-        "a transformer in budgets",
-        "a transformer in the manner of GPT-2 within three budgets, its loss in parts where they keep the bits",
-        _SAME,
-        partial(within_budgets, "transformer"),
-        seconds=180.0,
-    ),
-    Check(
-        "convolutions in budgets",
-        "bottlenecks in the manner of ResNet-50 within three budgets",
-        _SAME,
-        partial(within_budgets, "bottlenecks"),
-        seconds=180.0,
-    ),
-    Check(
-        "capacity",
-        "training where PyTorch may take no more than half way between the least and the most",
-        "the planned step trains there, and plain PyTorch runs out of memory",
-        capacity,
-        alone=True,
-    ),
-)
+CHECKS: dict[str, Check] = {
+    "versions": versions,
+    "ops of a transformer": partial(ops_of, "transformer"),
+    "ops of convolutions": partial(ops_of, "bottlenecks"),
+    "dropout again": dropout,
+    "attention repeats": attention,
+    "predicted bytes": partial(within_budgets, "chain", exact=True),
+    "second memory": copies,
+    "a transformer in budgets": partial(within_budgets, "transformer"),
+    "convolutions in budgets": partial(within_budgets, "bottlenecks"),
+    "capacity": capacity,
+}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -20,6 +20,8 @@ import pytest
 import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
+from checkmate.capture.fusion.kernels import Kernels
+from checkmate.cli.arguments import OPTIONS
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import STATED
 from checkmate.solvers.frontier import frontier
@@ -40,6 +42,10 @@ def example(n=4):
 def unhurried(n=4):
     time.sleep(0.1)
     return example(n)
+
+def gated(n=4):
+    model = torch.nn.Linear(8, 8)
+    return (lambda x: (model(x).sigmoid() * 2 + x).square().sum()), torch.ones(n, 8)
 
 def named(n=4):
     step, x = example(n)
@@ -329,6 +335,14 @@ def test_a_step_is_traced_planned_and_saved(answer: Shell, folder: Path) -> None
     # a whole training step is planned with its updates
     answer(f"plan my_step:whole {on_a_gpu} --save-problem whole.json")
     assert Problem.from_json(folder / "whole.json").graph.ops[-1].target == "checkmate.update_parameter"
+
+
+def test_groups_of_ops_are_kernels_where_that_is_asked_for(answer: Shell, folder: Path) -> None:
+    assert OPTIONS["--kernels"]["choices"] == get_args(Kernels)
+    for kernels in get_args(Kernels):
+        answer(f"plan my_step:gated --device h100 --budget 1MB --kernels {kernels} --save-problem problem.json")
+        targets = [op.target for op in Problem.from_json(folder / "problem.json").graph.ops]
+        assert any(target.startswith("checkmate.fused") for target in targets) == (kernels != "eager")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch import Tensor
 from checkmate.capture import random_draws
 from checkmate.errors import VerificationError
 from checkmate.selftest import checks
-from checkmate.selftest.checks import CHECKS, Check, Finding, Result, Setting, run_all
+from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
 
@@ -35,7 +35,7 @@ def _whole(device: str, folder: Path) -> dict[str, Any]:
     command = ("-m", "checkmate", "selftest", "--device", device, "--quick", "--json", str(file))
     printed = run_fresh_python(*command, **environment())
     found: dict[str, Any] = json.loads(file.read_text())
-    assert [check["name"] for check in found["checks"]] == [check.name for check in CHECKS]
+    assert [check["name"] for check in found["checks"]] == [*CHECKS]
     assert all(check["found"] in printed.stdout for check in found["checks"])
     assert not found["failed"]
     return {check["name"]: check for check in found["checks"]}
@@ -106,17 +106,18 @@ def _dies(setting: Setting) -> Finding:
 
 @pytest.mark.slow
 def test_what_fails_fails_alone_and_says_why() -> None:
-    kinds = (_raises, _passes, _dies, _hangs, _passes)
-    several = [Check(kind.__name__, "", "", kind, seconds=2.0 if kind is _hangs else 300.0) for kind in kinds]
-    found = [*run_all(several, CPU)]
-    assert [(result.verdict, result.found) for result in found] == [
+    hung, *found = [
+        *run_all({"_hangs": _hangs}, CPU, 2.0),
+        *run_all({"_raises": _raises, "_passes": _passes, "_dies": _dies, "passes too": _passes}, CPU),
+    ]
+    assert [(finding.verdict, finding.found) for finding in (hung, *found)] == [
+        ("failed", "it had not ended after 2 s"),
         ("failed", "ValueError: what is wrong"),
         ("passed", "cpu"),
         ("failed", "its process died (exit code 3)"),
-        ("failed", "it had not ended after 2 s"),
         ("passed", "cpu"),
     ]
-    raised, _, died, hung, _ = found
+    raised, _, died, _ = found
     assert "and more of it" in raised.facts["traceback"]
     assert died.facts == {"printed": "last words"}
     assert "--time-limit 4" in hung.advice
@@ -132,8 +133,8 @@ def _says_when(setting: Setting) -> Finding:
 @pytest.mark.slow
 def test_checks_run_side_by_side_and_those_that_need_the_device_alone(monkeypatch: Patch) -> None:
     monkeypatch.setattr(checks, "places", lambda: 2)
-    alone = [False, True, False, False]
-    found = [*run_all([Check(str(i), "", "", _says_when, alone=needs) for i, needs in enumerate(alone)], CPU)]
+    monkeypatch.setattr(checks, "ALONE", ("1",))
+    found = [*run_all({str(i): _says_when for i in range(4)}, CPU)]
     assert [result.name for result in found] == ["0", "2", "3", "1"]
     *others, last = [(result.facts["from"], result.facts["to"]) for result in found]
     assert max(end for _, end in others) <= last[0]
@@ -223,9 +224,9 @@ def test_what_is_asked_wrongly_is_said_before_any_check_runs(tmp_path: Path, she
 
 
 def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: Patch, shell: Any) -> None:
-    file, ended = tmp_path / "found.json", Result("one", "", "", "passed", "it", "", 0.1, {})
+    file, ended = tmp_path / "found.json", Finding(True, "it", name="one")
 
-    def interrupted(*args: Any) -> Iterator[Result]:
+    def interrupted(*args: Any) -> Iterator[Finding]:
         yield ended
         raise KeyboardInterrupt
 
