@@ -22,7 +22,7 @@ from checkmate.capture.nodes import tensors
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.devices import REQUESTED
-from checkmate.inspection.addresses import lives_of
+from checkmate.inspection.addresses import storages_of
 from checkmate.memory import native
 from checkmate.memory.arena import PHASES, Arena, Phase, Run
 from checkmate.memory.lives import Lives
@@ -64,9 +64,9 @@ def lives_on(plan: Solution, device: torch.device) -> Lives:
         made = tensors([node.meta["val"] for node in nodes])
         if made and all(t.device.type != device.type for t in made):
             elsewhere.add(value.name)
-    first = ((life, life.boxes[0]) for life in lives_of(plan))
-    lives = [life for life, box in first if box.role == "workspace" or box.name not in elsewhere]
-    columns = ([getattr(life, name) for life in lives] for name in ("bytes", "born", "died"))
+    storages = ((block, first) for block, (first, *_) in storages_of(plan))
+    blocks = [block for block, first in storages if first.role == "workspace" or first.name not in elsewhere]
+    columns = ([getattr(block, name) for block in blocks] for name in ("size", "born", "died"))
     return Lives(*(np.array(column, dtype=np.int64) for column in columns))
 
 

@@ -28,16 +28,6 @@ class Box:
     over: str = ""  # the value that it is written over
 
 
-@dataclass(frozen=True)
-class Life:
-    """A storage over time: a copy of a value, then the copies written over it."""
-
-    bytes: int  # as the plan counts
-    born: int  # the tick of `checkmate.core.timing.Event` from which on it is needed
-    died: int  # the tick from which on its place is free
-    boxes: tuple[Box, ...]  # in time, at address 0; each begins when the one before has ended
-
-
 @dataclass(frozen=True, repr=False)
 class Addresses(Printed):
     """An address for each copy of a value that a plan makes, and for the workspace of each op.
@@ -97,16 +87,16 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     check_solution(solution)
     if solution.plan is None:
         raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
-    lives = lives_of(solution)
-    blocks = [Block(life.born, life.died, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
+    storages = list(storages_of(solution))
+    blocks = [block._replace(size=-(-block.size // ALIGNMENT) * ALIGNMENT) for block, _ in storages]
     placed = place_blocks(blocks, time_limit=time_limit)
-    at = zip(placed.offsets, lives, strict=True)
-    boxes = tuple(replace(box, offset=offset) for offset, life in at for box in life.boxes)
+    at = zip(placed.offsets, storages, strict=True)
+    boxes = tuple(replace(box, offset=offset) for offset, (_, there) in at for box in there)
     return Addresses(boxes, placed.height, placed.bound)
 
 
-def lives_of(solution: Solution) -> list[Life]:
-    """The storages of a plan: its values, and the workspace of each run."""
+def storages_of(solution: Solution) -> Iterator[tuple[Block, tuple[Box, ...]]]:
+    """The storages of a plan, for values and for workspaces: a block, and at address 0 what is in it in turn."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
     chains: list[list[Span]] = []  # the copies in each storage
@@ -116,9 +106,10 @@ def lives_of(solution: Solution) -> list[Life]:
             chains.append([])
         chain_of.append(chains[-1] if span.continues is None else chain_of[span.continues])
         chain_of[-1].append(span)
-    lives = []
     for chain in chains:
         boxes = tuple(Box(s.name, s.role, s.first, s.last, s.bytes, 0, s.over) for s in chain)
-        lives.append(Life(chain[0].bytes, chain[0].born, chain[-1].died, boxes))
-    work = ((m, Box(m.name, "workspace", m.index, m.index, m.workspace, 0)) for m in line.moments if m.workspace)
-    return lives + [Life(m.workspace, m.tick, m.tick + 1, (box,)) for m, box in work]
+        yield Block(chain[0].born, chain[-1].died, chain[0].bytes), boxes
+    for m in line.moments:
+        if m.workspace:
+            box = Box(m.name, "workspace", m.index, m.index, m.workspace, 0)
+            yield Block(m.tick, m.tick + 1, m.workspace), (box,)

@@ -91,8 +91,8 @@ def memory(
     ax.set(xlabel="time since the step began", ylabel="memory in use", title=title)
     handles, labels = ax.get_legend_handles_labels()
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
-    shown = {**dict(zip(labels, labels, strict=True)), **(ROLE_WORDS if by == "role" else {})}
-    words = [shown[labels[i]] for i in order]
+    about = ROLE_WORDS if by == "role" else {}
+    words = [f"{labels[i]}: {about[labels[i]]}" if labels[i] in about else labels[i] for i in order]
     ax.legend([handles[i] for i in order], words, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     if line.lanes:
         _links(ax, line)

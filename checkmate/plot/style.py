@@ -27,16 +27,16 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "gradients": (LIGHT_GREEN, "//"),
     "workspace": (YELLOW, "..."),
 }
-ROLE_WORDS = {  # longer names for legends
-    "inputs": "inputs: the batch",
-    "optimizer state": "optimizer state, and sums of gradients",
-    "other resident": "other, there all the time",
-    "results": "results: loss, gradients of parameters",
-    "activations": "activations: made by the forward",
-    "made again": "made again: recomputed",
-    "fetched": "fetched from the second memory",
-    "gradients": "gradients on their way back",
-    "workspace": "workspace of the op that runs",
+ROLE_WORDS = {  # about a role, in legends; what is in none is there all the time
+    "inputs": "the batch",
+    "optimizer state": "with sums of gradients",
+    "other resident": "there all the time",
+    "results": "loss, gradients of parameters",
+    "activations": "made by the forward",
+    "made again": "recomputed",
+    "fetched": "from the second memory",
+    "gradients": "on their way back",
+    "workspace": "of the op that runs",
 }
 FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
 HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")

@@ -1,4 +1,4 @@
-"""The sentences and figures of the page: the price of a plan, its proof, and a caption for each picture."""
+"""The sentences and figures of the page: four figures first, the facts of the problem, a caption for each picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from checkmate.core.plan import Start
-from checkmate.core.schedule import KIND
 from checkmate.core.solution import Solution, Status, format_gap
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import Timeline
@@ -22,20 +20,6 @@ from checkmate.version import __version__
 if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
-ABOUT_ROLES = {
-    "parameters": "there all the time",
-    "buffers": "there all the time",
-    "inputs": "the batch, there all the time",
-    "optimizer state": "what the optimizer keeps from step to step, sums of gradients included",
-    "other resident": "there all the time",
-    "results": "what the step hands out, such as the loss and gradients of parameters",
-    "activations": "first copies of what the forward makes",
-    "made again": "later copies",
-    "fetched": "copies from the second memory, from the begin of their transfer on",
-    "gradients": "first copies of what the backward makes",
-    "workspace": "of the op that runs",
-}
-
 
 def title(solution: Solution) -> str:
     """The title of the page: the step, its budget, and the source of its costs."""
@@ -43,52 +27,6 @@ def title(solution: Solution) -> str:
     source = re.split("[,;]", problem.profile.source)[0]
     costs = "" if source == "given" else f", {source}"
     return f"checkmate: {problem.name or 'a step'} within {format_bytes(solution.budget)}{costs}"
-
-
-def summary(solution: Solution) -> str:
-    """The plan in some sentences: its peak, its price, what waits or runs elsewhere, and its proof."""
-    problem, peak = solution.problem, solution.peak or 0
-    assert solution.schedule is not None
-    assert solution.plan is not None
-    share = f", {peak / problem.keep_all_peak:.1%} of what keeping everything takes" if problem.keep_all_peak else ""
-    ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
-    text = f"This plan runs a step of {ops} within a budget of {budget}. Its peak is {format_bytes(peak)}{share}. "
-    # The ops that run again, and the seconds that this adds.
-    again, once = solution.schedule.recomputed, problem.keep_all_cost
-    if again.any():
-        count, added = int((again > 0).sum()), float(again @ problem.seconds)
-        more = f" ({added / once:+.2%})" if once else ""
-        text += (
-            f"To stay within it, {_counted(count, 'op')} {'run' if count > 1 else 'runs'} again, "
-            f"{_counted(int(again.sum()), 'time')} in all, "
-            f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{more}. "
-        )
-    else:
-        text += f"No op runs twice: the step takes {format_seconds(solution.cost)}. "
-    # The seconds that links save by carrying ops.
-    if solution.plan.started:
-        ops = _counted(sum(isinstance(step, Start) for step in solution.plan.steps), "op")
-        step, waits = format_seconds(solution.cost), format_seconds(solution.waited)
-        text += (
-            f"Links carry {ops} beside the others, so that the step takes {step}, {waits} of it waiting for a link. "
-        )
-    # The values in the second memory.
-    if (away := solution.second_memory) is not None:
-        many = away.values > 1
-        hidden = f"{away.timing.hidden:.1%} of the time of {'their' if many else 'its'} transfers is hidden behind ops"
-        waits = f", and the step waits {format_seconds(away.waited)} for the rest" if away.waited else ""
-        text += (
-            f"{_counted(away.values, 'value')} {'wait' if many else 'waits'} in the second memory for a while, "
-            f"{format_bytes(away.peak)} at most at a time; {hidden}{waits}. "
-        )
-    # The proof.
-    if solution.status is Status.OPTIMAL:
-        return text + f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
-    return text + (
-        f"It is proven that every schedule within the budget ({KIND}) takes at least "
-        f"{format_seconds(solution.bound)}, so another one could save at most "
-        f"{format_gap(solution.gap, True)} of the step."
-    )
 
 
 def _counted(count: int, word: str) -> str:
@@ -120,20 +58,13 @@ def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
 def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     """The facts of the problem: name and text."""
     problem, graph = solution.problem, solution.problem.graph
-    made = [value for value in graph.values if value.producer is not None]
     forward = graph.forward_length
     yield "ops", f"{len(graph.ops):,}: {forward:,} in the forward, {len(graph.ops) - forward:,} in the backward"
-    yield "values made", f"{len(made):,}, {format_bytes(int(problem.sizes.sum()))} in all"
-    yield "results", f"{len(graph.outputs):,}, {format_bytes(int(problem.sizes[list(graph.outputs)].sum()))}"
-    yield "there all the time", f"{format_bytes(problem.resident)} in {len(graph.values) - len(made):,} values"
+    yield "there all the time", format_bytes(problem.resident)
     for rule in problem.rules:
         cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
         yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
     yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
-    if last := problem.limits.last_stage:
-        yield "ops that must run before what they read is overwritten", f"{len(last):,}"
-    if in_place := sum(map(bool, problem.savings)):
-        yield "ops that can write over an input", f"{in_place:,}"
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
     if problem.host is not None:

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: a summary in words, interactive pictures, sortable tables. It needs no network.
+"""A plan as one HTML page: four figures, interactive pictures, sortable tables. It needs no network.
 
 The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
 `page_data`: a document in JSON of columns of numbers, tables, and each repeated text once. What comes from the user's
@@ -32,12 +32,13 @@ from checkmate.inspection.op_costs import costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, explain_peak, nth
 from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
-from checkmate.plot.style import LANES, ROLE_STYLES
+from checkmate.plot.style import LANES, ROLE_STYLES, ROLE_WORDS
 from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
 from checkmate.version import __version__
 from checkmate.webpage import captions
 
+ALWAYS = "there all the time"  # about a role whose name says the rest
 SCRIPTS = (  # in order
     "vendor/uPlot.iife.min.js",
     *("base.js", "tables.js", "chart.js", "links.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
@@ -53,9 +54,9 @@ def report(
 ) -> Path:
     """Write a plan as one HTML page that needs no network, and give its path.
 
-    It opens on the answer, in four figures and some sentences; then come the memory over the step, the schedule, the
-    addresses, the tables of what is in memory at the peak, of ops by cost and of what is run again, and the facts of
-    plan and problem. A file that is there is replaced, at once.
+    It opens on the answer, in four figures; then come the memory over the step, the schedule, the addresses, the tables
+    of what is in memory at the peak, of ops by cost and of what is run again, and the facts of plan and problem. A file
+    that is there is replaced, at once.
 
     Args:
         path: of the page.
@@ -100,9 +101,9 @@ def report(
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
-        "summary": captions.summary(solution),
+        "lead": f"{solution.title[0].upper()}{solution.title[1:]}.",
         "answer": list(captions.answer(solution)),
-        "figures": [("status", solution.title), *solution.facts],
+        "figures": solution.facts,
         "memory_text": captions.memory_text(solution, line),
         "links_text": captions.links_text(solution, line),
         "schedule_text": captions.schedule_text(solution),
@@ -178,7 +179,7 @@ def page_data(
         "forward": graph.forward_length,
         "written": {size: format_bytes(size) for size in sorted(shown)},
         "roles": [  # in the order in which areas lie upon each other
-            {"name": role, "fill": fill, "hatch": hatch, "about": captions.ABOUT_ROLES[role], "bytes": row.tolist()}
+            {"name": role, "fill": fill, "hatch": hatch, "about": ROLE_WORDS.get(role, ALWAYS), "bytes": row.tolist()}
             for role, row, (fill, hatch) in ((role, row, ROLE_STYLES[role]) for role, row in roles.items())
         ],
         "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},

@@ -7,7 +7,7 @@ import pytest
 import checkmate
 from checkmate.core.plan import Run
 from checkmate.core.simulator import simulate
-from checkmate.inspection.addresses import lives_of
+from checkmate.inspection.addresses import storages_of
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.common.incumbent import certify
 from tests.support.by_hand import random_runs, runs_of
@@ -34,7 +34,7 @@ def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: in
         for box in placed.boxes:
             before = [b for b in placed.boxes if (b.name, b.last, b.offset) == (box.over, box.first - 1, box.offset)]
             assert len(before) == bool(box.over)
-        assert len(lives_of(solution)) == len(placed.boxes) - len(written)
+        assert len([*storages_of(solution)]) == len(placed.boxes) - len(written)
 
 
 def test_without_a_plan_there_are_none() -> None:

@@ -12,11 +12,11 @@ from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
-from checkmate.inspection.addresses import addresses, lives_of
+from checkmate.inspection.addresses import addresses, storages_of
 from checkmate.inspection.difference import diff
 from checkmate.inspection.peak import explain_peak
 from checkmate.inspection.timeline import timeline
-from checkmate.solvers.addresses import Block, live_peak
+from checkmate.solvers.addresses import live_peak
 from checkmate.solvers.solve import solve
 from tests.core.test_timing import AWAY, CHAIN, HOST
 from tests.support.by_hand import plan_of, solution_of
@@ -44,9 +44,8 @@ def test_what_is_fetched_between_two_ops_counts_with_what_is_there_then() -> Non
     assert [span.name for span in line.alive(1)] == ["v1", "v0"]
     roles = {role: row.tolist() for role, row in line.by_role().items()}
     assert roles == {"activations": [4, 9, 1], "fetched": [0, 4, 4]}
-    lives = lives_of(solution_of(problem, plan=Plan(steps, 12)))
-    blocks = [Block(life.born, life.died, life.bytes) for life in lives]
-    assert live_peak(blocks) == 13
+    storages = storages_of(solution_of(problem, plan=Plan(steps, 12)))
+    assert live_peak([block for block, _ in storages]) == 13
 
 
 def test_random_plans_add_up_to_the_simulator() -> None:
