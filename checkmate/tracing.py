@@ -43,12 +43,9 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
             kwargs: an example batch for it, and the options that follow.
         profile: ``"measure"``, the default, runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs
             nothing and estimates for a device, such as ``"roofline:h100"``; model and batch may then be on the meta
-            device. A path that ends in ``.json`` is a file of ops measured on another machine, written there by
-            `checkmate.profiling.measure.export`. A `Profile` of this very step is taken as it is. The page
-            docs/another_machine.md says more of each.
-        cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
-        host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
-            `Problem.with_host` takes one of another machine.
+            device. The page docs/another_machine.md says more of each, and of files of costs. A `Profile` of this very
+            step is taken as it is.
+        others: as for `checkmate.compile`. `Problem.with_host` takes a second memory of another machine.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.

@@ -61,22 +61,15 @@ def training_step(
     gradient is there and nothing of the step reads it any more; its gradient is free then. Settings of the optimizer
     hold from the next call on, whoever sets them; `state_dict` and `load_state_dict` are those of plain training.
 
-    The page docs/train.md says how gradients are clipped, accumulated, scaled and averaged, docs/options.md more of
-    each option, and docs/ecosystem.md how ranks train together.
+    The page docs/train.md says how gradients are clipped, accumulated, scaled and averaged, docs/options.md what each
+    option means, and docs/ecosystem.md how ranks train together.
 
     Args:
         loss_fn: gives a loss, or a tuple of a loss and whatever else; that has no gradient.
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own.
         budget: bytes at any moment of the step, such as ``"8 GB"``; as for `checkmate.compile`.
-        clip_norm, norm_type, error_if_nonfinite, clip_value: as for `clip_grad_norm_` and `clip_grad_value_`.
-        accumulate: how many calls make one update.
-        scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
-        ema: an averaged model, and the model that it averages.
-        process_group: the ranks that train together, where ``loss_fn`` calls its model as it is; False: none.
-        gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
-        alone: you know that each optimizer of another library, or your own, updates each parameter alone.
-        options: others of `checkmate.compile`; ``verify`` compares parameters, buffers, the optimizer's state and the
-            norm, too.
+        options: those of `checkmate.compile`, too; ``verify`` compares parameters, buffers, the optimizer's state and
+            the norm as well.
 
     Returns:
         A `TrainingStep`, a function of a batch: it gives what ``loss_fn`` gives, detached, after the update.

@@ -65,14 +65,11 @@ def solve(
     there is a plan, is raised as usual. Where a solver fails after a plan was found, that plan is the answer.
 
     Args:
-        budget: bytes, or text such as ``"8 GB"``.
-        method: one of `checkmate.methods()`.
-        time_limit: seconds.
-        gap: stop once (cost - bound) / cost is at most this.
+        budget, method, time_limit, gap, progress, watch: as docs/options.md has them. The logger "checkmate.solve" has
+            the progress too, at INFO.
         start: a known plan to begin with, for "auto" and "milp": of this problem, or of one with the same ops and other
             sizes or costs, such as a smaller batch. It need not fit. What a Solution has proven counts where it holds.
         rules: as for `checkmate.compile`; they take the place of those that the problem has.
-        progress, watch: as docs/options.md has them. The logger "checkmate.solve" has the progress too, at INFO.
         options: of the method.
 
     Returns:

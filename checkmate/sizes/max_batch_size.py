@@ -76,19 +76,15 @@ def max_batch_size(
     """The largest size whose step fits a budget, its plan, and the predicted throughput of smaller sizes.
 
     Ctrl-C, or the end of the time, gives the largest size found so far. The page docs/fit.md shows the answer, and
-    docs/options.md says more of each option.
+    docs/options.md what each option means.
 
     Args:
         make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, or with
             each size, if it has one argument that must be given. A module is a step itself.
         make_batch: gives the example batch of a size, an integer of any meaning: a tuple of positional arguments, a
             dict of named ones, or one tensor. Batch and model may be on the meta device if the profile is an estimate.
-        max_overhead: how much a plan may run again: "one-forward", so that the step takes two forwards and a backward
-            at most; a share of the step, as `Solution.overhead` is, such as 0.3; or None, for whatever fits.
-        baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
-            paper.
-        budget, profile, cache, host_budget, kernels: as for `checkmate.compile`.
-        host: as for it, too; or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
+        max_overhead: "one-forward" is two forwards and a backward at most; a number is as `Solution.overhead`.
+        host: as for `checkmate.compile`; or a `checkmate.Host` alone, with its bytes and rates, of another machine.
 
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
