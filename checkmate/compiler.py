@@ -58,10 +58,7 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     shape, or a change between training and evaluation, gets a plan of its own. Plans are kept on disk. Without
     gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
-    Defaults: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None, profile="measure", cache=True,
-    max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None, overlap=False,
-    kernels="eager"``. The page
-    docs/options.md says what each option means, and where to read on.
+    The page docs/options.md says what each option means, its default, and where to read on.
 
     Args:
         fn: a module, or any function of tensors; a loss that is computed inside it is within the plan too.
@@ -110,8 +107,7 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget: as for `compile`, as are method, time_limit, reserve, profile, cache, memory, rules, host_budget, host
-            and overlap, which may be given too.
+        budget: as for `compile`, as are others of its options.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 

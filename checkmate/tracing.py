@@ -179,10 +179,8 @@ def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) ->
     Args:
         fn: a module, a function or a `checkmate.training_step`; args, kwargs: an example batch for it,
             and the options that follow.
-        profile, cache: where costs come from, as for `checkmate.trace`.
         top: how many of the pinned ops are printed.
-        rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
-        host_budget, host: as for `checkmate.compile`: the smallest budget is that with a second memory then.
+        others: as for `checkmate.trace`, and ``rules``: it says which ops each is for, and which cannot obey it.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))

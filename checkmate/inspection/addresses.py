@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from checkmate.core.answer import Column, Printed, Table, table
-from checkmate.core.solution import Solution, check_solution, format_gap
+from checkmate.core.solution import Solution, check_plan, format_gap
 from checkmate.inspection.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
@@ -84,9 +84,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     >>> [(box.name, box.offset) for box in placed.boxes], placed.height == placed.bound
     ([('v0', 512), ('v1', 0), ('v2', 256), ('v3', 0)], True)
     """
-    check_solution(solution)
-    if solution.plan is None:
-        raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
+    check_plan(solution, "place")
     storages = list(storages_of(solution))
     blocks = [block._replace(size=-(-block.size // ALIGNMENT) * ALIGNMENT) for block, _ in storages]
     placed = place_blocks(blocks, time_limit=time_limit)

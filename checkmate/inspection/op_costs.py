@@ -66,10 +66,10 @@ class Costs(Listed[OpCosts]):
     def _tables(self) -> Iterator[Table]:
         most = {"time": self.by_time(), "bytes": self.by_bytes(), "bytes x lifetime": self.by_lifetime()}
         for name, rows in most.items():
-            yield table(_COLUMNS, rows[: self.top], title=f"most {name}")
+            yield table(COLUMNS, rows[: self.top], title=f"most {name}")
 
 
-_COLUMNS = (
+COLUMNS = (
     Column("op", "target"),
     Column("time", "seconds", format_seconds),
     Column("share", "share", "{:.1%}".format),

@@ -25,10 +25,10 @@ from markupsafe import Markup, escape
 from checkmate.core.answer import Column
 from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status, check_solution
+from checkmate.core.solution import Solution, check_plan
 from checkmate.inspection.addresses import Addresses, addresses
 from checkmate.inspection.difference import same_problem
-from checkmate.inspection.op_costs import costs_of
+from checkmate.inspection.op_costs import COLUMNS, costs_of
 from checkmate.inspection.peak import PRICES, PeakExplanation, explain_peak, nth
 from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
@@ -79,11 +79,7 @@ def report(
     """
     if isinstance(path, Solution):
         raise TypeError("The Solution comes first: checkmate.report(solution, path).")
-    check_solution(solution)
-    if solution.plan is None or solution.schedule is None:
-        reason = (solution.message or solution.status.meaning).rstrip(".")
-        longer = "" if solution.status is Status.INFEASIBLE else ", or with a longer time_limit"
-        raise ValueError(f"There is no plan to report on: {reason}. Solve again within a larger budget{longer}.")
+    plan, _ = check_plan(solution, "report on")
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")
@@ -95,7 +91,7 @@ def report(
     for problem in (row.solution.problem for row in rows or ()):
         if not same_problem(problem, solution.problem):
             raise ValueError(f"The frontier is of another problem: {problem!r}, not {solution.problem!r}.")
-    line = timeline(solution.plan, solution.problem)
+    line = timeline(plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
     placed = addresses(solution)
     style = _part("vendor/uPlot.min.css") + _part("page.css")
@@ -268,7 +264,7 @@ def _tables(
     more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
     before = [", ".join(ops[stages[i]].name for i in of[1:]) for of in runs]
     names = Column("op", "name"), Column("computes", "target")
-    makes, where = Column("makes", "output_bytes", format_bytes), Column("where", "where")
+    _, each, share, makes, workspace, lifetime, phase, _, where = COLUMNS
     if dear := sorted((op for op in ops if more[op.op]), key=lambda op: -more[op.op] * op.seconds):
         columns = (
             *names,
@@ -299,14 +295,10 @@ def _tables(
     by_cost = sorted(ops, key=lambda op: -spent[op.op])
     columns = (
         *names,
-        Column("of the", "phase"),
         Column("runs", lambda op: len(runs[op.op]), str),
-        Column("each", "seconds", format_seconds),
         Column("in all", lambda op: spent[op.op], format_seconds),
-        Column("share", lambda op: spent[op.op] / line.seconds if line.seconds else "", "{:.2%}".format),
-        makes,
+        *(each, share, makes, workspace, lifetime, phase),
         *[Column("written over", lambda op: over[op.op])] * any(over),
-        Column("workspace", "workspace_bytes", format_bytes),
         where,
     )
     yield "ops", f"Ops by cost ({len(ops)})", columns, by_cost, [runs[op.op][0] for op in by_cost]

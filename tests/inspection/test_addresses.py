@@ -39,5 +39,5 @@ def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: in
 
 def test_without_a_plan_there_are_none() -> None:
     problem = checkmate.Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[100, 100])
-    with pytest.raises(ValueError, match="no addresses without a plan"):
+    with pytest.raises(ValueError, match="no plan to place"):
         checkmate.addresses(checkmate.solve(problem, 150))
