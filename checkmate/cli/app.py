@@ -294,14 +294,14 @@ def _methods(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from checkmate.cli.doctor import examine
 
-    found = examine()
-    width = max(map(len, found.facts)) + 2
-    listed = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in found.facts.items())
+    examined, wrong = examine()
+    width = max(map(len, examined)) + 2
+    listed = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in examined.items())
     lines = [f"{name:<{width}}{', '.join(str(f) for f in facts if f is not None) or 'none'}" for name, facts in listed]
-    _show(args, {"ok": not found.wrong, "wrong": found.wrong, **found.facts}, "\n".join(lines))
-    for wrong in found.wrong:
-        _say(wrong, REFUSED)
-    return REFUSED if found.wrong else DONE
+    _show(args, {"ok": not wrong, "wrong": wrong, **examined}, "\n".join(lines))
+    for obstacle in wrong:
+        _say(obstacle, REFUSED)
+    return REFUSED if wrong else DONE
 
 
 def _selftest(args: argparse.Namespace) -> int:

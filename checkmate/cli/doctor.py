@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
 from typing import Any
 
 from checkmate.core import files
@@ -22,18 +21,14 @@ NEEDED = ("torch", "numpy", "scipy", "networkx", "highspy")
 EXTRAS = ("matplotlib", "pandas")
 
 
-@dataclass(frozen=True)
-class Examination:
-    """The findings. ``wrong``: the obstacles in words, each with the way out."""
-
-    facts: dict[str, Any]
-    wrong: list[str]
-
-
-def examine() -> Examination:
+def examine() -> tuple[dict[str, Any], list[str]]:
     """Look at the installation; solve one tiny problem, and write and delete one file.
 
-    >>> examine().facts["solver"]
+    Returns:
+        The facts by name, and the obstacles in words, each with the way out.
+
+    >>> facts, obstacles = examine()
+    >>> facts["solver"]
     'HiGHS works'
     """
     wrong: list[str] = []
@@ -96,4 +91,4 @@ def examine() -> Examination:
         wrong.append(
             f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
         )
-    return Examination(facts, wrong)
+    return facts, wrong

@@ -63,6 +63,6 @@ def test_a_solver_that_fails_and_a_cache_that_cannot_be_written_are_named(monkey
     monkeypatch.setitem(METHODS, "milp", replace(METHODS["milp"], run=fails))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    found = doctor.examine()
-    assert found.facts["cache writable"] == "no"
-    assert all(any(part in said for said in found.wrong) for part in ("no license", "CHECKMATE_CACHE_DIR"))
+    facts, wrong = doctor.examine()
+    assert facts["cache writable"] == "no"
+    assert all(any(part in said for said in wrong) for part in ("no license", "CHECKMATE_CACHE_DIR"))

@@ -331,8 +331,7 @@ def test_a_transformer_trains_on_its_own_jvp() -> None:
         return (u - (v - 0.3 * change).detach()).square().mean() + change.square().mean()
 
     smallest = checkmate.min_budget(checkmate.trace(step, x, noise), time_limit=1).peak
-    for budget in (smallest, "1 GB"):
-        verify_to_the_byte(step, x, noise, budget=budget)
+    verify_to_the_byte(step, x, noise, budget=smallest)
 
 
 MATRICES = [(6, 6), (3, 6, 6), (1, 6, 6), (2, 3, 6, 6)]
