@@ -66,11 +66,9 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
-        with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
-        each captured graph that is kept, as it runs now; ``.planning``, what is known of each; ``.wait(timeout=None)``,
-        which blocks until planning has ended; and ``.memory()``, what the arenas and the second memory did in the last
-        step: a module where it has no attributes of these names itself. A copy, or one saved and loaded whole, is
-        compiled with the same options.
+        with the one given, which is left as it was. For a function a function. Both have ``plans``, ``planning``,
+        ``wait`` and ``memory``, as docs/index.md lists them: a module where it has no attributes of these names itself.
+        A copy, or one saved and loaded whole, is compiled with the same options.
 
     Raises:
         BudgetError: at once, if the budget is neither a positive number of bytes nor a share of what there is; at the
