@@ -243,7 +243,7 @@ class CompiledStep(Planned, Generic[P, R]):
         if backend.kernels != "fused":
             return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
         # Its bits are those of the fused step that keeps everything.
-        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused"))
+        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", single=backend.single))
         found = compare_with_plain(reference, self, self._run, args, kwargs, anew, calls)
         return replace(found, against="the fused step that keeps everything")
 

@@ -5,6 +5,7 @@ On the main path, 3 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from copy import deepcopy
@@ -26,7 +27,8 @@ from checkmate.backends.step_problem import Codegen
 from checkmate.capture.around import Around, surrounded
 from checkmate.capture.autocast import Copies, keeping_copies
 from checkmate.capture.device import allocated_on, device_of
-from checkmate.capture.fusion.kernels import Kernels, can_compile
+from checkmate.capture.fusion.compiling import begin, can_compile
+from checkmate.capture.fusion.kernels import Kernel, Kernels
 from checkmate.capture.fusion.write import fuse
 from checkmate.capture.guards import take_guards
 from checkmate.capture.higher_order.bodies import put_regions_in_place
@@ -68,8 +70,10 @@ from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 from checkmate.torch_internals.aot import TracingContext, _is_primal, aot_autograd, functorch_config
 from checkmate.torch_internals.inductor import inductor_config
+from checkmate.units import format_bytes
 from checkmate.updates.insert import Insert
 
+log = logging.getLogger("checkmate.backend")
 MEASURE = Measure()
 
 
@@ -113,6 +117,9 @@ class Backend:
     second_memories: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
     kernels: Kernels = "eager"  # of groups of ops
+    single: set[str] = field(
+        default_factory=set
+    )  # kernels whose ops run one by one, since they are in the way of a budget
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
 
     @property
@@ -285,11 +292,17 @@ class _Compilation:
                 rewrite(graph)
             return module
 
+        def compile_ahead(kernels: Sequence[Kernel]) -> None:
+            if device.type == "cpu" and not fakes:
+                begin(variant for kernel in kernels for variant in kernel.variants)
+
+        same_bits, single = backend.kernels == "same-bits", backend.single
+
         def fused(module: fx.GraphModule) -> fx.GraphModule:
-            same_bits = backend.kernels == "same-bits"
             good = (lambda node: True) if fakes else partial(runs_well, same_bits=same_bits)
             module = fx.GraphModule(module, deepcopy(module.graph))
-            fuse(module, traced, good, reductions=not same_bits, alone={storage(tensor) for tensor, _ in noted})
+            alone = {storage(tensor) for tensor, _ in noted}
+            fuse(module, traced, good, compile_ahead, reductions=not same_bits, alone=alone, single=single)
             return module
 
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
@@ -397,22 +410,30 @@ class _Compilation:
         if self.call.poses:
             raise _Read(reading)
         if not is_open:
-            joint = single = read(rewrite_ops(module))
+            module = rewrite_ops(module)
+            joint = read(module)
             if self.numbers:
                 self.call.check(joint)
             if is_fused:
                 joint = read(fused(module))
             problem = split(pose(joint), joint.module)
-            try:
-                plan = find(problem, go_on=is_swappable(joint))
-            except InfeasibleBudget as refusal:
-                if not is_fused:
-                    raise
-                if backend.kernels == "fused":
-                    raise refusal.saying('Ops one by one may need less: kernels="same-bits".') from None
-                # Its ops one by one have the same bits, and need less at once.
-                problem = split(pose(single), single.module)
-                plan = find(problem, go_on=is_swappable(single))
+            while True:
+                try:
+                    plan = find(problem, go_on=is_swappable(joint))
+                    break
+                except InfeasibleBudget:
+                    # Let the ops of kernels that stand in the way run one by one.
+                    kernels = {*step_problem.kernels_of(joint).values()}
+                    if not kernels:
+                        raise
+                    if not ranks.train_together():
+                        kernels = step_problem.kernels_above(problem, limit) or kernels
+                while kernels:
+                    single |= kernels
+                    joint = read(fused(module))
+                    problem = split(pose(joint), joint.module)
+                    kernels = step_problem.kernels_above(problem, limit)
+                log.info("within %s, groups of %d kinds run op by op", format_bytes(limit), len(single))
             self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.

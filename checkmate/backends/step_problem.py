@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from checkmate.backends.tensor_state import modules_within, tensors_within
 from checkmate.capture.device import as_allocated, main_device
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import NUMBERS, Joint
 from checkmate.capture.nodes import storage
@@ -29,7 +31,10 @@ from checkmate.profiling.other_sizes import profile_at
 from checkmate.profiling.source import Source, profile_of
 from checkmate.profiling.trial import tried_here
 from checkmate.solvers.search.late_gradients import late_results
+from checkmate.solvers.search.min_budget import ops_above
 from checkmate.units import format_bytes
+
+SECONDS_OF_FLOOR = 1.0  # to look for the smallest budget of a step with fewer kernels
 
 
 class Codegen:
@@ -57,6 +62,31 @@ def joint_of(problem: Problem) -> Joint:
     """The captured step of a problem."""
     assert isinstance(problem.codegen, Codegen)
     return problem.codegen.joint
+
+
+def kernels_of(joint: Joint) -> dict[int, str]:
+    """Keys of the kernels of groups, by op."""
+    targets = {k: node.target for k, node in enumerate(joint.nodes) if node is not None}
+    return {k: target.key for k, target in targets.items() if isinstance(target, Kernel)}
+
+
+def kernels_above(problem: Problem, budget: int) -> set[str]:
+    """Keys of the kernels by which a step takes more than a budget at the smallest peak that is known.
+
+    These are the kernels that run then; or else the one by which most bytes are held then, that it has made or is to
+    read. Empty if the step fits.
+    """
+    *_, problem = problem.splits_in_turn()
+    above, kernels = ops_above(problem, budget, time_limit=SECONDS_OF_FLOOR), kernels_of(joint_of(problem))
+    if running := {kernels[k] for k in above if k in kernels}:
+        return running
+    held = Counter[str]()
+    for value, users in zip(problem.graph.values, problem.graph.users, strict=True):
+        ops = [] if value.producer is None else [value.producer, *users]
+        if any(min(ops) <= k <= max(ops) for k in above if ops):
+            for key in {kernels[k] for k in ops if k in kernels}:
+                held[key] += value.size_bytes
+    return {key for key, _ in held.most_common(1)}
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:

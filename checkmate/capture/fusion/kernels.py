@@ -7,8 +7,7 @@ of the process, so that an op that runs again runs the same code; Inductor keeps
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -18,6 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler
 from checkmate.capture.fusion.members import (
     in_order,
     is_constant,
@@ -30,19 +30,11 @@ from checkmate.capture.fusion.members import (
 from checkmate.capture.inplace.rules import Written, is_alike
 from checkmate.capture.nodes import tensors
 from checkmate.capture.rewrite import scale_mask
-from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
-from checkmate.torch_internals.aot import tracing
-from checkmate.torch_internals.descriptions import FakeTensorMode
-from checkmate.torch_internals.dispatcher import outside_tracing, triton_utils
 
-log = logging.getLogger("checkmate.capture.fusion")
 aten = torch.ops.aten
 Kernels = Literal["eager", "same-bits", "fused"]
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 WAYS = 2  # arguments to write over that are tried; each is one more kernel to compile
-_kernels: dict[tuple[str, int | None], Callable[..., Any]] = {}  # by what they compute, and the argument written over
-# Memory of captured graphs would be in no plan; each op rounds its result to its type, as eager kernels do.
-_SETTINGS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,49 +80,34 @@ class Kernel:
             return None
         return Written(self.over, places[:WAYS], "over", pointwise=all(map(is_elementwise, self.members)))
 
-    def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Run the kernel, which is compiled at its first call."""
         with torch.no_grad():
-            return self._run(*args)
+            return self._run([*args])
 
     @cached_property
-    def _run(self) -> Callable[..., Any]:
+    def _run(self) -> Boxed:
         return self.compiled()
 
     def over(self, *args: Tensor, over: Tensor) -> tuple[Tensor, ...]:
         """Run its variant that stores the first result over one of its arguments."""
         at = next(i for i, arg in enumerate(args) if arg.is_set_to(over))
         with torch.no_grad():
-            return over, *self.compiled(at)(*args)
+            return over, *self.compiled(at)([*args])
 
-    def compiled(self, over: int | None = None) -> Callable[..., Any]:
-        """Compile it by Inductor, once in a process.
+    def compiled(self, over: int | None = None) -> Boxed:
+        """Compile it, once in a process; ``over``: the variant that stores its first result over this argument.
 
         Raises:
             RuntimeError: if it cannot be compiled.
         """
-        if (self.key, over) not in _kernels:
-            module = _alone(self.ops, over)
-            with outside_tracing(), tracing(None), torch.no_grad():
-                with FakeTensorMode():
-                    fakes = [
-                        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.like
-                    ]
-                _kernels[self.key, over] = inductor.compile_fx(module, fakes, config_patches={**_SETTINGS})
-        return _kernels[self.key, over]
+        return compiled(self.key, self.ops, self.like, over)
 
-
-def can_compile(device: torch.device) -> bool:
-    """Tell whether Inductor can make kernels for a device here; the log says why it cannot."""
-    try:
-        if device.type == "cpu":
-            inductor.get_cpp_compiler()
-        elif not triton_utils.has_triton():
-            raise RuntimeError(f"there is no Triton for {device}")
-    except RuntimeError as error:
-        log.warning("Groups of ops run one by one, as PyTorch's own kernels: %s", str(error).strip().partition("\n")[0])
-        return False
-    return True
+    @property
+    def variants(self) -> Iterator[tuple[Key, fx.GraphModule, tuple[Tensor, ...]]]:
+        """All that is to be compiled of it, first itself, for `compiling.begin`."""
+        for over in (None, *(self.written.positions if self.written else ())):
+            yield (self.key, over), self.ops, self.like
 
 
 def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node], list[fx.Node]]:
@@ -169,26 +146,16 @@ def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[f
     return Kernel(ops, _digest(graph), like, _read_again(members)), inputs, in_order(nodes), results
 
 
-def _alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:
-    """A copy that Inductor may change; ``over``: its last act is to copy the first result to this argument."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    results: Any = graph.graph_copy(ops.graph, copies)
-    if over is not None:
-        first, *results = results
-        graph.call_function(aten.copy_.default, (copies[ops.graph.find_nodes(op="placeholder")[over]], first))
-    graph.output(tuple(results))
-    return fx.GraphModule(nn.Module(), graph)
-
-
 def _digest(graph: fx.Graph) -> str:
-    """Hash a graph, its tensors and the number of threads to 16 letters, equal in every process."""
+    """Hash a graph, its tensors, the number of threads and the compiler to 16 letters, equal in every process."""
     names = {node: f"n{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         target = node.target if node.op == "call_function" else ""
         args = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
         lines.append(f"{names[node]} {target} {args!r} {[*map(_describe, tensors(node.meta.get('val')))]}")
-    return sha256("\n".join([*lines, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
+    lines += [str(torch.get_num_threads()), compiler()]
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _describe(tensor: Tensor) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import networkx as nx
 import torch.fx as fx
 
 from checkmate.capture.fusion.groups import convex, cut, limit
-from checkmate.capture.fusion.kernels import kernel_of
+from checkmate.capture.fusion.kernels import Kernel, kernel_of
 from checkmate.capture.fusion.members import is_member, read_from
 from checkmate.capture.fusion.remade import drop, make_again
 from checkmate.capture.nodes import storages
@@ -21,9 +21,11 @@ def fuse(
     module: fx.GraphModule,
     step_of: Callable[[fx.GraphModule], TracedStep],
     is_good: Callable[[fx.Node], bool],
+    ahead: Callable[[Sequence[Kernel]], None],
     *,
     reductions: bool,
     alone: Collection[int] = (),
+    single: Collection[str] = (),
 ) -> None:
     """Make each group of a joint graph one op, its kernel.
 
@@ -31,8 +33,10 @@ def fuse(
         module: the joint graph, at fixed sizes.
         step_of: reads it.
         is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
+        ahead: is told of the kernels first.
         reductions: whether they are of groups, too.
         alone: storages of results whose ops stay, such as tagged ones.
+        single: keys of kernels whose ops stay.
     """
     graph, step = module.graph, step_of(module)
 
@@ -46,12 +50,15 @@ def fuse(
     of_forward = convex(forward, joins)
     copies = make_again(of_forward, backward, joins)
     _, backward = split_forward_backward(step_of(module))
-    # Put their kernels in place; where one is not good, the backward reads what the forward keeps.
-    for members in cut(convex(sorted(backward), joins), most, behind_large=False):
-        _replace(members, is_good)
+    of_backward = cut(convex(sorted(backward), joins), most, behind_large=False)
+    groups = (*of_backward, *cut(of_forward, most, behind_large=True))
+    ahead([kernel for members in groups if (kernel := kernel_of(members)[0]).key not in single])
+    # Put their kernels in place; where one is not, the backward reads what the forward keeps.
+    for members in of_backward:
+        _replace(members, is_good, single)
     drop(copies)
     for members in cut(of_forward, most, behind_large=True):
-        _replace(members, is_good)
+        _replace(members, is_good, single)
     _sort(graph)
     eliminate_dead_code(graph)
     graph.lint()
@@ -69,11 +76,13 @@ def _sort(graph: fx.Graph) -> None:
         last = node
 
 
-def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool]) -> None:
+def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], single: Collection[str]) -> None:
     """Put a call of a group's kernel behind its last member; if it is not good, the same for each half of the group."""
     if len(members) < 2 or not read_from(members):
         return
     kernel, inputs, nodes, results = kernel_of(members)
+    if kernel.key in single:
+        return
     graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
         call = graph.create_node("call_function", kernel, tuple(inputs), {}, kernel.name)
@@ -82,7 +91,7 @@ def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool]) -> None
     if not inputs or not is_good(call):
         graph.erase_node(call)
         for half in (members[: len(members) // 2], members[len(members) // 2 :]):
-            _replace(half, is_good)
+            _replace(half, is_good, single)
         return
     at = call
     for i, result in enumerate(results):

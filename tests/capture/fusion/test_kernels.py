@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import checkmate
-from checkmate.capture.fusion import kernels
+from checkmate.capture.fusion import compiling, kernels
 from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from tests.support.bits import assert_same_bits
@@ -139,21 +140,68 @@ def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: An
     assert str(found).startswith(f"verified: the same bits as {against}\n")
 
 
-def test_where_the_whole_group_does_not_fit_its_ops_run_one_by_one() -> None:
+def _gated(x: Tensor) -> Tensor:
+    a, b = x @ x, x @ x.t()
+    return torch.relu(a * b + a).sum()
+
+
+@pytest.mark.parametrize("kernels", ["same-bits", "fused"])
+def test_groups_that_do_not_fit_run_op_by_op(kernels: Any) -> None:
     """A group holds all that it reads and makes at once; in place, its ops hold two tensors."""
-
-    def step(x: Tensor) -> Tensor:
-        a, b = x @ x, x @ x.t()
-        return torch.relu(a * b + a).sum()
-
     x = torch.randn(128, 128, requires_grad=True)
-    eager, same = (checkmate.trace(step, x, kernels=kernels) for kernels in ("eager", "same-bits"))
-    least, of_groups = checkmate.min_budget(eager).peak, checkmate.min_budget(same).peak
-    compiled = checkmate.compile(step, budget=least, kernels="same-bits", verify=False)
-    assert_same_bits(compiled(x), step(x))
-    assert compiled.plans[0].peak <= least <= of_groups
-    with pytest.raises(checkmate.InfeasibleBudget, match='Ops one by one may need less: kernels="same-bits"'):
-        checkmate.compile(step, budget=least // 2, kernels="fused", verify=False)(x)
+    problem, grouped = checkmate.trace(_gated, x), checkmate.trace(_gated, x, kernels=kernels)
+    least, of_groups = checkmate.min_budget(problem).peak, checkmate.min_budget(grouped).peak
+    assert least < of_groups
+    compiled = checkmate.compile(_gated, budget=least, kernels=kernels, verify=False)
+    assert_same_bits(compiled(x), _gated(x))
+    assert compiled.plans[0].peak <= least
+    with pytest.raises(checkmate.InfeasibleBudget) as refusal:
+        checkmate.compile(_gated, budget=least // 2, kernels=kernels, verify=False)(x)
+    assert refusal.value.min_budget == least
+    assert checkmate.verify(_gated, x, budget=least, kernels=kernels).measured_peak == compiled.plans[0].peak
+
+
+def test_only_groups_in_the_way_run_op_by_op() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        small = (y @ y * 2 + y).tanh()
+        return _gated(x) + (small @ y).square().mean()
+
+    x, y = (torch.randn(n, n, requires_grad=True) for n in (128, 48))
+    eager, same = (checkmate.trace(step, x, y, kernels=kernels) for kernels in ("eager", "same-bits"))
+    budget = int(1.02 * checkmate.min_budget(eager).peak)
+    compiled = checkmate.compile(step, budget=budget, kernels="same-bits", verify=False)
+    assert_same_bits(compiled(x, y), step(x, y))
+    assert 0 < len(_fused_ops(compiled.plans[0].problem)) < len(_fused_ops(same))
+
+
+def test_kernels_are_compiled_side_by_side() -> None:
+    """Other processes leave them on disk."""
+    x, factors = torch.randn(64, 64), range(2, 3 + compiling.FEW)
+    keys, groups = [(f"times {n}", None) for n in factors], [_times(n) for n in factors]
+    for key in keys:
+        compiling._mark(compiling.inductor.cache_dir(), key).unlink(missing_ok=True)
+    with compiling.inductor.inductor_config.patch(compile_threads=2):
+        compiling.begin((key, group, [x]) for key, group in zip(keys, groups, strict=True))
+    begun = [compiling._begun[key] for key in keys]
+    results = [compiling.compiled(key, group, [x], at) for (key, at), group in zip(keys, groups, strict=True)]
+    assert [future.exception(timeout=0) for future in begun] == [None for _ in factors]
+    assert_same_bits([run([x])[0] for run in results], [x * n for n in factors])
+
+
+def test_what_another_process_cannot_compile_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Future[None]()
+    failed.set_exception(RuntimeError("the pool is broken"))
+    monkeypatch.setitem(compiling._begun, ("times 9", None), failed)
+    x = torch.randn(64, 64)
+    (result,) = compiling.compiled("times 9", _times(9), [x], None)([x])
+    assert_same_bits(result, x * 9)
+
+
+def _times(n: int) -> fx.GraphModule:
+    graph = fx.Graph()
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), n))
+    graph.output((product,))
+    return fx.GraphModule(nn.Module(), graph)
 
 
 @pytest.mark.parametrize("rule", ["keep", "recompute"])
@@ -179,12 +227,12 @@ def test_kernels_are_compiled_before_a_step_runs(net: Net, monkeypatch: pytest.M
     over, is_there = kernels.Kernel.over, list[bool]()
 
     def seen(self: kernels.Kernel, *args: Tensor, over_: Any = over, **into: Tensor) -> Any:
-        is_there.append(any(key == self.key and at is not None for key, at in kernels._kernels))
+        is_there.append(any(key == self.key and at is not None for key, at in compiling._kernels))
         return over_(self, *args, **into)
 
     monkeypatch.setattr(kernels.Kernel, "over", seen)
     for _ in range(2):
-        monkeypatch.setattr(kernels, "_kernels", {})
+        monkeypatch.setattr(compiling, "_kernels", {})
         monkeypatch.setattr(trial, "_known", {})
         is_there.clear()
         checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)(*_batch()).backward()
@@ -201,8 +249,8 @@ def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def wrong(self: kernels.Kernel, over: int | None = None) -> Any:
         run = compiled(self, over)
-        return lambda *args: [
-            torch.nextafter(t, torch.zeros_like(t)) if t.dtype.is_floating_point else t for t in run(*args)
+        return lambda args: [
+            torch.nextafter(t, torch.zeros_like(t)) if t.dtype.is_floating_point else t for t in run(args)
         ]
 
     monkeypatch.setattr(kernels.Kernel, "compiled", wrong)
@@ -227,7 +275,7 @@ def test_without_a_compiler_ops_run_one_by_one(
     def none() -> None:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(kernels.inductor, "get_cpp_compiler", none)
+    monkeypatch.setattr(compiling.inductor, "get_cpp_compiler", none)
     with caplog.at_level(logging.WARNING):
         problem = checkmate.trace(net, *_batch(), kernels="fused")
     assert not _fused_ops(problem)
@@ -239,13 +287,13 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("C++ compile error: no such header")
 
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(compiling, "_kernels", {})
     monkeypatch.setattr(trial, "_known", {})
-    monkeypatch.setattr(kernels.inductor, "compile_fx", fail)
+    monkeypatch.setattr(compiling, "_compile", fail)
     x = torch.randn(32, 32, requires_grad=True)
     with caplog.at_level(logging.WARNING):
         assert not _fused_ops(checkmate.trace(lambda x: ((x @ x) * 3 + x).sum(), x, kernels="fused"))
-    assert "is not compiled, its ops run one by one: C++ compile error" in caplog.text
+    assert "is not compiled, its ops run one by one: RuntimeError: C++ compile error" in caplog.text
 
 
 def test_options_are_checked(net: Net) -> None:
