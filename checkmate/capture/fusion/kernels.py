@@ -82,18 +82,16 @@ class Kernel:
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Run the kernel, which is compiled at its first call."""
-        with torch.no_grad():
-            return self._run([*args])
+        return _run(self._plainly, args)
 
     @cached_property
-    def _run(self) -> Boxed:
+    def _plainly(self) -> Boxed:
         return self.compiled()
 
     def over(self, *args: Tensor, over: Tensor) -> tuple[Tensor, ...]:
         """Run its variant that stores the first result over one of its arguments."""
         at = next(i for i, arg in enumerate(args) if arg.is_set_to(over))
-        with torch.no_grad():
-            return over, *self.compiled(at)([*args])
+        return over, *_run(self.compiled(at), args)
 
     def compiled(self, over: int | None = None) -> Boxed:
         """Compile it, once in a process; ``over``: the variant that stores its first result over this argument.
@@ -108,6 +106,14 @@ class Kernel:
         """All that is to be compiled of it, first itself, for `compiling.begin`."""
         for over in (None, *(self.written.positions if self.written else ())):
             yield (self.key, over), self.ops, self.like
+
+
+def _run(kernel: Boxed, args: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run a kernel, which autograd must not see; setting its mode takes longer than asking for it."""
+    if not torch.is_grad_enabled():
+        return kernel([*args])
+    with torch.no_grad():
+        return kernel([*args])
 
 
 def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[fx.Node], list[fx.Node]]:
