@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -244,8 +243,8 @@ class CompiledStep(Planned, Generic[P, R]):
             return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
         # Its bits are those of the fused step that keeps everything.
         reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", single=backend.single))
-        found = compare_with_plain(reference, self, self._run, args, kwargs, anew, calls)
-        return replace(found, against="the fused step that keeps everything")
+        against = "the fused step that keeps everything"
+        return compare_with_plain(reference, self, self._run, args, kwargs, anew, calls, against)
 
 
 class _OfItsStep:

@@ -47,6 +47,9 @@ _NORM = "the norm of all gradients"
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 
 
+PLAIN = "plain PyTorch"
+
+
 @dataclass(frozen=True)
 class Certificate:
     """A certificate that a compiled step and plain PyTorch agree, with the list of comparisons."""
@@ -64,7 +67,7 @@ class Certificate:
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
     reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
     foretold: Used | None = None  # both, replayed from the step's begin; None if not possible
-    against: str = "plain PyTorch"  # what it is compared with
+    against: str = PLAIN  # what it is compared with
 
     def __str__(self) -> str:
         why = "the step returns other than its loss alone" if self.calls == 1 else "a plan is for one call"
@@ -74,7 +77,7 @@ class Certificate:
 
         within = f"{self.against} within its spread, {self.spread:.3g}"
         same = within if self.spread else f"the same bits as {self.against}"
-        runs, peak = ("plain runs", "plain") if self.against == "plain PyTorch" else ("its runs", "its peak")
+        runs, peak = ("plain runs", "plain") if self.against == PLAIN else ("its runs", "its peak")
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
             ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
@@ -98,13 +101,14 @@ class Certificate:
 
 
 def compare_with_plain(
-    plain: Step, compiled: Step, cache: CaptureCache, args: Any, kwargs: Any, capture: Capture, calls: int = 1
-) -> Certificate:
+    plain: Step, compiled: Step, cache: CaptureCache, args: Any, kwargs: Any, capture: Capture, calls: int = 1,
+    against: str = PLAIN,
+) -> Certificate:  # fmt: skip
     """Run a step and its backward both ways on one batch from one state, and restore that state.
 
     Where plain PyTorch does not repeat its own numbers, this is logged as a warning, with the spread of its runs.
     ``capture`` compiles the step with another backend, to find out where it differs. ``calls``: how often each is
-    called before the backward.
+    called before the backward. ``against``: what ``plain`` is called.
 
     Raises:
         ValueError: if ``calls`` is less than 1.
@@ -130,7 +134,7 @@ def compare_with_plain(
     with reach.put_back():
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     # The bits.
-    expected, found, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, place)
+    expected, found, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, against, place)
     plan = cache.plans[-1].plan if cache.plans else None
     # A step that returns more than a loss begins its backward outside of the plan, with whatever is allocated there.
     is_loss = [t.ndim for t in expected.outputs.values()] == [0]
@@ -164,6 +168,7 @@ def compare_with_plain(
         allocated_peak=found.use.allocated,
         reserved_peak=found.use.reserved,
         foretold=foretold,
+        against=against,
     )
 
 
@@ -231,6 +236,7 @@ def _compare(
     plain: Callable[[], StepState],  # runs the step, and puts its state back
     compiled: Callable[[], StepState],
     device: torch.device,
+    against: str = PLAIN,
     place: Callable[[], str] = lambda: "",  # where they differ, to be said in the error
     *,
     updates: bool = False,  # the step updates parameters, so that its state is computed from gradients
@@ -255,14 +261,14 @@ def _compare(
     repeats, spread = not names_that_differ(expected, again), 0.0
     if different := names_that_differ(expected, found):
         if not may_waver(device):
-            raise VerificationError(_as_error(different[0], repeats=repeats) + place())
+            raise VerificationError(_as_error(different[0], against, repeats=repeats) + place())
         runs = [expected, again, *(plain() for _ in range(PLAIN_RUNS - 2))]
         sums = {*expected.gradients, *(expected.state if updates else ())}
-        spread = compare_with_spread(different, runs, found, sums)
+        spread = compare_with_spread(different, runs, found, sums, against)
     # PyTorch's generators must end in the same state.
     if differing(expected.random[TORCH], found.random[TORCH]):
         raise VerificationError(
-            f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place()}"
+            f"The compiled step draws other random numbers than {against}. Please report this.{place()}"
         )
     return expected, found, repeats, spread
 
@@ -273,19 +279,17 @@ def names_that_differ(expected: StepState, found: StepState) -> list[str]:
     return [name for name in {**a, **b} if not same_bits(a.get(name), b.get(name))]
 
 
-def _as_error(name: str, *, repeats: bool) -> str:
+def _as_error(name: str, against: str, *, repeats: bool) -> str:
     if repeats:
-        return (
-            f"{name} of the compiled step differs from plain PyTorch, which repeats its own bits. Please report this."
-        )
+        return f"{name} of the compiled step differs from {against}, which repeats its own bits. Please report this."
     return (
-        f"{name} of the compiled step differs from plain PyTorch, which does not give the same bits twice here. "
+        f"{name} of the compiled step differs from {against}, which does not give the same bits twice here. "
         "torch.use_deterministic_algorithms(True) may help."
     )
 
 
 def compare_with_spread(
-    names: Sequence[str], plain: Sequence[StepState], found: StepState, sums: Collection[str]
+    names: Sequence[str], plain: Sequence[StepState], found: StepState, sums: Collection[str], against: str = PLAIN
 ) -> float:
     """Compare differences with those among plain runs, per tensor by the largest element.
 
@@ -299,6 +303,7 @@ def compare_with_spread(
         plain: several runs of the plain step.
         found: the compiled one.
         sums: names of gradients, and of what is computed from gradients.
+        against: what the plain step is called.
 
     Returns the largest spread of two plain runs.
 
@@ -323,20 +328,21 @@ def compare_with_spread(
         if name in together:
             allowed = TIMES_SPREAD * max(allowed, share[runs[0][name].dtype] * largest[name])
         if allowed == 0:
-            raise VerificationError(_as_error(name, repeats=True))
+            raise VerificationError(_as_error(name, against, repeats=True))
         if not off <= allowed:
             raise VerificationError(
-                f"{name} of the compiled step differs from plain PyTorch by {off:.3g} at least. Plain PyTorch does not "
-                f"repeat its own numbers here, but {len(plain)} runs of it differ by {spreads[name]:.3g} at most, and "
-                f"{allowed:.3g} is allowed. torch.use_deterministic_algorithms(True) makes it repeat them. Please "
+                f"{name} of the compiled step differs by {off:.3g} at least from {against}, which does not repeat its "
+                f"own numbers here: {len(plain)} runs of it differ by {spreads[name]:.3g} at most, and {allowed:.3g} is "
+                "allowed. torch.use_deterministic_algorithms(True) makes it repeat them. Please "
                 "report this if it differs then."
             )
     # Say that bits could not be compared.
     widest = max(spreads, key=lambda name: spreads[name])
     log.warning(
-        "Plain PyTorch does not repeat its own numbers here: %d of its results differ between %d runs, %s by %.3g. "
+        "%s does not repeat its own numbers here: %d of its results differ between %d runs, %s by %.3g. "
         "The compiled step is within that spread; bits could not be compared. "
         "torch.use_deterministic_algorithms(True) makes them repeat.",
+        against[0].upper() + against[1:],
         sum(spread > 0 for spread in spreads.values()),
         len(plain),
         widest,

@@ -16,6 +16,7 @@ import checkmate
 from checkmate.capture.fusion import compiling, kernels
 from checkmate.memory import measure_peak
 from checkmate.profiling import trial
+from checkmate.verification import compare
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import left_by
 
@@ -138,6 +139,13 @@ def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: An
     assert (found.plain_peak == found.measured_peak) == (kernels == "fused")  # which is compared with itself
     against = "the fused step that keeps everything" if kernels == "fused" else "plain PyTorch"
     assert str(found).startswith(f"verified: the same bits as {against}\n")
+
+
+@pytest.mark.parametrize(("kernels", "against"), [("same-bits", "plain PyTorch"), ("fused", "the fused step")])
+def test_an_error_says_what_was_compared(net: Net, kernels: Any, against: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "names_that_differ", lambda expected, found: ["output 0"] * (expected is not found))
+    with pytest.raises(checkmate.VerificationError, match=f"^output 0 of the compiled step differs from {against}"):
+        checkmate.verify(net, *_batch(), budget="1 GB", kernels=kernels)
 
 
 def _gated(x: Tensor) -> Tensor:
