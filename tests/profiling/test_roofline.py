@@ -17,7 +17,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem, Unsupported
 from checkmate.backends import passes
-from checkmate.capture import rewrite
+from checkmate.capture import random_draws
 from checkmate.profiling.data_sheets import device_named
 from checkmate.profiling.roofline import DEVICES, STATED, Device
 from tests.support.sampling import in_turn, long
@@ -115,7 +115,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
 def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for masks that a CPU may draw again and a GPU may not, and for inputs that only a CPU does without."""
     monkeypatch.setattr(passes, "forget_inputs", lambda graph: None)
-    monkeypatch.setattr(rewrite, "WORTH_BYTES", 2**40)
+    monkeypatch.setattr(random_draws, "WORTH_BYTES", 2**40)
     _, step, batch = CASES[name].make(0)
     measured = checkmate.trace(step, *batch)
     assert checkmate.trace(step, *batch, profile="roofline:laptop").graph == measured.graph
