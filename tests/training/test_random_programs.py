@@ -3,6 +3,8 @@
 Whatever may be written over is, where the plan has it die, in tight plans and in ample ones; some graphs are retained
 for a second backward.
 
+Some run by kernels of Inductor's, which take seconds to compile, and have the bits of the step that keeps everything.
+
 ``CHECKMATE_PROGRAMS=20000`` runs so many with ``-m long`` in place of 100, beside six in the suite;
 ``CHECKMATE_SEED=1`` draws others.
 """
@@ -22,8 +24,8 @@ from hypothesis import strategies as st
 import checkmate
 from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
-from checkmate.capture import rewrite
-from checkmate.capture.random_draws import WORTH_BYTES
+from checkmate.capture import random_draws
+from checkmate.capture.fusion.kernels import Kernels
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
@@ -58,7 +60,7 @@ def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
             solution = solve(problem, budget, method=chosen, time_limit=0.05 if chosen != "auto" else 0.2)
             if solution.plan is not None:
                 return solution
-        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+        return keep_all(problem)
 
     return plan
 
@@ -101,15 +103,23 @@ def run(program: Program, step: Callable[..., Any], spec: Spec, *, metered: bool
     return left, peak
 
 
-def check(spec: Spec, budget: float, method: str) -> None:
+def keep_all(problem: Problem) -> Solution:
+    return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+
+def check(spec: Spec, budget: float, method: str, kernels: Kernels = "eager") -> None:
     plain, program = Program(spec), Program(spec)
     try:
         expected, _ = run(plain, plain, spec, metered=False)
     except RuntimeError:  # a write to what the backward needs
         return
-    step = CaptureCache(program, Backend(solve_within(budget, method)))
-    worth = spec.seed % 2 * WORTH_BYTES  # small masks are drawn again too in half
-    with offering_ways(), patch.object(rewrite, "WORTH_BYTES", worth):
+    if kernels == "fused":
+        plain = Program(spec)
+        expected, _ = run(plain, CaptureCache(plain, Backend(keep_all, kernels=kernels)), spec, metered=False)
+        torch._dynamo.reset()
+    step = CaptureCache(program, Backend(solve_within(budget, method), kernels=kernels))
+    worth = spec.seed % 2 * random_draws.WORTH_BYTES  # small masks are drawn again too in half
+    with offering_ways(), patch.object(random_draws, "WORTH_BYTES", worth):
         found, peak = run(program, step, spec, metered=spec.extra == "none")
 
     assert_same_bits(found, expected)
@@ -127,6 +137,18 @@ def check(spec: Spec, budget: float, method: str) -> None:
 @drawn(6, SEED)
 def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
     check(spec, budget, method)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("kernels", "first_seed"), [("same-bits", SEED), long("fused", SEED), long("same-bits", SEED + 1)]
+)
+def test_a_few_programs_by_compiled_kernels(kernels: Kernels, first_seed: int) -> None:
+    def check_by(spec: Spec, budget: float, method: str) -> None:
+        check(spec, budget, method, kernels)
+
+    drawn(2, first_seed)(check_by)()
 
 
 @pytest.mark.usefixtures("one_thread")
