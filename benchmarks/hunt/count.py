@@ -1,13 +1,13 @@
 """Random programs, plainly and compiled at three budgets: the same bits, refused and why, wrong, or a raw error.
 
-    python -m benchmarks.hunt [PROGRAM ...] [--count 22000] [--block 200] [--jobs 1] [--seconds 60] [--small] [--report]
-                              [--out benchmarks/results/hunt.jsonl]
+    python -m benchmarks.hunt [PROGRAM ...] [--count 22000] [--start 0] [--block 200] [--jobs 1] [--seconds 60]
+                              [--small] [--report] [--out benchmarks/results/hunt.jsonl]
 
 Each number is a program: parameters, inputs and statements that plain PyTorch accepts, and how it is trained. Blocks of
 numbers run one after the other in processes of their own, and one row for each block is appended to the file: what came
 of how many, refusals by reason, and the numbers of those that were wrong or ended in a raw error. A program takes so
 many seconds of its process's own time at most. A run goes on where the one before it ended: blocks that have a row are
-left out.
+left out. Programs from number 22000 on may run by kernels that Inductor compiles, and take some seconds each.
 
 Programs that are named, by number or as files, run here and are printed; ``--small`` leaves out what is not needed for
 what came of them.
@@ -33,7 +33,7 @@ from benchmarks.hunt.write import program
 
 RESULTS = Path(__file__).parents[1] / "results" / "hunt.jsonl"
 WAIT = 10.0  # times its own seconds is how long a program is waited for, on a busy machine
-NAMED = ("wrong", "raw", "no end")  # outcomes whose programs a row names
+NAMED = ("wrong", "far", "raw", "no end")  # outcomes whose programs a row names
 OUTCOMES = {
     "same": "same bits",
     "refused": "refused",
@@ -41,6 +41,7 @@ OUTCOMES = {
     "trained": "only plain PyTorch refuses",
     "wavering": "plain PyTorch does not repeat itself",
     "wrong": "other bits",
+    "far": "numbers of fused kernels far from those of plain PyTorch",
     "raw": "raw exception",
     "no end": "no end",
 }
@@ -108,7 +109,8 @@ def main() -> None:
     """Run from the command line."""
     parser = documented(__doc__)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="numbers, or files, to run here")
-    parser.add_argument("--count", type=int, default=22_000, help="of the programs, from 0 on")
+    parser.add_argument("--count", type=int, default=22_000, help="where the programs end")
+    parser.add_argument("--start", type=int, default=0, help="the first; those from 22000 on may have fused kernels")
     parser.add_argument("--block", type=int, default=200, help="programs in one row")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=int, default=60, help="of its own time that a program may take")
@@ -123,7 +125,7 @@ def main() -> None:
     if args.programs:
         return
     known = {(row["first"], row["programs"]) for row in read(args.out)}
-    every = (range(i, min(i + args.block, args.count)) for i in range(0, args.count, args.block))
+    every = (range(i, min(i + args.block, args.count)) for i in range(args.start, args.count, args.block))
     blocks = [numbers for numbers in every if not args.report and (numbers.start, len(numbers)) not in known]
     for row in run(blocks, args.jobs, args.seconds):
         append(args.out, row)

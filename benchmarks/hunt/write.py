@@ -31,6 +31,8 @@ FAMILIES = (
     *("random", "functional", "custom", "layers"),
 )
 LATER, LATER_FAMILIES = 20_000, ("complex", "within", "reentrant")  # programs from this number on draw from these too
+COMPILED = 22_000  # programs from this number on may have kernels by Inductor, which take seconds to compile
+KERNELS = (*("eager",) * 4, *("same-bits",) * 3, "fused")
 SHAPES = (
     *((4, 6), (3, 4), (8, 3), (2, 3, 4), (6, 6), (16,), (1, 5), (5, 1), (2, 2, 3, 3), (0, 3), (33,), (), (4, 4)),
     *((7, 9), (12, 17), (65, 3), (130,), (3, 1, 4), (8, 8), (5, 129)),
@@ -75,6 +77,8 @@ def program(number: int) -> str:
     """The text of a program."""
     draw = random.Random(number)
     how = settings(draw)
+    if number >= COMPILED and (kernels := draw.choice(KERNELS)) != "eager":
+        how["kernels"] = kernels
     made, (p, x, b) = _making(draw, number)
     values = {f"{name}[{i}]": t for name, ts in (("p", p), ("x", x), ("B", b)) for i, t in enumerate(ts)}
     writer = _Writer(draw, {**vars(prelude), "p": p, "x": x, "B": b}, values)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.hunt import count, reduce, run
-from benchmarks.hunt.write import FAMILIES, HEAD, LATER, LATER_FAMILIES, lines_of, load, program
+from benchmarks.hunt.write import COMPILED, FAMILIES, HEAD, LATER, LATER_FAMILIES, lines_of, load, program
+from tests.support.sampling import long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = f"""HOW = {{'backward': 'loss', 'threads': 1, 'optimizer': 'SGD(P, lr=0.1)'}}
@@ -32,6 +33,45 @@ def test_a_number_is_a_program() -> None:
         text = program(number)
         assert text == program(number)
         assert {"HOW", "make", "fn"} <= load(text).keys()
+
+
+def test_later_programs_have_compiled_kernels() -> None:
+    def drawn(numbers: range) -> set[str | None]:
+        return {load(program(number))["HOW"].get("kernels") for number in numbers}
+
+    assert drawn(range(COMPILED - 10, COMPILED)) == {None}
+    assert drawn(range(COMPILED, COMPILED + 20)) == {None, "same-bits", "fused"}
+
+
+def _by(kernels: str) -> str:
+    return TEXT.replace("HOW = {", f"HOW = {{'kernels': {kernels!r}, ")
+
+
+@pytest.mark.parametrize("kernels", [long("same-bits"), long("fused")])
+def test_a_program_runs_by_compiled_kernels(kernels: str) -> None:
+    assert run.outcome(_by(kernels))["outcome"] == "same"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("times", "outcome"), [(-1, "far"), (1.001, "wrong")])
+def test_fused_kernels_are_near_plain_and_repeat_their_bits(
+    times: float, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs of theirs are far from plain PyTorch, or near, and one has other bits."""
+    train, compiled_runs = run.train, list[str]()
+
+    def differently(text: str, wrap: Any, *rest: Any) -> Any:
+        found, step = train(text, wrap, *rest)
+        compiled_runs.extend([] if wrap is None else [text])
+        if outcome == "far" or len(compiled_runs) == 2:
+            found["result 0 of step 1"] = found["result 0 of step 1"] * (1 if wrap is None else times)
+        return found, step
+
+    monkeypatch.setattr(run, "train", differently)
+    row = run.outcome(_by("fused"))
+    assert row["outcome"] == outcome
+    assert row["why"].startswith("1 differ: ")
+    assert "result 0 of step 1" in row["why"]
 
 
 @pytest.mark.slow
