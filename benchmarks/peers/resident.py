@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from benchmarks.common.runner import RESULTS, Benchmark
 from benchmarks.common.timing import step_and_back
 from benchmarks.peers.report import KEY, PEERS, latest, same_bits
 from benchmarks.peers.settings import EAGER, OURS, named
-from benchmarks.peers.subjects import NETWORKS, Network, Subject
+from benchmarks.peers.subjects import NETWORKS, Subject, networks_at
 from checkmate.memory import native
 
 FAMILIES = (EAGER.family, *PEERS, OURS)
@@ -64,11 +63,9 @@ def measure(rows: Sequence[Row], report: Callable[[str], None], where: str = WHE
 def one(asked: Row) -> list[Row]:
     """Train one way in this process, and say how far the peak of its steps is above what there was before the model."""
     torch.set_num_threads(asked["threads"])
-    module, name = asked["where"].split(":")
-    networks: dict[str, Network] = getattr(import_module(module), name)
     native.start()
     failure, level = native.wait(), status("VmRSS")
-    subject = Subject.of(networks[asked["model"]], torch.device("cpu"))
+    subject = Subject.of(networks_at(asked["where"])[asked["model"]], torch.device("cpu"))
     setting = named(subject, asked["family"], asked["knob"], asked["budget"], asked["time_limit"])
     with setting.config():
         step: Any = setting.build(subject)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint_sequential, crea
 import checkmate
 from benchmarks.networks.batches import Step
 from benchmarks.peers.subjects import Subject
+from checkmate.capture.fusion.kernels import Kernels
 
 aten = torch.ops.aten
 OURS = "checkmate"
@@ -100,18 +101,23 @@ def named(subject: Subject, family: str, knob: str, budget: int | None, time_lim
     return next(setting for setting in known if (setting.family, setting.knob) == (family, knob))
 
 
+def inductor(share: float = 1.0, build: Callable[[Subject], Step] = _plain) -> Setting:
+    """`torch.compile` by its default, which runs kernels of its own, with this share of activations."""
+    config = partial(_memory_budget, share, "dp")
+    return Setting("inductor", f"dp {share:g}", _compiled(build, "inductor"), config, exact=False)
+
+
 def inductor_peers() -> Iterator[Setting]:
-    """`torch.compile` by its default, which runs kernels of its own."""
-    for share in INDUCTOR_BUDGETS:
-        config = partial(_memory_budget, share, "dp")
-        yield Setting("inductor", f"dp {share:g}", _compiled(_plain, "inductor"), config, exact=False)
+    """`torch.compile` by its default at some budgets."""
+    return map(inductor, INDUCTOR_BUDGETS)
 
 
-def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
+def ours(budget: int, time_limit: float, method: str = "auto", kernels: Kernels = "eager") -> Setting:
     """`checkmate.compile` within a budget of bytes, in an arena."""
     family = OURS if method == "auto" else "heuristics"
     knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
     options: Any = {"time_limit": time_limit, "method": method, "memory": "arena", "wait": "best"}
+    options["kernels"] = kernels
     return Setting(
         family, knob, lambda subject: checkmate.compile(subject.plain, budget=budget, **options), budget=budget
     )

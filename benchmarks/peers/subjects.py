@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -124,6 +125,13 @@ _ALL = (
     ),
 )
 NETWORKS = {network.name: network for network in _ALL}
+
+
+def networks_at(where: str) -> dict[str, Network]:
+    """A dict of networks by name, as another process finds it: ``module:name``."""
+    module, name = where.split(":")
+    found: dict[str, Network] = getattr(import_module(module), name)
+    return found
 
 
 def on_a_gpu(*, small: bool) -> dict[str, Network]:

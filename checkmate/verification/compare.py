@@ -332,9 +332,9 @@ def compare_with_spread(
         if not off <= allowed:
             raise VerificationError(
                 f"{name} of the compiled step differs by {off:.3g} at least from {against}, which does not repeat its "
-                f"own numbers here: {len(plain)} runs of it differ by {spreads[name]:.3g} at most, and {allowed:.3g} is "
-                "allowed. torch.use_deterministic_algorithms(True) makes it repeat them. Please "
-                "report this if it differs then."
+                f"own numbers here: {len(plain)} runs of it differ by {spreads[name]:.3g} at most, and {allowed:.3g} "
+                "is allowed. torch.use_deterministic_algorithms(True) makes it repeat them. Please report this if it "
+                "differs then."
             )
     # Say that bits could not be compared.
     widest = max(spreads, key=lambda name: spreads[name])

@@ -155,18 +155,6 @@ def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
     assert {*shown} <= {*written}
 
 
-def test_the_figures_of_kernels_come_from_the_committed_rows() -> None:
-    rows = latest([row for row in _rows("kernels") if "ratio" in row], "model", "way")
-    written = {
-        f"| {row['model']} | {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} "
-        f"| {'same bits' if row['same_bits'] else 'others'} |"
-        for row in rows
-    }
-    shown = _lines(r"^\| [\w-]+ \| .* MB \| .* \|$", PAGES["kernels"])
-    assert len(shown) == 24
-    assert {*shown} <= written
-
-
 def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
     rows = (row for row in _rows("start") if not row.get("times"))
     first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
