@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.around import Around
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.nodes import leaf_nodes, storages, written
 from checkmate.capture.patches.small_changes import here
 from checkmate.capture.rewrite import without_dead_code
@@ -183,8 +184,17 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     for node in module.graph.find_nodes(op="placeholder"):
         mine = graph.node_copy(node)
         known[node] = None if node.name in names else mine, _is_tangent(node)
-    for node in module.graph.nodes:
-        if node.op in ("placeholder", "output"):
+    _copy_defined(module.graph, graph, known)
+    output: Any = module.graph.output_node()
+    results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
+    graph.output(results).meta = output.meta
+    return without_dead_code(module, graph)
+
+
+def _copy_defined(ops: fx.Graph, graph: fx.Graph, known: dict[fx.Node, _Known]) -> None:
+    """Copy the ops of a graph that run if some of what they read is undefined, as ``known`` tells of its arguments."""
+    for node in ops.nodes:
+        if node.op in ("placeholder", "output") or node in known:
             continue
         given = [n for n in node.all_input_nodes if known[n][1]]
         # autograd adds two gradients here; that of `torch.round` depends on none that is handed in
@@ -195,6 +205,16 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
             continue
         # A sum of two gradients, one of which is undefined, is the other; it does not broadcast or convert that.
         defined = [n for n in node.all_input_nodes if known[n][0] is not None]
+        if isinstance(node.target, Kernel) and len(defined) < len(node.all_input_nodes):
+            # The ops of a group run one by one: some of its results may be undefined, and others a term of a sum.
+            inner = node.target.ops.graph
+            args: Any = zip(inner.find_nodes(op="placeholder"), node.args, strict=True)
+            within: dict[fx.Node, _Known] = {placeholder: known[arg] for placeholder, arg in args}
+            _copy_defined(inner, graph, within)
+            results: Any = inner.output_node().args[0]
+            known[node] = None, True
+            known.update({user: within[results[user.args[1]]] for user in node.users})
+            continue
         copy = None
         if node.target is aten.add.Tensor and not node.kwargs and (len(node.all_input_nodes), len(defined)) == (2, 1):
             term, total = defined[0].meta["val"], node.meta["val"]
@@ -202,10 +222,6 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
         if copy is not None:
             copy.meta[IN_PLACE_OF] = {*copy.meta.get(IN_PLACE_OF, ()), *storages(node)}
         known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
-    output: Any = module.graph.output_node()
-    results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
-    graph.output(results).meta = output.meta
-    return without_dead_code(module, graph)
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:

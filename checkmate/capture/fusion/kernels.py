@@ -145,7 +145,7 @@ def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[f
             )
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {"val": node.meta["val"]}
+        copies[node].meta = {key: node.meta[key] for key in ("val", "is_gradient_acc") if key in node.meta}
     graph.output(tuple(copies[node] for node in results))
     ops = fx.GraphModule(nn.Module(), graph)
     like = tuple(node.meta["val"] for node in inputs)

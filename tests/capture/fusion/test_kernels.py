@@ -141,6 +141,30 @@ def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: An
     assert str(found).startswith(f"verified: the same bits as {against}\n")
 
 
+@pytest.mark.parametrize(("kernels", "transposed"), [("same-bits", False), ("fused", True)])
+def test_a_gradient_that_is_undefined_stays_so_within_a_group(kernels: Any, transposed: bool) -> None:
+    """The second result has none: a weight that only it reaches has none either, and minus zero stays minus zero."""
+    made = [torch.randn(4, 4) for _ in range(2)]
+    weights = [(t.t() if transposed else t).requires_grad_() for t in made]
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = weights
+        shared = a * 0.5
+        return (shared * 3 * x.t()).sum() * -0.0, shared * 2 + b * x.t()
+
+    def left(step: Any) -> list[Tensor | None]:
+        for weight in weights:
+            weight.grad = None
+        step(torch.ones(4, 4))[0].backward()
+        return [weight.grad for weight in weights]
+
+    compiled = checkmate.compile(step, budget="1 MB", kernels=kernels, verify=False)
+    found, expected = left(compiled), left(step)
+    assert _fused_ops(compiled.plans[0].problem)
+    assert found[1] is expected[1] is None
+    assert_same_bits(found[:1], expected[:1])
+
+
 @pytest.mark.parametrize(("kernels", "against"), [("same-bits", "plain PyTorch"), ("fused", "the fused step")])
 def test_an_error_says_what_was_compared(net: Net, kernels: Any, against: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "names_that_differ", lambda expected, found: ["output 0"] * (expected is not found))
