@@ -29,8 +29,14 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # takes its arguments out of
 Key = tuple[str, int | None]  # what a kernel computes, and the argument that it writes over
 Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # sizes and strides of an argument
 FEW = 3  # kernels that are compiled as soon as other processes have begun
-# Memory of captured graphs would be in no plan; each op rounds its result to its type, as eager kernels do.
-_SETTINGS = {"triton.cudagraphs": False, "emulate_precision_casts": True, "fallback_random": True}
+# Memory of captured graphs would be in no plan. Each op rounds its result to its type, as eager kernels do. No kernel is
+# chosen by its time, where that would change bits from one process to the next.
+_SETTINGS = {
+    "triton.cudagraphs": False,
+    "emulate_precision_casts": True,
+    "deterministic": True,
+    "fallback_random": True,
+}
 _kernels: dict[Key, Boxed] = {}
 _begun: dict[Key, Future[None]] = {}  # kernels that another process compiles
 
