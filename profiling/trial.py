@@ -61,6 +61,7 @@ BLOCK_SETS = ("cancelling",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # special numbers at the begin of a tensor
 AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
+MOST_INTEGER = 2**24  # of the whole numbers that the kernel of a group is tried on
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 
 Call = Callable[[], Any]
@@ -142,11 +143,15 @@ def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
 def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
     """(LENGTH,) numbers of a set, on the CPU: equal in every process; nothing stays on a device."""
     generator = torch.Generator().manual_seed(0)
-    if name == "all" and dtype.itemsize == 2:
+    if name == "all" and dtype.itemsize == 2 and dtype.is_floating_point:
         return torch.randperm(2**16, generator=generator).to(torch.int16).view(dtype)
     drawn = torch.rand(LENGTH, generator=generator, dtype=torch.float64)
     if dtype is torch.bool:
         return drawn < 0.7  # more are true than false
+    if not dtype.is_floating_point:  # none is zero, by which some ops divide
+        most = min(torch.iinfo(dtype).max, MOST_INTEGER)
+        signs = torch.where(drawn.roll(1) < 0.5, -1, 1) if dtype.is_signed else 1
+        return ((most**drawn).floor() * signs).to(dtype)
     if name == "usual":
         return drawn.mul_(0.8).add_(0.1).to(dtype)
     signs = torch.where(drawn.roll(1) < 0.5, -1.0, 1.0)
@@ -197,8 +202,8 @@ def same_in_two(node: fx.Node) -> bool:
 def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
     """Tell whether the kernel of a group runs, and gives what its ops give, as they lie in memory.
 
-    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets, on all numbers of 16
-    bits, if a tensor is as large, and on as many drawn ones as it has elements, up to a million.
+    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets, whole ones of both
+    signs and many sizes among them, on all numbers of 16 bits, if a tensor is as large, and on as many drawn ones as it has elements, up to a million.
     """
     target: Any = node.target
 
@@ -210,7 +215,7 @@ def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
             log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), told)
             return False
         run = call_of(node)
-        numbers = [t for t in tensors(run.args) if t.is_floating_point() or t.dtype is torch.bool]
+        numbers = [t for t in tensors(run.args) if not t.is_complex()]
         draw = torch.Generator().manual_seed(0)
         for name in (*SETS, "all", "drawn") if same_bits else SETS[-1:]:
             _fill_all(numbers, name, run)

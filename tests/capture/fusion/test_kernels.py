@@ -110,6 +110,22 @@ def test_fewer_ops_keep_less_and_move_fewer_bytes() -> None:
     assert len({*_fused_ops(fused)}) < len(_fused_ops(fused))  # blocks share theirs
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_groups_that_read_whole_numbers_have_the_bits_of_plain_pytorch(dtype: torch.dtype) -> None:
+    """Positions, whose cosines Inductor may compute another way than PyTorch."""
+    x, positions = torch.randn(64, 32, requires_grad=True), torch.arange(64).to(dtype)
+    inverse, weight = 1e4 ** -torch.linspace(0, 1, 16), torch.randn(32, 32)
+
+    def step(x: Tensor, positions: Tensor) -> Tensor:
+        angles = torch.cat([positions[:, None] * inverse] * 2, -1)
+        return ((x @ weight) * angles.cos() + (weight @ x.t()).t() * angles.sin()).square().sum()
+
+    compiled = checkmate.compile(step, budget="1 MB", kernels="same-bits", verify=False)
+    mine, plain = compiled(x, positions), step(x, positions)
+    assert_same_bits([mine, *torch.autograd.grad(mine, x)], [plain, *torch.autograd.grad(plain, x)])
+    assert _fused_ops(compiled.plans[0].problem)
+
+
 def test_a_whole_step_has_the_bits_of_plain_pytorch(net: Net) -> None:
     batch = _batch()
     states = []
