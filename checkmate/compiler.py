@@ -242,7 +242,7 @@ class CompiledStep(Planned, Generic[P, R]):
         if backend.kernels != "fused":
             return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
         # Its bits are those of the fused step that keeps everything.
-        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", single=backend.single))
+        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", op_by_op=backend.op_by_op))
         against = "the fused step that keeps everything"
         return compare_with_plain(reference, self, self._run, args, kwargs, anew, calls, against)
 

@@ -78,7 +78,9 @@ def key_of(node: fx.Node) -> str:
         is_several = isinstance(arg, fx.Node) and not isinstance(what, torch.Tensor)
         return tree_map(_describe, what) if is_several else _describe(what)
 
-    name = f"{target_name(node)} {node.target.key}" if isinstance(node.target, Launch) else target_name(node)
+    name = target_name(node)
+    if isinstance(node.target, (Launch, Kernel)):
+        name += f" {node.target.key}{' open' * getattr(node.target, 'is_open', False)}"
     return f"{name} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import same_random_state
+from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.aliasing import candidates
 from checkmate.capture.inplace.rules import written_of
 from checkmate.capture.joint import Joint
@@ -113,6 +114,8 @@ def _has_same_needs(node: fx.Node, before: fx.Node | None, needed: int) -> bool:
     dense; and what goes row by row sums up a row before it writes it, and copies what is not contiguous.
     """
     assert before is not None
+    if isinstance(node.target, Kernel):  # other code than before
+        return False
     tensors_ = [n.meta["val"] for n in (before, *before.all_input_nodes)]
     if _is_pointwise(node):
         elements = [t.numel() for t in tensors_ if isinstance(t, torch.Tensor) and t.dim()]

@@ -40,6 +40,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.device import in_autograds_thread, same_random_state
+from checkmate.capture.fusion import open_sizes
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.inplace.rules import call_over, positions_to_try, written_of
@@ -58,6 +59,7 @@ log = logging.getLogger("checkmate.profiling")
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
 BLOCK_SETS = ("cancelling",)
+SETS_AGAIN = ("special", "drawn")  # of a kernel that was tried at other sizes
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # special numbers at the begin of a tensor
 AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
@@ -199,25 +201,38 @@ def same_in_two(node: fx.Node) -> bool:
     return bool(_once("in two", node, trial, "its gradients are computed at once"))
 
 
-def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
+def runs_well(node: fx.Node, *, same_bits: bool, sizes: tuple[int, ...] = (), anew: bool = True) -> bool:
     """Tell whether the kernel of a group runs, and gives what its ops give, as they lie in memory.
 
-    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets, whole ones of both
-    signs and many sizes among them, on all numbers of 16 bits, if a tensor is as large, and on as many drawn ones as it has elements, up to a million.
+    ``same_bits``: it has to give their bits too, where they are numbers, on numbers of all sets, whole ones among them,
+    on all numbers of 16 bits, if a tensor is as large, and on as many drawn ones as it has elements, up to a million.
+    ``sizes``: of the step, where they are open: what was tried at others is tried on special and drawn numbers only.
+    ``anew``: a kernel that is for these sizes only is compiled.
     """
     target: Any = node.target
 
-    def trial() -> bool:
+    def compiles(compile: Callable[..., Any], *args: Any) -> bool:
         try:
-            target.compiled()
+            return bool(compile(*args))
         except RuntimeError as error:
             told = str(error).strip().partition("\n")[0]
             log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), told)
             return False
+
+    sets: tuple[str, ...] = (*SETS, "all", "drawn") if same_bits else SETS[-1:]
+    if sizes:
+        with same_random_state(device_of_op(node)):
+            if not compiles(partial(open_sizes.may_run, anew=anew), target, sizes):
+                return False
+        sets = SETS_AGAIN if open_sizes.was_tried(target) else sets
+
+    def trial() -> bool:
+        if not compiles(target.compiled):
+            return False
         run = call_of(node)
         numbers = [t for t in tensors(run.args) if not t.is_complex()]
         draw = torch.Generator().manual_seed(0)
-        for name in (*SETS, "all", "drawn") if same_bits else SETS[-1:]:
+        for name in sets:
             _fill_all(numbers, name, run)
             for tensor in filter(torch.is_floating_point, numbers if name == "drawn" else ()):
                 flat(tensor).copy_(flat(made_up(tensor, draw, seed=0)))
@@ -228,7 +243,10 @@ def runs_well(node: fx.Node, *, same_bits: bool) -> bool:
                 return False
         return True
 
-    return bool(_once(f"kernel, bits: {same_bits}", node, trial, "its ops run one by one"))
+    is_good = bool(_once(f"kernel, bits: {same_bits}", node, trial, "its ops run one by one"))
+    if sizes:
+        open_sizes.note(target, sizes, is_good=is_good)
+    return is_good
 
 
 def _lie_alike(made: Any, like: Any, given: Any) -> bool:

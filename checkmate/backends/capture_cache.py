@@ -409,7 +409,10 @@ def _values_then(known: _Entry, numbers: Set[str], given: dict[str, Any]) -> dic
 
 def _check(known: CapturedStep, values: Mapping[str, Number], joint: Joint) -> None:
     """Compare an earlier capture with this one, at its sizes and with its numbers."""
-    earlier = None if known.training is None else joint_of(known.training.plans[0].captured)
+    if known.single is not None:
+        earlier: Joint | None = known.single()
+    else:
+        earlier = None if known.training is None else joint_of(known.training.plans[0].captured)
     if earlier is None or as_data(values, joint) != as_data(values, earlier):
         raise NotFree(f"with {values or 'the sizes of before'} the step is another one than before")
 

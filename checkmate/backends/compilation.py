@@ -48,7 +48,7 @@ from checkmate.capture.patches.transforms import closing_levels
 from checkmate.capture.provenance import input_names
 from checkmate.capture.rewrite import states_kept
 from checkmate.capture.sharded.shards import Shards, local
-from checkmate.capture.sizes import fixed_at, open_sizes, symbols_of
+from checkmate.capture.sizes import Sizes, fixed_at, open_sizes, symbols_of
 from checkmate.codegen.boxed import ANEW
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
 from checkmate.codegen.emit import Modules
@@ -103,6 +103,9 @@ class CapturedStep:
         None  # by which it runs; None: it needs no gradient, and is not planned
     )
     arena: Arena | None = None  # serves it; None: PyTorch's allocator
+    single: Callable[[], Joint] | None = (
+        None  # the step without groups, at the sizes of its first plan; None: as planned
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +120,7 @@ class Backend:
     second_memories: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
     kernels: Kernels = "eager"  # of groups of ops
-    single: set[str] = field(
-        default_factory=set
-    )  # kernels whose ops run one by one, since they are in the way of a budget
+    op_by_op: set[str] = field(default_factory=set)  # patterns of kernels in the way of a budget
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
 
     @property
@@ -196,6 +197,7 @@ class _Compilation:
         self.sharing = Sharing()
         self.training: SwappablePlan | SizedPlans | None = None
         self.plan: Solution | None = None  # for the sizes of this call
+        self.single: Callable[[], Joint] | None = None  # the step without groups, if it has some
         self.search_on: Callable[..., None] | None = None  # begins to look for a better plan
 
     def compiled(self) -> CapturedStep:
@@ -232,7 +234,7 @@ class _Compilation:
                 training.plan = step_problem.with_guards(training.plan, taken)
         if self.search_on is not None:
             self.search_on(taken=taken)
-        return CapturedStep(surrounded(run, [*self._around()]), guards.answers, training, self.arena)
+        return CapturedStep(surrounded(run, [*self._around()]), guards.answers, training, self.arena, self.single)
 
     def _around(self) -> Iterator[Around]:
         """List the parts around each call, from the outside in."""
@@ -292,29 +294,31 @@ class _Compilation:
                 rewrite(graph)
             return module
 
-        def compile_ahead(kernels: Sequence[Kernel]) -> None:
-            if device.type == "cpu" and not fakes:
-                begin(variant for kernel in kernels for variant in kernel.variants)
-
-        same_bits, single = backend.kernels == "same-bits", backend.single
-
-        def fused(module: fx.GraphModule) -> fx.GraphModule:
-            good = (lambda node: True) if fakes else partial(runs_well, same_bits=same_bits)
-            module = fx.GraphModule(module, deepcopy(module.graph))
-            alone = {storage(tensor) for tensor, _ in noted}
-            fuse(module, traced, good, compile_ahead, reductions=not same_bits, alone=alone, single=single)
-            return module
-
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
+        same_bits, op_by_op = backend.kernels == "same-bits", backend.op_by_op
+        decided: dict[str, Any] = {}  # groups, at whatever sizes
+        compiles_ahead = device.type == "cpu" and not fakes
 
-        def rewrite_at(module: fx.GraphModule, states: Collection[str] | None) -> fx.GraphModule:
-            module = rewrite_ops(module, states)
-            return fused(module) if is_fused else module
+        def fused(module: fx.GraphModule, sizes: Sizes = ()) -> fx.GraphModule:
+            def compile_ahead(kernels: Sequence[Kernel]) -> None:
+                if compiles_ahead and not sizes:
+                    begin(variant for kernel in kernels for variant in kernel.variants)
+
+            tried = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
+            module = fx.GraphModule(module, deepcopy(module.graph))
+            fuse(
+                *(module, traced, (lambda node: True) if fakes else tried, compile_ahead),
+                reductions=not same_bits,
+                alone={storage(tensor) for tensor, _ in noted},
+                op_by_op=op_by_op,
+                decided=decided if sizes else None,
+            )
+            return module
 
         updates = None if backend.updates is None else backend.updates.updates
 
         # The ops and values of the graph.
-        names, numbers, draws, noted = self.names, self.numbers, self.draws, self.noted
+        names, numbers, draws, noted, poses = self.names, self.numbers, self.draws, self.noted, self.call.poses
         parameters = [i for i, tensor in enumerate(self.known) if isinstance(tensor, torch.nn.Parameter)]
 
         def traced(module: fx.GraphModule) -> TracedStep:  # without `self`: the problem keeps this
@@ -401,9 +405,11 @@ class _Compilation:
 
         code = sized = None
         places = open_sizes(module.graph, free) if is_open else {}
-        reading = Reading(module, rewrite_at, read, pose, split, source, in_all, tuple(places), free)
+        reading = Reading(
+            module, rewrite_ops, fused if is_fused else None, read, pose, split, source, in_all, tuple(places), free
+        )
         if is_open or self.call.poses:
-            self._refuse_sizes(module.graph, second_memory, compiled=is_fused and not fakes)
+            self._refuse_sizes(module.graph, second_memory, fused=is_fused and backend.kernels == "fused" and not fakes)
         if not is_open and (self.call.poses or (self.call.earlier and free)):
             env = TracingContext.get().fake_mode.shape_env
             raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
@@ -411,11 +417,11 @@ class _Compilation:
             raise _Read(reading)
         if not is_open:
             module = rewrite_ops(module)
-            joint = read(module)
+            joint = single = read(module)
             if self.numbers:
                 self.call.check(joint)
             if is_fused:
-                joint = read(fused(module))
+                joint, self.single = read(fused(module)), lambda: single
             problem = split(pose(joint), joint.module)
             while True:
                 try:
@@ -429,11 +435,11 @@ class _Compilation:
                     if not ranks.train_together():
                         kernels = step_problem.kernels_above(problem, limit) or kernels
                 while kernels:
-                    single |= kernels
+                    op_by_op |= kernels
                     joint = read(fused(module))
                     problem = split(pose(joint), joint.module)
                     kernels = step_problem.kernels_above(problem, limit)
-                log.info("within %s, groups of %d kinds run op by op", format_bytes(limit), len(single))
+                log.info("within %s, groups of %d kinds run op by op", format_bytes(limit), len(op_by_op))
             self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:
             # Its sizes are inputs: with those of an earlier capture it has to be what was captured then.
@@ -441,11 +447,19 @@ class _Compilation:
             assert isinstance(planner, Planner)
             earlier, then = reading.first_alike(self.call.earlier, sizes, self.guards.answers)
             joint = reading.joint(then)
-            training, (known, problems) = earlier.training.plans[0], earlier.known(joint, reading)
+            of_ops = reading.single(then) if is_fused else joint
+            training, (known, problems) = earlier.training.plans[0], earlier.known(joint, of_ops, reading)
             if known is None:  # numbers that were no inputs then are handed in by an op: plan it as a first step
                 then, joint = sizes, reading.joint(sizes)
                 problems = [split(pose(joint), joint.module)]
-                training = SwappablePlan(find(problems[0]), problems[0])
+                try:
+                    training = SwappablePlan(find(problems[0]), problems[0])
+                except InfeasibleBudget:
+                    if not is_fused:
+                        raise
+                    joint = reading.single(sizes)
+                    problems = [split(pose(joint), joint.module)]
+                    training = SwappablePlan(find(problems[0]), problems[0])
                 known = training.plan
             reading = replace(reading, states=states_kept(joint.module.graph))
             code = SwappableCode(results, reading.places, sizes, len(joint.step.given_numbers))
@@ -453,6 +467,7 @@ class _Compilation:
             self.training = sized = SizedPlans(
                 reading, earlier, training, known, problems, then, find, write, code, most
             )
+            self.single = sized.single if is_fused else None
             if self.guards.answers and backend.measures:
                 sized.guarding(self.guards, backend.limit(known))
             at_once = None if then == sizes else sized.plan_at(sizes)
@@ -474,11 +489,11 @@ class _Compilation:
             self.search_on = partial(alone.go_on, plan.rest, code, write)
         return modules.forward, modules.backward
 
-    def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None, *, compiled: bool) -> None:
+    def _refuse_sizes(self, graph: fx.Graph, second_memory: SecondMemory | None, *, fused: bool) -> None:
         """Raise `NotFree` for a capture that cannot have open sizes."""
         reasons = {
             "some of its tensors are tagged": self.noted,
-            "the kernels of its groups of ops are compiled for one": compiled,
+            "sums of fused kernels may round otherwise at sizes that change": fused,
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
         }
         if self.call.poses:

@@ -49,13 +49,13 @@ class Earlier:
     numbers: Mapping[str, Number]  # by Dynamo's names, what those that are inputs now were then
     answers: Sequence[bool | int]  # to what it asks of its tensors
 
-    def known(self, joint: Joint, reading: Reading) -> tuple[Solution | None, list[Problem]]:
+    def known(self, joint: Joint, single: Joint, reading: Reading) -> tuple[Solution | None, list[Problem]]:
         """The plan of the earlier capture, for the same step as it is captured now at the same sizes.
 
-        None, if it has other ops. With it come the problems of the step, and of the step with its loss in the plan's
-        parts, at these sizes.
+        None, if it has other ops; ``single`` is the step without groups. With it come the problems of the step, and of
+        the step with its loss in the plan's parts, at these sizes.
         """
-        self.check(joint)
+        self.check(single)
         if not is_swappable(joint):
             raise NotFree("its plans save other things: what it writes twice, as a norm that is applied twice")
         plan, captured = self.training.plan, without_rules(self.training.plans[0].captured)
@@ -75,13 +75,15 @@ class Earlier:
 class Reading:
     """How a joint graph with open sizes is read at given sizes.
 
-    ``rewrite`` makes the graph's ops those that run, ``read`` finds ops and values, ``pose`` adds costs and bytes,
-    measured here, and ``split`` the splits of its loss (`with_loss_in_parts`). ``pose`` counts all that is in use
-    beside a call of the capture, if not given ``in_all`` of another one: a function of the bytes that the graph reads.
+    ``rewrite`` makes the graph's ops those that run, ``fuse`` groups of these one op each, if given; ``read`` finds ops
+    and values, ``pose`` adds costs and bytes, measured here, and ``split`` the splits of its loss
+    (`with_loss_in_parts`). ``pose`` counts all that is in use beside a call of the capture, if not given ``in_all`` of
+    another one: a function of the bytes that the graph reads.
     """
 
     module: fx.GraphModule
     rewrite: Callable[[fx.GraphModule, Collection[str] | None], fx.GraphModule]
+    fuse: Callable[[fx.GraphModule, Sizes], fx.GraphModule] | None
     read: Callable[[fx.GraphModule], Joint]
     pose: Callable[..., Problem]
     split: Callable[..., Problem]
@@ -96,7 +98,11 @@ class Reading:
         with outside_tracing():
             module = put_in(self.module, sizes, inputs, self.numbers)
             module = self.rewrite(module, self.states)
-            return self.read(module)
+            return self.read(module if self.fuse is None else self.fuse(module, sizes))
+
+    def single(self, sizes: Sizes) -> Joint:
+        """The step at these sizes without groups."""
+        return replace(self, fuse=None).joint(sizes)
 
     def first_alike(
         self, captures: Sequence[Earlier], sizes: Sizes, answers: Sequence[bool | int]
@@ -259,9 +265,22 @@ class SizedPlans(Around):
         """End the search."""
         self.training.end()
 
+    def single(self) -> Joint:
+        """The step at the largest sizes without groups."""
+        return self._reading.single(self.sizes)
+
     def plan_at(self, sizes: Sizes, inputs: Sequence[Any] | None = None) -> SwappablePlan:
         """Find the plan for these sizes."""
-        reading, plans = self._reading, [self._first, *(plan.plan for plan in self.plans)]
+        try:
+            return self._plan_at(self._reading, sizes, inputs)
+        except InfeasibleBudget:
+            if self._reading.fuse is None:
+                raise
+        # Its ops one by one have the same bits, and need less at once.
+        return self._plan_at(replace(self._reading, fuse=None), sizes, inputs)
+
+    def _plan_at(self, reading: Reading, sizes: Sizes, inputs: Sequence[Any] | None) -> SwappablePlan:
+        plans = [self._first, *(plan.plan for plan in self.plans)]
         problem = reading.problem(reading.joint(sizes, inputs), self._problems)
         # Where it is larger than all before, or does not fit, other random states may be worth to be kept.
         refusal: InfeasibleBudget | None = None

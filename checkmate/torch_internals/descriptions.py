@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from checkmate.torch_internals.names import Name, Table
 
+_OPEN = "groups of ops are compiled for each size"
 _RULES = "torch._subclasses.fake_impls"
 NAMES = Table(
     Name("FakeTensor", "torch._subclasses.fake_tensor", "a tensor without data"),
     Name("FakeTensorMode", "torch._subclasses.fake_tensor", "what makes these; its `_dispatch_impl` describes an op"),
+    Name("ShapeEnv", "torch.fx.experimental.symbolic_shapes", "what knows symbols of open sizes", _OPEN),
+    Name("DimDynamic", "torch.fx.experimental.symbolic_shapes", "says that a size is a symbol", _OPEN),
+    Name("ConstantSource", "torch._dynamo.source", "a name of a symbol", _OPEN),
     Name("FunctionalTensor", "torch._subclasses.functional_tensor", "a tensor to which writes are traced as new ones"),
     Name("FunctionalTensorMode", "torch._subclasses.functional_tensor", "what makes these, op by op"),
     Name("MetaTensorDesc", "torch._subclasses.meta_utils", "a description of a tensor on the meta device"),

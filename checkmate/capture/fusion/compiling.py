@@ -29,7 +29,7 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # takes its arguments out of
 Key = tuple[str, int | None]  # what a kernel computes, and the argument that it writes over
 Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # sizes and strides of an argument
 FEW = 3  # kernels that are compiled as soon as other processes have begun
-# Memory of captured graphs would be in no plan. Each op rounds its result to its type, as eager kernels do. No kernel is
+# Memory of captured graphs would be in no plan. Each op rounds its result to its type, as eager kernels do. None is
 # chosen by its time, where that would change bits from one process to the next.
 _SETTINGS = {
     "triton.cudagraphs": False,
@@ -38,6 +38,7 @@ _SETTINGS = {
     "fallback_random": True,
 }
 _kernels: dict[Key, Boxed] = {}
+_bound: dict[str, Callable[[int | None], Boxed]] = {}  # code of open sizes, for the sizes of a kernel, by its key
 _begun: dict[Key, Future[None]] = {}  # kernels that another process compiles
 
 
@@ -74,7 +75,9 @@ def compiled(key: str, ops: fx.GraphModule, like: Sequence[Tensor], over: int | 
     Raises:
         RuntimeError: if it cannot be compiled.
     """
-    if (key, over) not in _kernels:
+    if (key, over) not in _kernels and key in _bound:
+        _kernels[key, over] = _bound[key](over)
+    elif (key, over) not in _kernels:
         if (elsewhere := _begun.pop((key, over), None)) is not None:
             wait([elsewhere])  # if it failed, it is tried again here
         try:
@@ -82,6 +85,33 @@ def compiled(key: str, ops: fx.GraphModule, like: Sequence[Tensor], over: int | 
         except Exception as error:  # of any kind: a compiler's
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
     return _kernels[key, over]
+
+
+def compiled_at_open_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph, which Inductor may change, for inputs without data, symbols among them.
+
+    Raises:
+        RuntimeError: if it cannot be compiled.
+    """
+    settings = {**_SETTINGS, "cpp.threads": torch.get_num_threads()}
+    with outside_tracing(), tracing(None), torch.no_grad():
+        code: Callable[..., Any] = inductor.compile_fx(module, inputs, config_patches=settings)
+    return code
+
+
+def bind(key: str, at: Callable[[int | None], Boxed]) -> None:
+    """Run a kernel by the code of open sizes from now on; ``at`` gives it, and its variants, for the kernel's sizes."""
+    _bound[key] = at
+
+
+def is_known(key: str) -> bool:
+    """Tell whether a kernel's code is known, for its sizes or for open ones."""
+    return (key, None) in _kernels or key in _bound
+
+
+def is_open(key: str) -> bool:
+    """Tell whether its code is that of open sizes."""
+    return key in _bound
 
 
 def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor]]]) -> None:
@@ -111,7 +141,7 @@ def _compile(key: Key, ops: fx.GraphModule, like: Sequence[Like], threads: int) 
         # Trace it in the ops that Inductor knows, on tensors without data.
         with FakeTensorMode() as mode:
             fakes = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in like]
-            step = torch.func.functionalize(_alone(ops, key[1]))
+            step = torch.func.functionalize(alone(ops, key[1]))
             module = make_fx(step, decomposition_table=inductor.select_decomp_table())(*fakes)
         # Compile it: with no wrapper around, a call costs the least.
         with inductor.V.set_fake_mode(mode):
@@ -123,8 +153,8 @@ def _compile(key: Key, ops: fx.GraphModule, like: Sequence[Like], threads: int) 
     return run
 
 
-def _alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:
-    """A copy of its graph; ``over``: its last act is to copy the first result to this argument."""
+def alone(ops: fx.GraphModule, over: int | None) -> fx.GraphModule:
+    """Copy a group's graph; ``over``: its last act is to copy the first result to this argument."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     results: Any = graph.graph_copy(ops.graph, copies)
     if over is not None:

@@ -2,7 +2,8 @@
 
 Groups that compute the same, of tensors of the same types, sizes and strides, share a kernel: a network has as many as
 a block of it, however deep it is. A second variant stores the first result over an argument. Both are kept for the life
-of the process, so that an op that runs again runs the same code; Inductor keeps them on disk.
+of the process, so that an op that runs again runs the same code; Inductor keeps them on disk. In a step with open
+sizes one is compiled for all of these (`checkmate.capture.fusion.open_sizes`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler
+from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler, is_known, is_open
 from checkmate.capture.fusion.members import (
     in_order,
     is_constant,
@@ -43,13 +44,15 @@ class Kernel:
 
     Args:
         ops: computes the results, op by op.
-        key: equal for kernels that compute the same.
+        pattern: equal for kernels that compute the same but for numbers, such as sizes.
+        numbers: of its arguments' shapes and strides, then those in its ops, then those of its results.
         like: fake tensors like the arguments.
         moved: bytes beside its arguments and results: what reductions in another direction read a second time.
     """
 
     ops: fx.GraphModule
-    key: str
+    pattern: str
+    numbers: tuple[int, ...]
     like: tuple[Tensor, ...]
     moved: int = 0
 
@@ -64,7 +67,28 @@ class Kernel:
         return self.name
 
     def __str__(self) -> str:
-        return f"checkmate.{self.name}.{self.key}"
+        return f"checkmate.{self.name}.{self.pattern}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @cached_property
+    def key(self) -> str:
+        """Text that is equal for kernels that compute the same, in every process."""
+        return _digest(self.pattern, *map(str, self.numbers))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Tell whether its code is known, for these sizes or for open ones."""
+        return is_known(self.key)
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether its code is that of open sizes."""
+        return is_open(self.key)
 
     @property
     def members(self) -> list[fx.Node]:
@@ -149,23 +173,34 @@ def kernel_of(members: Sequence[fx.Node]) -> tuple[Kernel, list[fx.Node], list[f
     graph.output(tuple(copies[node] for node in results))
     ops = fx.GraphModule(nn.Module(), graph)
     like = tuple(node.meta["val"] for node in inputs)
-    return Kernel(ops, _digest(graph), like, _read_again(members)), inputs, in_order(nodes), results
+    return Kernel(ops, *_take_apart(graph), like, _read_again(members)), inputs, in_order(nodes), results
 
 
-def _digest(graph: fx.Graph) -> str:
-    """Hash a graph, its tensors, the number of threads and the compiler to 16 letters, equal in every process."""
+def _take_apart(graph: fx.Graph) -> tuple[str, tuple[int, ...]]:
+    """Hash a graph without its numbers, with the number of threads and the compiler; give the numbers, too."""
     names = {node: f"n{i}" for i, node in enumerate(graph.nodes)}
-    lines = []
+    lines, numbers = [str(torch.get_num_threads()), compiler()], list[int]()
+
+    def take(arg: Any) -> Any:
+        if type(arg) is int:
+            numbers.append(arg)
+            return ...
+        return names[arg] if isinstance(arg, fx.Node) else arg
+
     for node in graph.nodes:
+        made = tensors(node.meta.get("val"))
+        if node.op == "placeholder":
+            numbers += [n for t in made for n in (*t.shape, *t.stride())]
+        args = fx.node.map_aggregate((node.args, node.kwargs), take)
         target = node.target if node.op == "call_function" else ""
-        args = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
-        lines.append(f"{names[node]} {target} {args!r} {[*map(_describe, tensors(node.meta.get('val')))]}")
-    lines += [str(torch.get_num_threads()), compiler()]
+        lines.append(f"{names[node]} {target} {args!r} {[(t.dtype, t.dim(), t.device) for t in made]}")
+    results = tensors([node.meta["val"] for node in graph.output_node().all_input_nodes])
+    numbers += [n for t in results for n in (*t.shape, *t.stride())]
+    return _digest(*lines), tuple(numbers)
+
+
+def _digest(*lines: str) -> str:
     return sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{[*tensor.shape]}{[*tensor.stride()]}{tensor.device}"
 
 
 def _read_again(members: Sequence[fx.Node]) -> int:

@@ -22,10 +22,10 @@ from checkmate.capture.nodes import call, viewed
 Copies = dict[fx.Node, fx.Node]  # what they are copies of
 
 
-def make_again(
+def to_make_again(
     forward: Sequence[Sequence[fx.Node]], backward: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]
-) -> Copies:
-    """Insert copies of forward ops before members of the backward that read their results, where that saves bytes.
+) -> set[fx.Node]:
+    """The forward ops that members of the backward which read their results make again, where that saves bytes.
 
     Args:
         forward: the groups of the forward.
@@ -66,15 +66,15 @@ def make_again(
         else:
             cut.add_edge("forward", (node, "in"))
     if "forward" not in cut or "backward" not in cut:
-        return {}
+        return set()
     _, (_, behind) = nx.minimum_cut(cut, "forward", "backward")
-    return _copied(backward, members, {node for node in seen if can_be_made(node) and (node, "in") in behind})
+    return {node for node in seen if can_be_made(node) and (node, "in") in behind}
 
 
-def _copied(backward: Iterable[fx.Node], members: set[fx.Node], remade: set[fx.Node]) -> Copies:
+def make_again(backward: Iterable[fx.Node], is_member: Callable[[fx.Node], bool], remade: set[fx.Node]) -> Copies:
     """Insert copies of what is made again right before each member of the backward that reads it."""
     copies: Copies = {}
-    for reader in filter(members.__contains__, backward):
+    for reader in [node for node in backward if is_member(node)]:
         made = dict[fx.Node, fx.Node]()
 
         def copy(node: fx.Node, reader: fx.Node = reader, made: dict[fx.Node, fx.Node] = made) -> fx.Node:

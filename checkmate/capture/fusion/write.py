@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import networkx as nx
 import torch.fx as fx
@@ -11,7 +12,7 @@ import torch.fx as fx
 from checkmate.capture.fusion.groups import convex, cut, limit
 from checkmate.capture.fusion.kernels import Kernel, kernel_of
 from checkmate.capture.fusion.members import is_member, read_from
-from checkmate.capture.fusion.remade import drop, make_again
+from checkmate.capture.fusion.remade import drop, make_again, to_make_again
 from checkmate.capture.nodes import storages
 from checkmate.capture.op_order import TracedStep, split_forward_backward
 from checkmate.capture.rewrite import eliminate_dead_code
@@ -25,7 +26,8 @@ def fuse(
     *,
     reductions: bool,
     alone: Collection[int] = (),
-    single: Collection[str] = (),
+    op_by_op: Collection[str] = (),
+    decided: dict[str, Any] | None = None,
 ) -> None:
     """Make each group of a joint graph one op, its kernel.
 
@@ -36,7 +38,8 @@ def fuse(
         ahead: is told of the kernels first.
         reductions: whether they are of groups, too.
         alone: storages of results whose ops stay, such as tagged ones.
-        single: keys of kernels whose ops stay.
+        op_by_op: patterns of kernels whose ops stay.
+        decided: groups by the names of their ops, noted here for the same graph at other sizes.
     """
     graph, step = module.graph, step_of(module)
 
@@ -44,21 +47,34 @@ def fuse(
         is_single = any(key in alone for key in storages(node))
         return not is_single and is_member(node, reductions=reductions) and step.pinned(node) is None
 
+    known: dict[str, Any] = {} if decided is None else decided
+    nodes = [node.name for node in graph.nodes]
+    if known.setdefault("graph", nodes) != nodes:
+        known = {}
+
+    def once(what: str, decide: Callable[[], list[list[fx.Node]]]) -> list[list[fx.Node]]:
+        if what not in known:
+            known[what] = [[node.name for node in members] for members in decide()]
+        named = {node.name: node for node in graph.nodes}
+        return [[named[name] for name in members] for members in known[what]]
+
     # Find the groups.
     forward, backward = map(sorted, split_forward_backward(step))
     most = limit((*forward, *backward))
-    of_forward = convex(forward, joins)
-    copies = make_again(of_forward, backward, joins)
+    of_forward = once("convex", lambda: convex(forward, joins))
+    (remade,) = once("remade", lambda: [[*to_make_again(of_forward, backward, joins)]])
+    copies = make_again(backward, joins, {*remade})
     _, backward = split_forward_backward(step_of(module))
-    of_backward = cut(convex(sorted(backward), joins), most, behind_large=False)
-    groups = (*of_backward, *cut(of_forward, most, behind_large=True))
-    ahead([kernel for members in groups if (kernel := kernel_of(members)[0]).key not in single])
+    of_backward = once("backward", lambda: cut(convex(sorted(backward), joins), most, behind_large=False))
+    of_forward = once("forward", lambda: cut(of_forward, most, behind_large=True))
+    kernels = [kernel_of(members)[0] for members in (*of_backward, *of_forward)]
+    ahead([kernel for kernel in kernels if kernel.pattern not in op_by_op])
     # Put their kernels in place; where one is not, the backward reads what the forward keeps.
     for members in of_backward:
-        _replace(members, is_good, single)
+        _replace(members, is_good, op_by_op)
     drop(copies)
-    for members in cut(of_forward, most, behind_large=True):
-        _replace(members, is_good, single)
+    for members in of_forward:
+        _replace(members, is_good, op_by_op)
     _sort(graph)
     eliminate_dead_code(graph)
     graph.lint()
@@ -76,12 +92,12 @@ def _sort(graph: fx.Graph) -> None:
         last = node
 
 
-def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], single: Collection[str]) -> None:
+def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_op: Collection[str]) -> None:
     """Put a call of a group's kernel behind its last member; if it is not good, the same for each half of the group."""
     if len(members) < 2 or not read_from(members):
         return
     kernel, inputs, nodes, results = kernel_of(members)
-    if kernel.key in single:
+    if kernel.pattern in op_by_op:
         return
     graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
@@ -91,7 +107,7 @@ def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], single:
     if not inputs or not is_good(call):
         graph.erase_node(call)
         for half in (members[: len(members) // 2], members[len(members) // 2 :]):
-            _replace(half, is_good, single)
+            _replace(half, is_good, op_by_op)
         return
     at = call
     for i, result in enumerate(results):

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from checkmate.capture.fusion import groups, remade
 from checkmate.capture.fusion.members import is_member, maker, nbytes, read_from
-from checkmate.capture.fusion.remade import make_again
+from checkmate.capture.fusion.remade import make_again, to_make_again
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def test_what_another_op_of_the_forward_reads_is_not_made_again(seed: int) -> No
     home = {node: i for i, part in enumerate(parts) for node in part}
     moved = {node: nbytes(node) * (2 if _stays_within(node, forward, home) else 1) + 1 for node in forward}
     before = sum(moved[node] for node in forward if {*node.users} - {*forward})
-    copies = make_again(parts, backward, joins)
+    copies = make_again(backward, joins, to_make_again(parts, backward, joins))
     for original in copies.values():
         assert _stays_within(original, forward, home)
     graph.lint()
@@ -115,7 +115,8 @@ def test_copies_are_made_where_they_save_bytes() -> None:
 def _copies(seed: int) -> remade.Copies:
     ops = _ops(_random_graph(seed))
     parts = groups.convex(ops[:25], lambda node: is_member(node, reductions=True))
-    return make_again(parts, ops[25:], lambda node: is_member(node, reductions=True))
+    remade = to_make_again(parts, ops[25:], lambda node: is_member(node, reductions=True))
+    return make_again(ops[25:], lambda node: is_member(node, reductions=True), remade)
 
 
 def test_results_that_others_read_are_known() -> None:
