@@ -88,7 +88,7 @@ def _fused(plan: Any) -> int:
     return sum(op.target.startswith("checkmate.fused") for op in plan.problem.graph.ops)
 
 
-@pytest.mark.parametrize("made", [_gated, _gpt2, _llama])
+@pytest.mark.parametrize("made", [_gated, _llama, pytest.param(_gpt2, marks=pytest.mark.long)])
 def test_a_third_length_compiles_nothing_and_has_the_bits_of_plain_pytorch_at_the_peak_of_its_plan(
     made: Callable[[], Made], compiles: list[Any], captures: list[Any]
 ) -> None:
