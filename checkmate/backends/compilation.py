@@ -120,7 +120,7 @@ class Backend:
     second_memories: SecondMemories | None = None  # where values may wait
     overlap: bool = False  # collectives may go on beside ops
     kernels: Kernels = "eager"  # of groups of ops
-    op_by_op: set[str] = field(default_factory=set)  # patterns of kernels in the way of a budget
+    op_by_op: set[str] = field(default_factory=set)  # keys of kernels in the way of a budget
     answer: Answer = field(default_factory=Answer)  # to captured code that asks whether it is compiled
 
     @property

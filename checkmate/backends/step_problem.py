@@ -65,13 +65,13 @@ def joint_of(problem: Problem) -> Joint:
 
 
 def kernels_of(joint: Joint) -> dict[int, str]:
-    """Patterns of the kernels of groups, by op."""
+    """Keys of the kernels of groups, by op."""
     targets = {k: node.target for k, node in enumerate(joint.nodes) if node is not None}
-    return {k: target.pattern for k, target in targets.items() if isinstance(target, Kernel)}
+    return {k: target.key for k, target in targets.items() if isinstance(target, Kernel)}
 
 
 def kernels_above(problem: Problem, budget: int) -> set[str]:
-    """Patterns of the kernels by which a step takes more than a budget at the smallest peak that is known.
+    """Keys of the kernels by which a step takes more than a budget at the smallest peak that is known.
 
     These are the kernels that run then; or else the one by which most bytes are held then, that it has made or is to
     read. Empty if the step fits.
@@ -84,9 +84,9 @@ def kernels_above(problem: Problem, budget: int) -> set[str]:
     for value, users in zip(problem.graph.values, problem.graph.users, strict=True):
         ops = [] if value.producer is None else [value.producer, *users]
         if any(min(ops) <= k <= max(ops) for k in above if ops):
-            for pattern in {kernels[k] for k in ops if k in kernels}:
-                held[pattern] += value.size_bytes
-    return {pattern for pattern, _ in held.most_common(1)}
+            for key in {kernels[k] for k in ops if k in kernels}:
+                held[key] += value.size_bytes
+    return {key for key, _ in held.most_common(1)}
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:

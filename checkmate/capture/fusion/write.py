@@ -38,7 +38,7 @@ def fuse(
         ahead: is told of the kernels first.
         reductions: whether they are of groups, too.
         alone: storages of results whose ops stay, such as tagged ones.
-        op_by_op: patterns of kernels whose ops stay.
+        op_by_op: keys of kernels whose ops stay.
         decided: groups by the names of their ops, noted here for the same graph at other sizes.
     """
     graph, step = module.graph, step_of(module)
@@ -68,7 +68,7 @@ def fuse(
     of_backward = once("backward", lambda: cut(convex(sorted(backward), joins), most, behind_large=False))
     of_forward = once("forward", lambda: cut(of_forward, most, behind_large=True))
     kernels = [kernel_of(members)[0] for members in (*of_backward, *of_forward)]
-    ahead([kernel for kernel in kernels if kernel.pattern not in op_by_op])
+    ahead([kernel for kernel in kernels if kernel.key not in op_by_op])
     # Put their kernels in place; where one is not, the backward reads what the forward keeps.
     for members in of_backward:
         _replace(members, is_good, op_by_op)
@@ -97,16 +97,16 @@ def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_o
     if len(members) < 2 or not read_from(members):
         return
     kernel, inputs, nodes, results = kernel_of(members)
-    if kernel.pattern in op_by_op:
-        return
     graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
         call = graph.create_node("call_function", kernel, tuple(inputs), {}, kernel.name)
     call.meta = {key: what for key, what in last.meta.items() if key not in ("tensor_meta", "val")}
     call.meta["val"] = tuple(node.meta["val"] for node in results)
-    if not inputs or not is_good(call):
+    is_kernel = bool(inputs) and is_good(call)  # one in the way has its trial, too: it may run at other sizes
+    if not is_kernel or kernel.key in op_by_op:
         graph.erase_node(call)
-        for half in (members[: len(members) // 2], members[len(members) // 2 :]):
+        middle = len(members) // 2
+        for half in () if is_kernel else (members[:middle], members[middle:]):
             _replace(half, is_good, op_by_op)
         return
     at = call
