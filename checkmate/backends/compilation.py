@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -297,22 +297,24 @@ class _Compilation:
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
         same_bits, op_by_op = backend.kernels == "same-bits", backend.op_by_op
         decided: dict[str, Any] = {}  # groups, at whatever sizes
-        compiles_ahead = device.type == "cpu" and not fakes
+
+        def compile_ahead(kernels: Iterable[Kernel], *, variants: bool = False) -> None:
+            if device.type == "cpu" and not fakes:
+                begin(task for kernel in kernels for task in kernel.tasks(variants=variants))
 
         def fused(module: fx.GraphModule, sizes: Sizes = ()) -> fx.GraphModule:
-            def compile_ahead(kernels: Sequence[Kernel]) -> None:
-                if compiles_ahead and not sizes:
-                    begin(variant for kernel in kernels for variant in kernel.variants)
-
             tried = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
             module = fx.GraphModule(module, deepcopy(module.graph))
             fuse(
-                *(module, traced, (lambda node: True) if fakes else tried, compile_ahead),
+                *(module, traced, (lambda node: True) if fakes else tried),
+                ahead=(lambda kernels: None) if sizes else compile_ahead,
                 reductions=not same_bits,
                 alone={storage(tensor) for tensor, _ in noted},
                 op_by_op=op_by_op,
                 decided=decided if sizes else None,
             )
+            if not sizes:  # of open sizes a variant is compiled once it is tried
+                compile_ahead((n.target for n in module.graph.nodes if isinstance(n.target, Kernel)), variants=True)
             return module
 
         updates = None if backend.updates is None else backend.updates.updates
@@ -428,17 +430,17 @@ class _Compilation:
                     plan = find(problem, go_on=is_swappable(joint))
                     break
                 except InfeasibleBudget:
-                    # Let the ops of kernels that stand in the way run one by one.
-                    kernels = {*step_problem.kernels_of(joint).values()}
-                    if not kernels:
+                    every = {*step_problem.kernels_of(joint).values()}
+                    if not every:
                         raise
-                    if not ranks.train_together():
-                        kernels = step_problem.kernels_above(problem, limit) or kernels
+                # Let the ops of kernels that stand in the way run one by one: of one, then of two more, of four more.
+                above = [] if ranks.train_together() else step_problem.kernels_above(problem, limit)
+                kernels, count = (above, 1) if above else ([*every], len(every))
                 while kernels:
-                    op_by_op |= kernels
+                    op_by_op |= {*kernels[:count]}
                     joint = read(fused(module))
                     problem = split(pose(joint), joint.module)
-                    kernels = step_problem.kernels_above(problem, limit)
+                    kernels, count = step_problem.kernels_above(problem, limit), 2 * count
                 log.info("within %s, groups of %d kinds run op by op", format_bytes(limit), len(op_by_op))
             self.training = alone = SwappablePlan(plan, problem if plan.problem.splits else None)
         else:

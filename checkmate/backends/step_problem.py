@@ -70,23 +70,23 @@ def kernels_of(joint: Joint) -> dict[int, str]:
     return {k: target.key for k, target in targets.items() if isinstance(target, Kernel)}
 
 
-def kernels_above(problem: Problem, budget: int) -> set[str]:
+def kernels_above(problem: Problem, budget: int) -> list[str]:
     """Keys of the kernels by which a step takes more than a budget at the smallest peak that is known.
 
-    These are the kernels that run then; or else the one by which most bytes are held then, that it has made or is to
-    read. Empty if the step fits.
+    These are the kernels that run then, the one that takes the most first; or else the one by which most bytes are held
+    then, that it has made or is to read. Empty if the step fits.
     """
     *_, problem = problem.splits_in_turn()
     above, kernels = ops_above(problem, budget, time_limit=SECONDS_OF_FLOOR), kernels_of(joint_of(problem))
-    if running := {kernels[k] for k in above if k in kernels}:
-        return running
+    if running := [kernels[k] for k in sorted(above, key=above.__getitem__, reverse=True) if k in kernels]:
+        return [*dict.fromkeys(running)]
     held = Counter[str]()
     for value, users in zip(problem.graph.values, problem.graph.users, strict=True):
         ops = [] if value.producer is None else [value.producer, *users]
         if any(min(ops) <= k <= max(ops) for k in above if ops):
             for key in {kernels[k] for k in ops if k in kernels}:
                 held[key] += value.size_bytes
-    return {key for key, _ in held.most_common(1)}
+    return [key for key, _ in held.most_common(1)]
 
 
 def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:

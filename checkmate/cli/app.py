@@ -459,7 +459,17 @@ def _parser() -> argparse.ArgumentParser:
     command(
         _fits,
         "say whether a training step fits a device, and what would make it fit",
-        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--everything", "--time-limit"),
+        *(
+            "target",
+            "--device",
+            "--size",
+            "--optimizer",
+            "--budget",
+            "--kernels",
+            *_HOST,
+            "--everything",
+            "--time-limit",
+        ),
         about=f"{about}{_OF_FITS}",
         device=option("NAME", "such as rtx4090; by default the one here, whose ops are measured"),
         budget=option("BYTES", "such as 16GB, in place of the device's room"),

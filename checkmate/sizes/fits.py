@@ -23,6 +23,7 @@ from checkmate.backends.planner import Bytes, Options
 from checkmate.backends.static_memory import lives_on
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.capture.device import main_device
+from checkmate.capture.fusion.kernels import Kernels
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
 from checkmate.compiler import refuse_what_is_no_step
@@ -77,6 +78,7 @@ def fits(
     host: Host | None = None,
     everything: bool = False,
     time_limit: float = FITS_TIME_LIMIT,
+    kernels: Kernels = "eager",
     **named: Any,
 ) -> Fits:
     """Say whether a training step fits a device, before it runs: where its bytes are, and what would make it fit.
@@ -98,9 +100,10 @@ def fits(
         host: a second memory; by default 64 GB of the memory of a GPU's host, at 80 % of what its link carries.
         everything: look at each way to take less, and for the largest batch, also where an earlier way fits.
         time_limit: seconds for all of it, after which no search begins that could be left out.
+        kernels: of planned steps, as for `checkmate.compile`.
 
     Raises:
-        ValueError: if there is no such device.
+        ValueError: if there is no such device, or no such kernels.
         BudgetError: if the device's memory is not known, and there is no ``budget``.
         Unsupported: if the step cannot be captured as one graph, or trains nothing; or if it is to be measured and has
             no data.
@@ -138,12 +141,14 @@ def fits(
             return other if place.device is None else StandIns().within(other)
 
         # Trace it.
-        problem = trace(whole, *batch, profile=place.profile, **named)
+        as_traced = problem = trace(whole, *batch, profile=place.profile, **named)
+        if kernels != "eager":
+            problem = trace(whole, *batch, profile=place.profile, kernels=kernels, **named)
         traced, deadline = time.perf_counter(), began + time_limit
         seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
         # See whether plain PyTorch fits; else find a way that does.
         of_update = update_bytes(given, at_once=place.is_gpu)
-        as_it_is = as_plain(problem, of_update)
+        as_it_is = as_plain(as_traced, of_update)
         plain = parts_of(as_it_is)
         plainly = plain.peak <= place.room
         ways = tuple(ways_of(problem, place, host, seconds, deadline, fits=plainly, everything=everything))
@@ -160,10 +165,17 @@ def fits(
         if everything or not (plainly or best is not None):
             try:
                 size, why_none = size_of((batch, named)), ""
-                steps = SizedSteps(lambda size: whole, batch_of, Options(profile=place.profile))
-                problems = SizedProblems(steps, {size: problem})
+
+                def sized(kernels: Kernels, known: Problem) -> SizedProblems:
+                    options = Options(profile=place.profile, kernels=kernels)
+                    return SizedProblems(SizedSteps(lambda size: whole, batch_of, options), {size: known})
+
+                plainly_sized = sized("eager", as_traced)
+                problems = plainly_sized if kernels == "eager" else sized(kernels, problem)
                 until = max(deadline, time.perf_counter() + max(SIZES_SECONDS, TRACES * (traced - began)))
-                largest = largest_sizes(problems, size, place.budget, update_bytes=of_update, deadline=until)
+                largest = largest_sizes(
+                    *(plainly_sized, problems, size, place.budget), update_bytes=of_update, deadline=until
+                )
             except CheckmateError as error:
                 why_none = str(error)
     return Fits(
@@ -171,12 +183,12 @@ def fits(
         room=place.room,
         memory_bytes=place.memory_bytes,
         fits_plainly=plainly,
-        verdict=verdict(place, plain.peak, problem.keep_all_cost, ways, best, largest, held),
-        code=line_of_code(fn, best, plainly=plainly, room=place.room),
+        verdict=verdict(place, plain.peak, as_traced.keep_all_cost, ways, best, largest, held),
+        code=line_of_code(fn, best, kernels, plainly=plainly, room=place.room),
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
         kept=parts_of(problem),
-        plain_seconds=problem.keep_all_cost,
+        plain_seconds=as_traced.keep_all_cost,
         plain_reserved=plain_reserved,
         ways=ways,
         largest=largest,
@@ -251,7 +263,9 @@ def verdict(
     )
 
 
-def line_of_code(fn: Callable[..., Any], best: MemoryOption | None, *, plainly: bool, room: int) -> str:
+def line_of_code(
+    fn: Callable[..., Any], best: MemoryOption | None, kernels: Kernels, *, plainly: bool, room: int
+) -> str:
     """The line of code to write."""
     name = getattr(fn, "__name__", "loss_fn")
     name = name if name.isidentifier() else "loss_fn"
@@ -259,7 +273,8 @@ def line_of_code(fn: Callable[..., Any], best: MemoryOption | None, *, plainly: 
         return f"loss = {name}(*batch); loss.backward(); optimizer.step(); optimizer.zero_grad()"
     if best is None:
         return "none: take a smaller batch, a lower precision or another device"
-    options = "".join(f", {option}={value}" for option, value in best.options.items())
+    named = {**best.options} if kernels == "eager" else {**best.options, "kernels": f'"{kernels}"'}
+    options = "".join(f", {option}={value}" for option, value in named.items())
     return f'step = checkmate.training_step({name}, optimizer, budget="{written(room)}"{options})'
 
 
@@ -351,11 +366,18 @@ def ways_of(
 
 
 def largest_sizes(
-    problems: Callable[[int], Problem], given: int, room: int, *, update_bytes: int, deadline: float
+    of_plain: Callable[[int], Problem],
+    problems: Callable[[int], Problem],
+    given: int,
+    room: int,
+    *,
+    update_bytes: int,
+    deadline: float,
 ) -> LargestSizes:
     """The largest sizes within a room: of plain PyTorch, of a step that reruns nothing, and of a planned one.
 
     Args:
+        of_plain: the step of a size as it is traced; ``problems`` with the kernels of a planned one.
         given: the size of the batch that was looked at.
         update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
         deadline: of `time.perf_counter`; a size that is found until then is the answer.
@@ -366,7 +388,7 @@ def largest_sizes(
         one.run()
         return one
 
-    plain = search(lambda n: as_plain(problems(n), update_bytes), KEEP_ALL, given)
+    plain = search(lambda n: as_plain(of_plain(n), update_bytes), KEEP_ALL, given)
     kept = search(problems, KEEP_ALL, plain.low.size if plain.low else given)
     best = search(problems, AUTO, kept.low.size if kept.low else given, kept.low)
     searches = plain, kept, best

@@ -203,17 +203,20 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
     return drop_runs(problem, max(budget, known.best), runs, clock)
 
 
-def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> set[int]:
-    """The ops while which the plan of the smallest known peak takes more bytes than a budget.
+def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> dict[int, int]:
+    """The ops while which the plan of the smallest known peak takes more than a budget, and the bytes that it takes.
 
     >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
     >>> ops_above(five, 8), ops_above(five, 7)
-    (set(), {3})
+    ({}, {3: 8})
     """
     problem = problem.with_host(None) if problem.host is not None else problem
     ends_of(problem, time_limit=time_limit)
     usage = simulator.simulate(simulator.lower_runs(problem, least_plan(problem, budget, Clock(0.0))), problem)
-    return {op for op, count in zip(usage.ops, usage.bytes_at, strict=True) if count > budget}
+    taken = dict[int, int]()
+    for op, count in zip(usage.ops, usage.bytes_at, strict=True):
+        taken[op] = max(count, taken.get(op, 0))
+    return {op: count for op, count in taken.items() if count > budget}
 
 
 def bottleneck(problem: Problem) -> int:

@@ -47,6 +47,15 @@ class Loss(nn.Sequential):
         return F.mse_loss(super().forward(x).squeeze(1), y)
 
 
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Text(nn.Module):
     """Logits of a vocabulary, which are most of its bytes, and their loss."""
 
@@ -98,6 +107,23 @@ def test_parts_add_up_to_the_peak_of_the_plan_that_runs_nothing_twice(page: Fits
     assert 2 * sum(weights) <= page.kept.optimizer_state <= 2 * page.kept.parameters
     assert dict(page.plain)["optimizer state"] == page.kept.optimizer_state
     assert page.kept.buffers_and_batch == ROWS * WIDTH * 4 + ROWS * 4
+
+
+def test_kernels_of_groups_are_of_planned_steps_only() -> None:
+    """What plain PyTorch takes stays; what is planned keeps less, takes less time, and is trained so."""
+    with ON_META:
+        net = nn.Sequential(*(Gated(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 1))
+        batch = torch.ones(ROWS, WIDTH)
+    eager, same = (
+        fits(net, batch, device="h100", budget="400 kB", time_limit=20.0, kernels=kernels)
+        for kernels in ("eager", "same-bits")
+    )
+    assert (eager.plain, eager.plain_seconds) == (same.plain, same.plain_seconds)
+    assert eager.problem.keep_all_cost > same.problem.keep_all_cost
+    assert eager.problem.keep_all_peak > same.problem.keep_all_peak
+    assert ', kernels="same-bits"' in same.code
+    assert "kernels" not in eager.code
+    assert same.largest is None or eager.largest is None or same.largest.plain == eager.largest.plain
 
 
 def test_an_optimizer_that_is_given_counts() -> None:

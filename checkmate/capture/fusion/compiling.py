@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from checkmate.statusline import showing
 from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
 from checkmate.torch_internals.aot import tracing
 from checkmate.torch_internals.descriptions import FakeTensorMode
@@ -64,12 +66,13 @@ def compiler() -> str:
         return ""
 
 
-def compiled(key: str, ops: fx.GraphModule, like: Sequence[Tensor], over: int | None) -> Boxed:
+def compiled(key: str, ops: fx.GraphModule, like: Sequence[Tensor], threads: int, over: int | None = None) -> Boxed:
     """Compile a group, once in a process.
 
     Args:
         ops: its graph, of ATen's ops.
         like: tensors like its arguments.
+        threads: in which it runs.
         over: the argument over which it writes its first result, which it does not return then.
 
     Raises:
@@ -78,12 +81,13 @@ def compiled(key: str, ops: fx.GraphModule, like: Sequence[Tensor], over: int | 
     if (key, over) not in _kernels and key in _bound:
         _kernels[key, over] = _bound[key](over)
     elif (key, over) not in _kernels:
-        if (elsewhere := _begun.pop((key, over), None)) is not None:
-            wait([elsewhere])  # if it failed, it is tried again here
-        try:
-            _kernels[key, over] = _compile((key, over), ops, [*map(_described, like)], torch.get_num_threads())
-        except Exception as error:  # of any kind: a compiler's
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        with showing(lambda: f"compiling kernels, {1 + len(_begun)} left"):
+            if (elsewhere := _begun.pop((key, over), None)) is not None:
+                wait([elsewhere])  # if it failed, it is tried again here
+            try:
+                _kernels[key, over] = _compile((key, over), ops, [*map(_described, like)], threads)
+            except Exception as error:  # of any kind: a compiler's
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
     return _kernels[key, over]
 
 
@@ -114,17 +118,25 @@ def is_open(key: str) -> bool:
     return key in _bound
 
 
-def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor]]]) -> None:
-    """Begin to compile groups for a CPU in other processes, by Inductor's pool of these; `compiled` waits for them."""
-    todo = {key: (ops, like) for key, ops, like in groups if key not in _kernels and key not in _begun}
-    threads, folder = torch.get_num_threads(), inductor.cache_dir()
-    todo = {key: what for key, what in todo.items() if not _mark(folder, key).exists()}
-    if len(todo) <= FEW or inductor.get_compile_threads() <= 1:
+def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor], int]]) -> None:
+    """Begin to compile groups for a CPU in other processes, by Inductor's pool of these; `compiled` waits for them.
+
+    Args:
+        groups: keys, and what `compiled` takes of each.
+    """
+    folder, processes = inductor.cache_dir(), inductor.get_compile_threads()
+    todo = {
+        key: (ops, [*map(_described, like)], threads)
+        for key, ops, like, threads in groups
+        if not (key in _kernels or key in _begun or key[0] in _bound or _mark(folder, key).exists())
+    }
+    if len(todo) <= FEW or processes <= 1:
         return
+    log.info("compiling %d kernels in %d processes", len(todo), processes)
     try:
         pool = inductor.AsyncCompile.process_pool()
-        for key, (ops, like) in todo.items():
-            _begun[key] = pool.submit(_compile_elsewhere, folder, key, ops, [*map(_described, like)], threads)
+        for key, (ops, like, threads) in todo.items():
+            _begun[key] = pool.submit(_compile_elsewhere, folder, key, ops, like, threads)
     except (RuntimeError, OSError) as error:
         log.info("Kernels are compiled one by one: %s", error)
 
@@ -146,9 +158,10 @@ def _compile(key: Key, ops: fx.GraphModule, like: Sequence[Like], threads: int) 
         # Compile it: with no wrapper around, a call costs the least.
         with inductor.V.set_fake_mode(mode):
             code = inductor.compile_fx_inner(module, fakes, is_inference=True)
-    mark = _mark(inductor.cache_dir(), key)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    with suppress(OSError):
+        mark = _mark(inductor.cache_dir(), key)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     run: Boxed = getattr(code, "current_callable", None) or code
     return run
 

@@ -9,7 +9,7 @@ sizes one is compiled for all of these (`checkmate.capture.fusion.open_sizes`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal, cast
@@ -48,6 +48,7 @@ class Kernel:
         numbers: of its arguments' shapes and strides, then those in its ops, then those of its results.
         like: fake tensors like the arguments.
         moved: bytes beside its arguments and results: what reductions in another direction read a second time.
+        threads: in which it runs.
     """
 
     ops: fx.GraphModule
@@ -55,6 +56,7 @@ class Kernel:
     numbers: tuple[int, ...]
     like: tuple[Tensor, ...]
     moved: int = 0
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @cached_property
     def name(self) -> str:
@@ -123,13 +125,12 @@ class Kernel:
         Raises:
             RuntimeError: if it cannot be compiled.
         """
-        return compiled(self.key, self.ops, self.like, over)
+        return compiled(self.key, self.ops, self.like, self.threads, over)
 
-    @property
-    def variants(self) -> Iterator[tuple[Key, fx.GraphModule, tuple[Tensor, ...]]]:
-        """All that is to be compiled of it, first itself, for `compiling.begin`."""
-        for over in (None, *(self.written.positions if self.written else ())):
-            yield (self.key, over), self.ops, self.like
+    def tasks(self, *, variants: bool) -> Iterator[tuple[Key, fx.GraphModule, tuple[Tensor, ...], int]]:
+        """What `compiling.begin` takes to compile it, or its variants."""
+        for over in (self.written.positions if self.written else ()) if variants else (None,):
+            yield (self.key, over), self.ops, self.like, self.threads
 
 
 def _run(kernel: Boxed, args: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -229,9 +229,9 @@ def test_kernels_are_compiled_side_by_side() -> None:
     for key in keys:
         compiling._mark(compiling.inductor.cache_dir(), key).unlink(missing_ok=True)
     with compiling.inductor.inductor_config.patch(compile_threads=2):
-        compiling.begin((key, group, [x]) for key, group in zip(keys, groups, strict=True))
+        compiling.begin((key, group, [x], 1) for key, group in zip(keys, groups, strict=True))
     begun = [compiling._begun[key] for key in keys]
-    results = [compiling.compiled(key, group, [x], at) for (key, at), group in zip(keys, groups, strict=True)]
+    results = [compiling.compiled(key, group, [x], 1, at) for (key, at), group in zip(keys, groups, strict=True)]
     assert [future.exception(timeout=0) for future in begun] == [None for _ in factors]
     assert_same_bits([run([x])[0] for run in results], [x * n for n in factors])
 
@@ -241,7 +241,7 @@ def test_what_another_process_cannot_compile_is_compiled_here(monkeypatch: pytes
     failed.set_exception(RuntimeError("the pool is broken"))
     monkeypatch.setitem(compiling._begun, ("times 9", None), failed)
     x = torch.randn(64, 64)
-    (result,) = compiling.compiled("times 9", _times(9), [x], None)([x])
+    (result,) = compiling.compiled("times 9", _times(9), [x], 1)([x])
     assert_same_bits(result, x * 9)
 
 
