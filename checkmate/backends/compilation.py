@@ -55,7 +55,7 @@ from checkmate.codegen.emit import Modules
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.shared_copies import SharedCopies
 from checkmate.codegen.undefined_gradients import Unreached, Watches, keep_undefined
-from checkmate.codegen.writing_over import writing_over
+from checkmate.codegen.writing_over import prepare, writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
@@ -388,6 +388,8 @@ class _Compilation:
             for phase in PHASES if sized is not None else ():
                 anew = partial(_written, plan.problem.codegen, plan.plan, share, phase)
                 getattr(modules, phase).meta[ANEW] = anew
+            prepare(modules.forward)
+            prepare(modules.backward)
             runs = [
                 within(serving(arena, plan, device), phase, lower)(module, [])
                 for phase, module in zip(PHASES, (modules.forward, modules.backward), strict=True)
@@ -475,6 +477,9 @@ class _Compilation:
             at_once = None if then == sizes else sized.plan_at(sizes)
             plan = known if at_once is None else at_once.plan
         self.plan, modules = plan, plan.modules
+        if not fakes:
+            prepare(modules.forward)
+            prepare(modules.backward)
         if self.arena is not None and sized is not None:
             self.arena.lays_out = False
         arena = self.lowering.arena = serving(self.arena, plan, device)

@@ -57,6 +57,14 @@ def refuse_unwritable(module: fx.GraphModule) -> None:
             raise SolverError(f"The plan has {node.name} write over {over}, which is needed afterwards.")
 
 
+def prepare(module: fx.GraphModule) -> None:
+    """Make what a module's marked ops need, before a step: AOTAutograd may lower the backward within one."""
+    for node in module.graph.nodes:
+        if OVER in node.meta and isinstance(node.target, Kernel):
+            node.target.compiled(node.meta[OVER])
+    _alone()
+
+
 def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
     """Number the storages of each node's tensors: an op that runs twice makes two, though its fake result is one."""
     found: dict[fx.Node, dict[int, int]] = {}
@@ -117,8 +125,6 @@ def calls_over(writes: Mapping[fx.Node, int]) -> Calls:
         args: list[Any] = [*node.args]
         if is_view(args[position]):
             args[position] = Detached(args[position])
-        if isinstance(node.target, Kernel):
-            node.target.compiled(position)  # now, and not within a step
         calls[node] = call_over(node.target, tuple(args), node.kwargs, position)
     return calls
 

@@ -208,7 +208,7 @@ def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) 
 
     >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
     >>> ops_above(five, 8), ops_above(five, 7)
-    ({}, {3: 8})
+    ({}, {1: 8, 3: 8})
     """
     problem = problem.with_host(None) if problem.host is not None else problem
     ends_of(problem, time_limit=time_limit)

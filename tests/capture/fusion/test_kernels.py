@@ -206,7 +206,7 @@ def test_groups_that_do_not_fit_run_op_by_op(kernels: Any) -> None:
     with pytest.raises(checkmate.InfeasibleBudget) as refusal:
         checkmate.compile(_gated, budget=least // 2, kernels=kernels, verify=False)(x)
     assert refusal.value.min_budget == least
-    assert checkmate.verify(_gated, x, budget=least + 100, kernels=kernels).predicted_peak == least
+    assert checkmate.verify(_gated, x, budget=least, kernels=kernels).measured_peak == least
 
 
 def test_only_groups_in_the_way_run_op_by_op() -> None:
@@ -272,21 +272,15 @@ def test_a_rule_finds_a_tagged_value(rule: Any) -> None:
 
 def test_kernels_are_compiled_before_a_step_runs(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start has costs on disk, and kernels of its own to compile: what that allocates is not the step's."""
-    over, is_there = kernels.Kernel.over, list[bool]()
-
-    def seen(self: kernels.Kernel, *args: Tensor, over_: Any = over, **into: Tensor) -> Any:
-        is_there.append(any(key == self.key and at is not None for key, at in compiling._kernels))
-        return over_(self, *args, **into)
-
-    monkeypatch.setattr(kernels.Kernel, "over", seen)
     for _ in range(2):
         monkeypatch.setattr(compiling, "_kernels", {})
         monkeypatch.setattr(trial, "_known", {})
-        is_there.clear()
-        checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)(*_batch()).backward()
+        loss = checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)(*_batch())
+        known = {*compiling._kernels}
+        loss.backward()
         net.zero_grad()
-        assert is_there
-        assert all(is_there)
+        assert {*compiling._kernels} == known
+        assert any(over is not None for _, over in known)
 
 
 @pytest.fixture
