@@ -134,7 +134,7 @@ def _solution(args: argparse.Namespace, problem: Problem) -> Solution:
 
 
 def _options(call: Callable[..., Any], args: argparse.Namespace, **own: Any) -> dict[str, Any]:
-    """The arguments of a function that the command line names, and those that were read or made from it."""
+    """Pick a function's arguments among those of the command line, and those made from it."""
     return {name: value for name, value in {**vars(args), **own}.items() if name in signature(call).parameters}
 
 

@@ -128,7 +128,7 @@ class Kernel:
         return compiled(self.key, self.ops, self.like, self.threads, over)
 
     def tasks(self, *, variants: bool) -> Iterator[tuple[Key, fx.GraphModule, tuple[Tensor, ...], int]]:
-        """What `compiling.begin` takes to compile it, or its variants."""
+        """Yield what `compiling.begin` takes to compile it, or its variants."""
         for over in (self.written.positions if self.written else ()) if variants else (None,):
             yield (self.key, over), self.ops, self.like, self.threads
 
