@@ -349,7 +349,8 @@ class _Compilation:
         def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
             problem = step_problem.problem_of(joint, source, second_memory, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
-            profile = replace(problem.profile, resident_bytes=in_all(problem.resident), state_bytes=made)
+            read = problem.resident - problem.graph.state_bytes  # states count as made
+            profile = replace(problem.profile, resident_bytes=in_all(read), state_bytes=made)
             return replace(problem, profile=profile, name=name)
 
         def split(

@@ -202,8 +202,14 @@ class _Contents:
         """Add a node's op, and the values that it makes."""
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
         writes = is_mutating(node) or bool(updated(node))
-        made = () if writes else self._add_values(node, len(self.ops), "intermediate")
-        aliased = [v for v in self.values_of(node) if v not in made]
+        target = node.target if isinstance(node.target, PlannedOp) else None
+        over = [v for p in updated(node) for v in self.values_of(p)]
+        made: tuple[int, ...] = ()
+        if target is not None and target.stores:
+            over += self._add_values(node, None, "state")
+        elif not writes:
+            made = self._add_values(node, len(self.ops), "intermediate")
+        aliased = [v for v in self.values_of(node) if v not in made and v not in over]
         if aliased and not writes:
             raise Unsupported(
                 f"{where(node)}: an output of {target_name(node)} shares memory with {self.values[aliased[0]].name}, "
@@ -215,10 +221,13 @@ class _Contents:
                 "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
             )
         pinned = self.step.pinned(node)
-        over = tuple(v for p in updated(node) for v in self.values_of(p))
-        starts = isinstance(node.target, PlannedOp) and node.target.begin is not None
+        for name, size in ({} if target is None else target.held()).items():
+            state = Value(f"{node.name}.{name}", as_allocated(size, self.block_bytes), None, "state")
+            over.append(self._add_value(state))
+        starts = target is not None and target.begin is not None
         link = node.meta.get(LINK, "") if starts else ""  # not of what took its place
-        about: Any = {"where": where(node), "overwrites": over, "link": link}
+        about: Any = {"where": where(node), "overwrites": tuple(over), "link": link}
+        read.update(dict.fromkeys(over))
         self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:

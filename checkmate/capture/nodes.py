@@ -39,6 +39,8 @@ class PlannedOp:
     rehearsal: Callable[[], Callable[..., Any]]  # makes a function that costs the same and leaves everything as it is
     does: str | None = None  # beside its results, with a place for its second argument, a parameter; it then runs once
     overwrites: tuple[int, ...] = ()  # positions of the arguments that it overwrites
+    held: Callable[[], Mapping[str, int]] = dict  # bytes of what it overwrites beside arguments, by name
+    stores: bool = False  # its result is a tensor that is there before the step, and that it overwrites
     out: tuple[int, ...] = ()  # positions of those over which it may write its first result, as ``out=``
     moved: int = 0  # bytes beside its arguments and results
     workspace: Callable[[], int] = lambda: 0  # bytes that it makes on its way, where they are not measured

@@ -142,7 +142,8 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
     for step in steps:
         if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
             read(node.all_input_nodes)
-            made.update(one for v in joint.graph.ops[step.op].outputs for one in joint.nodes_of_value[v])
+            op = joint.graph.ops[step.op]
+            made.update(one for v in (*op.outputs, *op.overwrites) for one in joint.nodes_of_value[v])
         elif isinstance(step, (Send, Wait)):
             read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
@@ -223,7 +224,7 @@ class _Writer:
 
     def _run(self, step: Run) -> None:
         op = step.op
-        node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
+        node, values = self.joint.nodes[op], self.joint.graph.ops[op]
         # An op of autograd's own hands over what is at hand.
         if node is None:
             joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
@@ -247,7 +248,7 @@ class _Writer:
         if step.over is not None:
             copy.meta[OVER] = position_of(self.joint, op, step.over)
         # Its results are in memory under the nodes that name them.
-        made = [one for v in outputs for one in self.joint.nodes_of_value[v]]
+        made = [one for v in (*values.outputs, *values.overwrites) for one in self.joint.nodes_of_value[v]]
         if node in made:
             self.env.setdefault(node, copy)  # a copy still in memory stays, as in the plan
         else:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from checkmate.errors import InvalidProblem
 
 Phase = Literal["forward", "backward"]
-Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
+Role = Literal["parameter", "buffer", "input", "state", "tangent", "intermediate"]
 
 MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer holds every integer
 
@@ -177,6 +177,11 @@ class Graph:
     def overwritten_by(self) -> dict[int, int]:
         """For each overwritten value, the op that overwrites it."""
         return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of states of optimizers and sums of gradients, which updates overwrite."""
+        return sum(value.size_bytes for value in self.values if value.role == "state")
 
     @cached_property
     def links(self) -> dict[str, tuple[int, ...]]:

@@ -396,7 +396,7 @@ def _resident(problem: Problem) -> dict[str, int]:
     words = {"parameter": "parameters", "buffer": "buffers", "input": "inputs"}
     sizes = {**dict.fromkeys(RESIDENT, 0), "optimizer state": problem.profile.state_bytes}
     for value in problem.graph.values:
-        if value.producer is None:
+        if value.producer is None and value.role != "state":  # those are in the profile's bytes of states
             sizes[words.get(value.role, "other resident")] += value.size_bytes
     rest = problem.resident - sum(sizes.values())
     if rest < 0:  # values that share bytes: no telling them apart

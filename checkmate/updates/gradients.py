@@ -60,19 +60,19 @@ class Sums:
         """Allocate the missing sums."""
         for parameter in self._strides:
             if parameter.grad is None and parameter not in self._rooms:
-                self._rooms[parameter] = self._room(parameter)
+                self._rooms[parameter] = self.room(parameter, parameter.device)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add a gradient to a sum as autograd does."""
         if parameter.grad is None:
             room = self._rooms.pop(parameter, None)
-            parameter.grad = (self._room(parameter) if room is None else room).copy_(gradient)
+            parameter.grad = (self.room(parameter, parameter.device) if room is None else room).copy_(gradient)
         else:
             parameter.grad.add_(gradient)
 
-    def _room(self, parameter: torch.Tensor) -> torch.Tensor:
-        strides = self._strides[parameter]
-        return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+    def room(self, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Memory for a parameter's sum on a device."""
+        return torch.empty_strided(parameter.shape, self._strides[parameter], dtype=parameter.dtype, device=device)
 
 
 class Scaling:
@@ -91,16 +91,25 @@ class Scaling:
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """The unscaled gradient."""
-        copy, found = gradient.clone(), torch.zeros((), dtype=torch.float32, device=gradient.device)
-        inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
-        _amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
+        self.unscale(copy := gradient.clone())
         return copy
 
+    def unscale(self, gradient: torch.Tensor) -> None:
+        """Unscale a gradient in place."""
+        found = torch.zeros((), dtype=torch.float32, device=gradient.device)
+        inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
+        _amp_foreach_non_finite_check_and_unscale_([gradient], found, inverse)
+
     def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:
-        """1.0 to skip an optimizer's update, else 0.0, from `largest_of`; the scaler notes it."""
+        """1.0 to skip an optimizer's update, else 0.0, from `largest_of` of its gradients; the scaler notes it.
+
+        Where others of them were looked at before, these count as well.
+        """
         found = are_not_finite(largest)
-        state = self.scaler._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = {found.device: found}
+        per_device = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for before in per_device.values():
+            found = torch.maximum(found, before)
+        per_device[found.device] = found
         return found
 
     def skips(self, optimizer: optim.Optimizer) -> bool:
@@ -173,6 +182,7 @@ class Clipping:
     finite: bool = False  # a norm that is not finite is an error
     value: float | None = None  # the largest absolute value of an element; None: they are not clipped by it
     norm: torch.Tensor | None = field(default=None, init=False)  # of all gradients of the last step, before clipping
+    factor: torch.Tensor | None = field(default=None, init=False)  # that clips them, in the step that goes on
 
     def __post_init__(self) -> None:
         for name, limit in (("clip_norm", self.most), ("clip_value", self.value)):
@@ -190,8 +200,10 @@ class Clipping:
         if self.most is not None:
             self.norm = nn.utils.clip_grad_norm_(parameters, self.most, self.order, error_if_nonfinite=self.finite)
 
-    def by_value(self, parameter: torch.Tensor) -> None:
-        """Clip the parameter's gradient in place by value."""
+    def in_place(self, parameter: torch.Tensor) -> None:
+        """Clip the parameter's gradient in place, by the factor of the step that goes on or by value."""
+        if self.factor is not None and parameter.grad is not None:
+            parameter.grad.mul_(self.factor)
         if self.value is not None:
             nn.utils.clip_grad_value_(parameter, self.value)
 
@@ -204,7 +216,8 @@ class Clipping:
                 f"The norm of all gradients is {norm.item()}: they cannot be clipped, and no parameter was updated. "
                 "Without error_if_nonfinite=True they are multiplied all the same."
             )
-        return torch.clamp(self.most / (norm + TINY), max=1.0)
+        self.factor = torch.clamp(self.most / (norm + TINY), max=1.0)
+        return self.factor
 
 
 def norm_of(gradient: torch.Tensor, order: float) -> torch.Tensor:

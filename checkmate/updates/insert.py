@@ -2,8 +2,8 @@
 
 gradient -> as autograd stores it -> (mean of all ranks) -> (without the scale) -> (clipped) -> update
 
-Of several micro-batches all gradients go to their sums, which are no values of the step; the last one's step goes on
-with these, in place. What each node does is said by `checkmate.updates.updates`.
+Of several micro-batches each gradient is added to its sum, a value that is there before the step; the last one's step
+goes on with the sums. What each node does is said by `checkmate.updates.updates`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from checkmate.capture.provenance import where
 from checkmate.capture.sharded.shards import local
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
-from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.updates import operations
 from checkmate.updates.all_reduce import INSTEAD
-from checkmate.updates.gradients import largest_of, norm_of, order_of
+from checkmate.updates.gradients import largest_of, norm_of
 from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates
 
@@ -102,8 +101,7 @@ class Insert:
                     f"{where(other)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. "
                     f"Gradients cannot be averaged within its plan. {INSTEAD}"
                 )
-            write = _Writer(self.updates, output, results, found, inputs)
-            write.without_sums() if self.updates.sums is None else write.with_sums(last=self.last)
+            _Writer(self.updates, output, results, found, inputs).write(last=self.last)
         if self.last and self.updates.average is not None:
             self.updates.average.expect({update.parameter for _, update in found.values()})
         output.args = (tuple(results),)
@@ -118,72 +116,57 @@ class _Writer:
     found: Mapping[int, tuple[fx.Node, Update]]  # by the position of a gradient among these: parameter and update
     inputs: Mapping[int, fx.Node]  # of the graph, by the id of the tensor
 
-    def with_sums(self, *, last: bool) -> None:
-        """Add each gradient to its sum; in the last call, update each parameter by its sum."""
-        what, tokens = self.what, []
-        assert what.sums is not None
-        together = what.clipping.most is not None or what.scaling is not None
-        token = self._agreed() if last else None
-        # Add each, average the sum over ranks, and update by it, unless all are first clipped or unscaled together.
-        for i, (parameter, update) in self.found.items():
-            gradient, self.results[i] = self.results[i], None
-            what.sums.expect(update.parameter, _strides(gradient, parameter))
-            if token is not None and update.parameter in self.averaged:
-                exchange = operations.add(what, update, exchanges=True)
-                token = self._last(exchange, (gradient, parameter, token), gradient, f"{parameter.name}_mean")
-                tokens.append(token)
-                if not together:
-                    self._update(operations.update(what, update, by_sum=True), token, parameter, update)
-            elif last and not together:
-                add_and_update = operations.update(what, update, by_sum=True, adds=True)
-                self._update(add_and_update, gradient, parameter, update)
-            else:
-                add = operations.add(what, update)
-                tokens.append(self._last(add, (gradient, parameter), gradient, f"{parameter.name}_add"))
-        # Then update by all sums, once they are clipped and unscaled.
-        if last and together:
-            ready = self._last(operations.prepare(what), (tokens,), tokens[-1], "clip")
-            for parameter, update in self.found.values():
-                self._update(operations.update(what, update, by_sum=True), ready, parameter, update)
+    def write(self, *, last: bool) -> None:
+        """Update each parameter by its gradient: laid out, averaged over ranks, unscaled, clipped.
 
-    def without_sums(self) -> None:
-        """Update each parameter by its gradient: laid out, averaged over ranks, unscaled, clipped."""
+        Of several micro-batches add each to its sum; the sum of the last one takes the gradient's place.
+        """
         what, results, found = self.what, self.results, self.found
         clip, scaling, exchange = what.clipping, what.scaling, what.exchange
-        # Lay gradients out as autograd stores them.
-        for i, (parameter, _) in found.items():
-            val = results[i].meta["val"]
-            if not obeys_layout(val, parameter.meta["val"]):
-                layout = tuple(val.shape), _strides(results[i], parameter), val.dtype
-                results[i] = self._next(lay_out, (results[i], *layout), "stored")
-        # Average them over all ranks, one after the other.
-        token = self._agreed()
+        token = self._agreed() if last else None
         for i, (parameter, update) in found.items():
-            if exchange is not None and token is not None and update.parameter in self.averaged:
-                gradient, average = results[i], operations.exchange(exchange, update.parameter)
+            gradient, is_averaged = results[i], token is not None and update.parameter in self.averaged
+            # Add it to its sum, and average that.
+            if what.sums is not None:
+                what.sums.expect(update.parameter, _strides(gradient, parameter))
+                before = (token,) if is_averaged else ()
+                add = operations.add(what, update, exchanges=is_averaged)
+                results[i] = self._last(add, (gradient, parameter, *before), gradient, f"{parameter.name}_sum")
+                token = results[i] if is_averaged else token
+                continue
+            # Lay it out as autograd stores it.
+            val = gradient.meta["val"]
+            if not obeys_layout(val, parameter.meta["val"]):
+                layout = tuple(val.shape), _strides(gradient, parameter), val.dtype
+                results[i] = gradient = self._next(lay_out, (gradient, *layout), "stored")
+            # Average it over all ranks, after the previous one.
+            if exchange is not None and is_averaged:
+                average = operations.exchange(exchange, update.parameter)
                 both = self._last(average, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
                 results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
-                token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
+                token = self._last(operator.getitem, (both, 1), gradient, f"{gradient.name}_sent")
+        if not last:
+            results[:] = [None if i in found else result for i, result in enumerate(results)]
+            return
+        before = (token,) if token is not None and what.sums is not None else ()  # sums of others are averaged then
         # With a scaled loss, decide whether each optimizer's updates are skipped.
+        reached = {update.parameter for _, update in found.values()}
         skips: dict[optim.Optimizer, fx.Node] = {}
         if scaling is not None:
             largest: dict[optim.Optimizer, list[fx.Node]] = defaultdict(list)
             for i, (_, update) in found.items():
                 largest[update.optimizer].append(self._next(largest_of, (results[i],), "largest"))
             for optimizer, nodes in largest.items():
-                decide = operations.decide(scaling, optimizer)
-                skips[optimizer] = self._last(decide, (nodes,), nodes[-1], "skips")
-        # Find the factor that clips all gradients, from norms in the order of the parameters.
+                decide = operations.decide(what, optimizer, reached)
+                skips[optimizer] = self._last(decide, (nodes, *before), nodes[-1], "skips")
+        # Find the factor that clips all gradients.
         if clip.most is not None:
             if scaling is not None:
                 for i in found:
                     results[i] = self._next(operations.unscale(scaling), (results[i],), "unscaled")
-            of = {id(update.parameter): results[i] for i, (_, update) in found.items()}
-            gradients = [of[key] for key in what.of_parameters() if key in of]
-            norms = [self._next(norm_of, (gradient, clip.order), "norm") for gradient in gradients]
-            with outside_tracing():
-                order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
-            factor = self._last(operations.coefficient(clip), ([norms[n] for n in order],), norms[-1], "clip")
+            norms = [self._next(norm_of, (results[i], clip.order), "norm") for i in found]
+            coefficient = operations.coefficient(what, [update.parameter for _, update in found.values()])
+            factor = self._last(coefficient, (norms, *before), norms[-1], "clip")
         # Unscale, clip and update by each.
         for i, (parameter, update) in found.items():
             gradient = results[i]
@@ -198,7 +181,7 @@ class _Writer:
                 if product.meta["val"].dtype != dtype:  # a single number in half precision takes the factor's type
                     product = self._last(aten.to.dtype, (product, dtype), gradient, f"{clipped}_stored")
                 gradient = product
-            results[i] = gradient if what.keep else None
+            results[i] = gradient if what.keep and what.sums is None else None
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
     @cached_property

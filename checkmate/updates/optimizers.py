@@ -53,7 +53,7 @@ _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with t
 _CHANGES = {"params", "lr", "initial_lr", "max_lr", "min_lr"}  # settings that may be others in each step
 LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 
-_bytes_of_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, int]] = WeakKeyDictionary()  # by what is alike
+_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, dict[str, int]]] = WeakKeyDictionary()  # by what is alike
 
 
 def parameters_of(optimizers: Iterable[optim.Optimizer]) -> list[torch.Tensor]:
@@ -131,9 +131,14 @@ class Update:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state on its device, from the first update on."""
+        return sum(self.states.values())
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Bytes of each part of its state on its device, from the first update on, by name."""
         if state := self.optimizer.state.get(self.parameter):
             return self._bytes_here(state)
-        shard, found = local(self.parameter), _bytes_of_first_states.setdefault(self.optimizer, {})
+        shard, found = local(self.parameter), _first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
         if alike not in found:
             # Its state as the first update makes it: without data, where that can be had.
@@ -154,10 +159,14 @@ class Update:
             found[alike] = self._bytes_here(states[like])
         return found[alike]
 
-    def _bytes_here(self, state: dict[str, Any]) -> int:
+    def _bytes_here(self, state: dict[str, Any]) -> dict[str, int]:
         here = self.parameter.device
-        tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
+
+        def bytes_of(part: Any) -> int:
+            tensors = [local(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
+            return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
+
+        return {str(name): bytes_of(part) for name, part in state.items()}
 
     def workspace_bytes(self) -> int:
         """Temporary bytes of a late update, if none is measured: a small one's, in proportion."""

@@ -5,7 +5,7 @@ gradient -> (added to the sum of several) -> (mean of ranks) -> (without the sca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from checkmate.updates.all_reduce import Exchange
 from checkmate.updates.averaging import Average
-from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums
+from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums, largest_of, norm_of, order_of
 from checkmate.updates.optimizers import Update, about, parameters_of
 from checkmate.updates.per_parameter import update_once
 
@@ -35,6 +35,7 @@ class Updates:
     ready: bool = field(default=False, init=False)  # gradients are unscaled and clipped, in the update that goes on
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
+    _others: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # gradients outside of its step
 
     def of_parameters(self) -> dict[int, Update]:
         """The update of each parameter that the optimizers have now, by id."""
@@ -70,6 +71,7 @@ class Updates:
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
         self._updated, self._exchanged, self.ready = set(), set(), False
+        self._others, self.clipping.factor = None, None
         if self.scaling is not None:
             self.scaling.begin()
         if self.average is not None:
@@ -90,41 +92,59 @@ class Updates:
         self._exchanged.add(parameter)
         self.exchange.mean(parameter.grad, out=parameter.grad)
 
-    def prepare(self) -> None:
-        """Average, unscale and clip all gradients in place, unless that was done."""
-        self.ready = True
-        self._exchange_rest()
-        if self.scaling is not None:
-            for optimizer in self.optimizers:
-                self.scaling.scaler.unscale_(optimizer)  # which looks for infs and NaNs
-        self.clipping.by_norm(parameters_of(self.optimizers))
+    def take_others(self, parameters: Collection[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Average and unscale, once and in place, the gradients of others than these parameters; give them.
+
+        An earlier micro-batch used such a parameter, and the last one does not.
+        """
+        if self._others is None:
+            self._exchange_rest()
+            self._others = {}
+            for update in self.of_parameters().values():
+                gradient = update.parameter.grad
+                if gradient is None or update.parameter in parameters:
+                    continue
+                if self.scaling is not None:
+                    self.scaling.decide(update.optimizer, [largest_of(gradient)])
+                    self.scaling.unscale(gradient)
+                self._others[update.parameter] = gradient
+        return self._others
+
+    def coefficient(self, norms: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The factor that clips all gradients, from the norms of parameters' gradients and of those elsewhere."""
+        others = self.take_others(norms.keys()).items()
+        both = {**norms, **{p: norm_of(gradient, self.clipping.order) for p, gradient in others}}
+        in_order = [both[p] for p in parameters_of(self.optimizers) if p in both]
+        return self.clipping.coefficient([in_order[i] for i in order_of(in_order)])
 
     def update(self, update: Update, gradient: torch.Tensor) -> None:
-        """Update a parameter by its gradient as it is."""
+        """Update a parameter by its gradient as it is; free its sum, unless that is kept."""
         self.ready = True
         if not self._skips(update.optimizer):
             update(gradient)
         if self.average is not None:
             self.average.follow(update.parameter)
         self._updated.add(update.parameter)
-
-    def update_in_place(self, update: Update) -> None:
-        """Update a parameter by its gradient, which is freed."""
-        self.clipping.by_value(update.parameter)
-        assert update.parameter.grad is not None
-        self.update(update, update.parameter.grad)
         if not self.keep:
             update.parameter.grad = None
 
     def finish(self) -> None:
-        """Do what the backward left; all of it, as plain PyTorch does, if no captured step has run."""
+        """Do what the backward left; all of it if no captured step has run."""
         if not self.ready:
             self.agree(())
-            self.prepare()
-        self._exchange_rest()
+        if self.take_others(self._updated) and not self.ready and self.clipping.most is not None:
+            self.coefficient({})
+        # Unscale and clip sums that are kept as they were for the update, and update by others.
         for update in self.of_parameters().values():
-            if update.parameter not in self._updated and update.parameter.grad is not None:
-                self.update_in_place(update)
+            is_updated, gradient = update.parameter in self._updated, update.parameter.grad
+            if gradient is None or (is_updated and self.sums is None):
+                continue
+            if is_updated and self.scaling is not None:
+                self.scaling.unscale(gradient)
+            self.clipping.in_place(update.parameter)
+            if not is_updated:
+                self.update(update, gradient)
+        self.clipping.factor = None
         for optimizer in self.optimizers:
             if not self._skips(optimizer):
                 update_once(optimizer)
@@ -144,7 +164,7 @@ class Updates:
         self.clipping.by_norm(parameters)
         for parameter in parameters:
             if parameter.grad is not None:
-                self.clipping.by_value(parameter)
+                self.clipping.in_place(parameter)
         for optimizer in self.optimizers:
             optimizer.step()
             if not self.keep:

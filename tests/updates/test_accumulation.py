@@ -48,6 +48,29 @@ def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -
     assert updating == peaks[1] if clip_norm else updating <= peaks[1]  # sums that are used are gone before the end
 
 
+def test_sums_and_states_are_values_of_the_step() -> None:
+    """An op adds to each sum, another overwrites the parameter and its state; what clips reads the sums."""
+    step, model, _ = _made(planned_step, 2, clip_norm=0.1)
+    for _ in range(2):
+        step(X, Y)
+    of_parameters = sum(p.nbytes for p in model.parameters())
+    for plan, last in zip(step.plans, (False, True), strict=True):
+        graph = plan.problem.graph
+        names = {v: value.name for v, value in enumerate(graph.values) if value.role == "state"}
+        adds = {v: op for op in graph.ops if op.target == "checkmate.add_gradient" for v in op.overwrites}
+        assert [names[v].rpartition("_")[2] for v in adds] == ["sum"] * 10
+        updates = [op for op in graph.ops if op.target == "checkmate.update_parameter"]
+        assert len(updates) == (10 if last else 0)
+        for op in updates:
+            assert {names[v].rpartition(".")[2] for v in op.overwrites if v in names} == {"exp_avg", "exp_avg_sq"}
+            assert {graph.values[v].role for v in op.overwrites} == {"parameter", "state"}
+            assert set(op.overwrites) <= set(op.inputs)
+        assert names.keys() == {v for op in (*adds.values(), *updates) for v in op.overwrites if v in names}
+        norms = [op for op in graph.ops if op.name.endswith("_norm") and op.target.startswith("checkmate")]
+        assert {op.inputs for op in norms} == {(v,) for v in adds if last}
+        assert graph.state_bytes == (3 if last else 1) * of_parameters
+
+
 @pytest.mark.slow
 def test_gradients_between_micro_batches_are_those_of_plain_pytorch() -> None:
     """They are shown as ``.grad``, and gone after the update, or kept and clipped. Changes of a person count."""

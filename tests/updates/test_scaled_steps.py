@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from checkmate.training import TrainingStep
 from checkmate.updates.gradients import HELD_BYTES
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
+from tests.support.stepping import grads_of
 from tests.support.whole_steps import X, Y, adamw, assert_as_plain, classifier, loss_of, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,6 +86,39 @@ def test_scaled_loss_within_the_budget(share: float, clip_norm: float | None) ->
     step, found = assert_as_plain(train, budget=between(problem, share))
     at_entry = problem.resident - HELD_BYTES + 8  # of the scaler only the scale, and its count of steps
     assert all(0 <= step.plans[0].peak - at_entry - peak <= HELD_BYTES for peak in found.peaks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_value": 1e-3}, {"clip_norm": 0.1}, slow({"clip_norm": 0.1, "norm_type": 1.0})],
+    ids=str,
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_the_last_micro_batch_does_not_reach(options: dict[str, Any], *, scaled: bool) -> None:
+    """They count in the norm, and skip their own optimizer's update; kept sums are unscaled and clipped in the end."""
+    # For each micro-batch whether it uses all parts, and a factor of the part that has an optimizer of its own.
+    uses = [(True, 1.0), (False, 1.0), (True, 2.0), (True, 1.0), (True, float("inf") if scaled else 3.0), (False, 1.0)]
+
+    def train(make: Callable[..., Any], *, keep: bool = False) -> Any:
+        torch.manual_seed(0)
+        parts = nn.ModuleList(nn.Linear(32, 10) for _ in range(4))
+        several = [optim.AdamW(parts[:2].parameters(), lr=1e-2), optim.SGD(parts[2:].parameters(), lr=0.1)]
+        scaler = _scaler() if scaled else None
+
+        def loss_fn(x: Tensor, y: Tensor, factor: Tensor, *, everywhere: bool) -> Tensor:
+            first = F.cross_entropy(parts[0](x) + parts[3](x), y)
+            return first + F.cross_entropy(parts[1](x), y) + factor * parts[2](x).mean() if everywhere else first
+
+        step = make(loss_fn, several, accumulate=2, scaler=scaler, **options)
+        left = []
+        for i, (everywhere, factor) in enumerate(uses):
+            step(X, Y, torch.tensor(factor), everywhere=everywhere)
+            left += grads_of(parts) if keep or i % 2 == 0 else []
+        states = [o.state_dict() for o in several], scaler and scaler.state_dict()
+        return left, parts.state_dict(), copy.deepcopy(states)
+
+    for keep in (False, True):
+        assert_as_plain(partial(train, keep=keep), gradients=keep)
 
 
 @pytest.mark.slow
