@@ -32,7 +32,6 @@ class Updates:
     scaling: Scaling | None = None  # of the loss
     average: Average | None = None  # of the parameters
     exchange: Exchange | None = None  # with other ranks
-    ready: bool = field(default=False, init=False)  # gradients are unscaled and clipped, in the update that goes on
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
     _others: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # gradients outside of its step
@@ -70,7 +69,7 @@ class Updates:
 
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
-        self._updated, self._exchanged, self.ready = set(), set(), False
+        self._updated, self._exchanged = set(), set()
         self._others, self.clipping.factor = None, None
         if self.scaling is not None:
             self.scaling.begin()
@@ -119,7 +118,6 @@ class Updates:
 
     def update(self, update: Update, gradient: torch.Tensor) -> None:
         """Update a parameter by its gradient as it is; free its sum, unless that is kept."""
-        self.ready = True
         if not self._skips(update.optimizer):
             update(gradient)
         if self.average is not None:
@@ -130,9 +128,9 @@ class Updates:
 
     def finish(self) -> None:
         """Do what the backward left; all of it if no captured step has run."""
-        if not self.ready:
+        if not self._updated:
             self.agree(())
-        if self.take_others(self._updated) and not self.ready and self.clipping.most is not None:
+        if self.take_others(self._updated) and not self._updated and self.clipping.most is not None:
             self.coefficient({})
         # Unscale and clip sums that are kept as they were for the update, and update by others.
         for update in self.of_parameters().values():

@@ -89,6 +89,32 @@ def test_same_bits_as_the_plain_loop(settings: list[Setting]) -> None:
     assert len({loss.item() for loss in found.losses}) > 1  # something was learnt
 
 
+KINDS = [*{name: (name, setting) for name, setting in reversed(ONCE)}.values()]
+TRIOS = [KINDS[min(i, len(KINDS) - 3) :][:3] for i in range(0, len(KINDS), 3)]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("settings", every(5, TRIOS), ids=lambda trio: ", ".join(name for name, _ in trio))
+def test_same_bits_with_sums(settings: list[Setting], clip_norm: float | None, *, scaled: bool) -> None:
+    """Three optimizers by the sums of two micro-batches; with a scaler, one of which skips the second update."""
+
+    def loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss_fn(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+            return model(x, y) * factor
+
+        return loss_fn
+
+    def batch(i: int) -> tuple[Tensor, ...]:
+        return *BATCH, torch.tensor(float("inf") if scaled and i == 3 else 1.0 + i)
+
+    scaler = {"scaler": lambda model: torch.amp.GradScaler("cpu", init_scale=2.0**10)} if scaled else {}
+    how = {"loss": loss, "batch": batch, "steps": 6, "accumulate": 2, "clip_norm": clip_norm, **scaler}
+    step, _ = assert_as_plain(_training(settings, **how))
+    kinds = {value.name.rpartition(".")[2] for value in step.plans[-1].problem.graph.values if value.role == "state"}
+    assert len(kinds) > 2
+
+
 @pytest.mark.parametrize("width", [64, 640], ids=["whole", "in slices"])
 @pytest.mark.parametrize("setting", [("RAdam", {}), ("ASGD", {"t0": 2})], ids=lambda setting: setting[0])
 def test_what_late_updates_take_is_planned(setting: Setting, width: int) -> None:
