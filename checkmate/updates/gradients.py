@@ -195,16 +195,11 @@ class Clipping:
         except (TypeError, ValueError):
             raise ValueError(f"norm_type is a number, or math.inf, not {self.order!r}.") from None
 
-    def by_norm(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Clip the parameters' gradients in place by their norm."""
-        if self.most is not None:
-            self.norm = nn.utils.clip_grad_norm_(parameters, self.most, self.order, error_if_nonfinite=self.finite)
-
     def in_place(self, parameter: torch.Tensor) -> None:
         """Clip the parameter's gradient in place, by the factor of the step that goes on or by value."""
         if self.factor is not None and parameter.grad is not None:
             parameter.grad.mul_(self.factor)
-        if self.value is not None:
+        if self.value is not None:  # of a parameter without one, nothing
             nn.utils.clip_grad_value_(parameter, self.value)
 
     def coefficient(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -29,8 +29,7 @@ def update(updates: Updates, of: Update) -> PlannedOp:
     def run(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
         updates.update(of, gradient)
 
-    # Its states; numbers, such as a count of steps, are no values.
-    def states() -> dict[str, int]:
+    def states() -> dict[str, int]:  # numbers, such as a count of steps, are no values
         return {name: size for name, size in of.states.items() if size > NUMBER_BYTES}
 
     # The function measured in its place, with its own states and averages.

@@ -160,13 +160,11 @@ class Update:
         return found[alike]
 
     def _bytes_here(self, state: dict[str, Any]) -> dict[str, int]:
-        here = self.parameter.device
-
-        def bytes_of(part: Any) -> int:
+        here, sizes = self.parameter.device, dict[str, int]()
+        for name, part in state.items():
             tensors = [local(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
-            return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
-
-        return {str(name): bytes_of(part) for name, part in state.items()}
+            sizes[str(name)] = sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
+        return sizes
 
     def workspace_bytes(self) -> int:
         """Temporary bytes of a late update, if none is measured: a small one's, in proportion."""

@@ -158,11 +158,11 @@ class Updates:
         """Clip and update as plain PyTorch does, all together, by the gradients of a plain backward."""
         self._updated, self._exchanged = set(), set()
         self._exchange_rest()
-        parameters = parameters_of(self.optimizers)
-        self.clipping.by_norm(parameters)
+        parameters, clip = parameters_of(self.optimizers), self.clipping
+        if clip.most is not None:
+            clip.norm = nn.utils.clip_grad_norm_(parameters, clip.most, clip.order, error_if_nonfinite=clip.finite)
         for parameter in parameters:
-            if parameter.grad is not None:
-                self.clipping.in_place(parameter)
+            clip.in_place(parameter)
         for optimizer in self.optimizers:
             optimizer.step()
             if not self.keep:
