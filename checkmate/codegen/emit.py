@@ -67,7 +67,7 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     """Write the modules of a plan.
 
     Args:
-        begin: what a forward calls whose plan sends values to a second memory.
+        begin: what a forward calls whose plan uses a second memory.
 
     Raises:
         SolverError: if the plan reads what is not at hand, or writes over what it must not.
@@ -92,7 +92,7 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
     first = _Writer(joint, inputs, times)
-    call = first.begin(begin, plan) if plan.sent else None
+    call = first.begin(begin, plan) if plan.moves else None
     saved = saved if call is None else [call, *saved]
     descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])

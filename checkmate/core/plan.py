@@ -93,8 +93,18 @@ class Plan:
 
     @cached_property
     def sent(self) -> frozenset[int]:
-        """The values that have a copy in the second memory at some time."""
+        """The values that are sent to the second memory."""
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
+
+    @cached_property
+    def moved(self) -> frozenset[int]:
+        """The values that are sent to or fetched from the second memory."""
+        return self.sent.union(step.value for step in self.steps if isinstance(step, Fetch))
+
+    @property
+    def moves(self) -> bool:
+        """Tell whether the plan uses the second memory."""
+        return bool(self.moved)
 
     @cached_property
     def started(self) -> bool:
@@ -109,7 +119,7 @@ class Plan:
             if k <= before:
                 return False
             turn, before = (turn + 1, -1) if k == turn else (turn, k)
-        return not self.sent and not self.started
+        return not self.moves and not self.started
 
     def as_lists(self) -> list[list[str | int]]:
         """The steps as lists of a name and numbers, for JSON."""

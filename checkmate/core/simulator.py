@@ -178,7 +178,7 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
 
 def cost(plan: Plan, problem: Problem) -> float:
     """The seconds of the step: the sum over all runs, plus waits for links."""
-    if plan.sent or plan.started:
+    if plan.moves or plan.started:
         return timing(plan, problem).seconds
     return float(sum(problem.seconds[k] for k in plan.runs))
 

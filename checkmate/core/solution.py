@@ -150,7 +150,7 @@ class Solution:
     @property
     def waited(self) -> float:
         """Seconds of the step in which no op runs, because a link is not done."""
-        if self.plan is not None and (self.problem.graph.links or self.plan.sent):
+        if self.plan is not None and (self.problem.graph.links or self.plan.moves):
             return timing(self.plan, self.problem).waited
         return 0.0
 
@@ -161,11 +161,11 @@ class Solution:
 
     @cached_property
     def second_memory(self) -> SecondMemoryUse | None:
-        """The use of the second memory; None if the plan sends nothing."""
-        if self.plan is None or not self.plan.sent:
+        """The use of the second memory; None if the plan does not use it."""
+        if self.plan is None or not self.plan.moves:
             return None
         peak = simulate(self.plan, self.problem).host_peak
-        return SecondMemoryUse(len(self.plan.sent), peak, timing(self.plan, self.problem))
+        return SecondMemoryUse(len(self.plan.moved), peak, timing(self.plan, self.problem))
 
     @cached_property
     def modules(self) -> Any:

@@ -152,8 +152,8 @@ def timing(plan: Plan, problem: Problem) -> Timing:
     >>> timing(away, problem).seconds, timing(away, problem).waited
     (5.0, 2.0)
     """
-    if plan.sent and problem.host is None:
-        raise ValueError("The plan sends values to a second memory, and the problem has none: Problem.with_host.")
+    if plan.moves and problem.host is None:
+        raise ValueError("The plan uses a second memory, and the problem has none: Problem.with_host.")
     events = list(walk(plan, problem))
     moved = ((e.step.value, isinstance(e.step, Fetch), e) for e in events if isinstance(e.step, (Send, Fetch)))
     transfers = tuple(Transfer(v, back, e.at, e.begin, e.end) for v, back, e in moved)

@@ -343,7 +343,7 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     assert plan is not None
     rests = span.first < index and index not in span.uses and span.ready <= index
     graph = problem.graph
-    barred = v in plan.sent or v in graph.outputs or v in problem.limits.recomputed or v in graph.overwritten_by
+    barred = v in plan.moved or v in graph.outputs or v in problem.limits.recomputed or v in graph.overwritten_by
     if problem.host is None or use is None or not rests or barred:
         return None
     made, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))

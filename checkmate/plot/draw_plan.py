@@ -103,7 +103,7 @@ def _called(solution: Solution) -> str:
     """The name of a plan: plain PyTorch if it runs each op once and keeps all, else planned within a budget."""
     plan = check_plan(solution, "draw")[0]
     kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
-    if kept and not (plan.sent or plan.started):
+    if kept and not (plan.moves or plan.started):
         return "plain PyTorch"
     return f"planned within {format_bytes(solution.budget)} ({solution.method})"
 

@@ -144,7 +144,7 @@ def compare_with_plain(
     foretold = None
     if followed is not None:
         check_peak(resident + found.use.peak, followed, device, backend.limit(followed))
-        if followed.plan is not None and followed.plan.sent and backend.second_memories is not None:
+        if followed.plan is not None and followed.plan.moves and backend.second_memories is not None:
             held = backend.second_memories.on(device).use.peak
             said = simulate(followed.plan, followed.problem).host_peak
             if held > said:

@@ -255,7 +255,7 @@ Solver = Callable[[Task, Incumbent], Remarks]
 
 def _gravity(plan: Plan | None) -> int:
     """The log level for a bound that a plan contradicts: bounds hold for schedules, so other plans may beat them."""
-    return logging.WARNING if plan is None or plan.is_a_schedule or plan.sent else logging.DEBUG
+    return logging.WARNING if plan is None or plan.is_a_schedule or plan.moves else logging.DEBUG
 
 
 def certify(
@@ -294,7 +294,7 @@ def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> 
     if contradicts(bound, cost):
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
         bound = problem.least_cost
-    one_clock = not plan.sent and not problem.graph.links
+    one_clock = not plan.moves and not problem.graph.links
     runs_once = one_clock and len(plan.runs) == len(problem.graph.ops)  # the least, whatever is lost in its sum
     bound = max(problem.least_cost, bound)  # in this order, what is no number is no bound
     bound = cost if runs_once else min(bound, cost)

@@ -156,7 +156,7 @@ class SentSets:
         seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
         self.incumbent.offer(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
-        if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
+        if fits and plan.moves and (self.best is None or seconds < self.best.seconds):
             self.best = TriedSet(seconds, plan.sent, room, plan)
         return seconds
 

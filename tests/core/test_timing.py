@@ -53,6 +53,15 @@ def test_a_value_waits_elsewhere_while_ops_run() -> None:
     assert cost(AWAY, CHAIN.with_host(Host(4, send=4.0, fetch=2.0, latency=0.5))) == 7.0  # which keeps the link busy
 
 
+def test_a_plan_that_only_fetches_uses_the_second_memory() -> None:
+    fetches = Plan((Fetch(0), Wait(0), Run(0), Run(1)), boundary=2)
+    assert (fetches.sent, fetches.moved, fetches.moves, fetches.is_a_schedule) == (set(), {0}, True, False)
+    assert cost(fetches, CHAIN.with_host(HOST)) == 4.0  # it waits two seconds for the link
+    with pytest.raises(ValueError, match="uses a second memory, and the problem has none"):
+        cost(fetches, CHAIN)
+    assert not Plan((Run(0), Run(1)), boundary=2).moves
+
+
 @pytest.mark.parametrize(("one_link", "seconds"), [(False, 6.0), (True, 8.0)])
 def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float) -> None:
     problem = Problem.from_dag(
