@@ -48,6 +48,7 @@ class Method:
     heeds: tuple[str, ...] = ()  # the common options that it follows
     sends: bool = False  # it knows of a second memory; what others prove does not hold with one
     needs_host: bool = False  # it is for problems with a second memory only
+    homes: bool = False  # it knows of values that are at home there
 
     @property
     def defaults(self) -> dict[str, object]:

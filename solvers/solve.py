@@ -18,7 +18,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
 from checkmate.core.solution import Query, Refusal, Solution, Solver, Status, check_problem, smallest_budget
-from checkmate.errors import RuleError, SolverError
+from checkmate.errors import InvalidProblem, RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
@@ -79,6 +79,7 @@ def solve(
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
         TypeError: if the problem is none.
+        InvalidProblem: if values are at home in the second memory, and the method does not know of any.
         RuleError: if a rule names nothing, cannot be obeyed, or is none that the method can follow.
         ValueError: if no method has this name, it has no such option, a limit is out of range, or the start is of
             another graph.
@@ -94,6 +95,7 @@ def solve(
     check_method(method, options if start is None else {**options, "start": start})
     refuse_unknown_rules(problem, method)
     check_host(method, has_host=problem.host is not None)
+    check_homes(problem, method)
     ends = options if method == "auto" else {}
     patience, wait = ends.pop("patience", inf), ends.pop("enough", inf)
     query = Query(problem, parse_bytes(budget), method, time_limit, gap, start, patience, wait, options=options)
@@ -286,6 +288,15 @@ def check_host(method: str, *, has_host: bool) -> None:
         raise ValueError(
             f"Method {method!r} is for a step with a second memory. Give it one: compile(host_budget=...), or "
             "problem.with_host(Host(budget, send=bytes_per_second, fetch=bytes_per_second))."
+        )
+
+
+def check_homes(problem: Problem, method: str) -> None:
+    """Raise an InvalidProblem for a method that knows of no values at home in a second memory, where there are any."""
+    if problem.homes and not METHODS[method].homes:
+        known = ", ".join(name for name, other in METHODS.items() if other.homes) or "none yet"
+        raise InvalidProblem(
+            f"Method {method!r} plans no step with values at home in the second memory. Methods that do: {known}."
         )
 
 

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import astuple, dataclass
 from weakref import WeakKeyDictionary
 
-from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 
 _known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
@@ -16,7 +15,7 @@ _known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
 class Fingerprints:
     """SHA-256 of the parts of a problem, in hexadecimal."""
 
-    structure: str  # the ops, what they read, make and overwrite, and what rules forbid; not their names
+    structure: str  # the ops, what they read, make and overwrite, what rules forbid, homes; not their names
     sizes: str  # bytes of each value, workspace and ways of each op; what is resident is not among them
     costs: str  # seconds of each op, what links carry, and the second memory with its links
 
@@ -39,6 +38,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
             structure = *structure, [*limits.max_runs.items()], sorted(limits.recomputed)  # type: ignore[assignment]
         if graph.overwritten_by:
             structure = *structure, [*graph.overwritten_by.items()]  # type: ignore[assignment]
+        if problem.homes:
+            structure = *structure, sorted(problem.homes), sorted(problem.kept)  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()
         if problem.profile.ways:
             ways = [(way.op, way.makes, way.over, way.workspace) for way in problem.profile.ways]
@@ -69,22 +70,24 @@ def renumbered(problem: Problem, like: Problem) -> tuple[list[int], list[int]] |
     """
     if same_ops(problem, like):
         return [*range(len(like.graph.ops))], [*range(len(like.graph.values))]
-    if len(problem.graph.ops) != len(like.graph.ops) or _by_name(problem.graph) != _by_name(like.graph):
+    if len(problem.graph.ops) != len(like.graph.ops) or _by_name(problem) != _by_name(like):
         return None
     ops = {op.name: k for k, op in enumerate(problem.graph.ops)}
     values = {value.name: v for v, value in enumerate(problem.graph.values)}
     return [ops[op.name] for op in like.graph.ops], [values[value.name] for value in like.graph.values]
 
 
-def _by_name(graph: Graph) -> tuple[object, ...]:
-    """The graph with names in place of numbers."""
+def _by_name(problem: Problem) -> tuple[object, ...]:
+    """The graph with names in place of numbers, and which values are at home elsewhere."""
+    graph = problem.graph
     names = [value.name for value in graph.values]
     ops = {
         op.name: (op.target, op.phase, op.pinned is None, *([names[v] for v in vs] for vs in (op.inputs, op.outputs)))
         for op in graph.ops
     }
     overwritten = {names[v]: graph.ops[k].name for v, k in graph.overwritten_by.items()}
-    return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names)
+    homes = ({names[v] for v in vs} for vs in (problem.homes, problem.kept))
+    return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names), *homes
 
 
 def _hash(what: object) -> str:

@@ -202,6 +202,11 @@ class Graph:
                 users[v].append(k)
         return tuple(map(tuple, users))
 
+    def first_op(self, v: int) -> int:
+        """The op that makes a value; of one that is there before the step, the first that reads it."""
+        producer = self.values[v].producer
+        return next(iter(self.users[v]), 0) if producer is None else producer
+
     @cached_property
     def deps(self) -> tuple[tuple[int, ...], ...]:
         """The ops whose values each op reads, ascending."""

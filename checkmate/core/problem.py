@@ -9,7 +9,8 @@ import gzip
 import json
 import operator
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +25,12 @@ from checkmate.core.inplace import InPlace, Saving, savings
 from checkmate.core.limits import Limits, Rule
 from checkmate.core.plan import Plan
 from checkmate.errors import InvalidProblem
+from checkmate.units import exact_bytes
 
 FORMAT = "checkmate-problem"
 VERSION = 1
 NEWER: dict[int, Callable[[Problem], object]] = {  # versions of files, and what a problem has then
+    7: lambda problem: problem.homes,  # who does not know them would look for these values here
     6: lambda problem: problem.graph.links,  # who does not know them would count other seconds
     5: lambda problem: problem.host,  # likewise
     4: lambda problem: problem.graph.overwritten_by,  # ... would run other ops after what overwrites
@@ -78,7 +81,7 @@ class Problem:
 
     Raises:
         InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite, or a way is none, or
-            all bytes together are more than 2**53.
+            all bytes together are more than 2**53, or a value cannot be at home where it is said to be.
 
     >>> problem = Problem.from_dag(deps=[[], [0], [0, 1]], seconds=[1, 1, 1], sizes=[4, 4, 4])
     >>> problem.keep_all_peak
@@ -90,6 +93,8 @@ class Problem:
     codegen: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
     rules: tuple[Rule, ...] = ()  # obeyed by every plan; put here by `checkmate.core.rules.with_rules`
     host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
+    homes: frozenset[int] = frozenset()  # values whose place between calls is the second memory; see `with_homes`
+    kept: frozenset[int] = frozenset()  # those of them of which a copy stays here between calls, too
     name: str = ""  # of the step in words, such as "GPT2 with AdamW"; empty: unknown
     splits: tuple[str, ...] = ()  # the parts it runs in, in words; not in files
     next_split: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
@@ -115,6 +120,41 @@ class Problem:
         together = self.resident + sum(self.sizes.tolist()) + int(self.workspace.max())
         if together > MAX_BYTES:
             raise InvalidProblem(f"All values, resident bytes and a workspace take {together} bytes; 2**53 at most.")
+        if self.homes or self.kept:
+            self._check_homes()
+
+    def _check_homes(self) -> None:
+        """Raise unless the homes can be those of a step with this graph and this second memory."""
+        graph, host, values = self.graph, self.host, self.graph.values
+        if not all(type(v) is int and 0 <= v < len(values) for v in self.homes | self.kept):
+            raise InvalidProblem(f"Values are at home in the second memory that are not there: {[*self.homes]}.")
+        if host is None:
+            raise InvalidProblem("Values are at home in a second memory, and the problem has none: Problem.with_host.")
+        if graph.links:
+            raise InvalidProblem("A step whose ops are carried by links between ranks has no homes in a second memory.")
+        for v in sorted(self.homes | self.kept):
+            name = values[v].name
+            if v not in self.homes:
+                raise InvalidProblem(f"{name!r} is kept from call to call, so it must be at home in the second memory.")
+            if values[v].producer is not None:
+                raise InvalidProblem(f"{name!r} is made by an op: only what is there before the step has a home.")
+            if v in graph.outputs:
+                raise InvalidProblem(
+                    f"{name!r} is a result of the step, and so at hand in the end: it is at home here."
+                )
+            by = graph.overwritten_by.get(v)
+            if by is not None and v not in graph.ops[by].inputs:
+                op = graph.ops[by].name
+                raise InvalidProblem(f"Op {op!r} overwrites {name!r} without reading it, which is at home elsewhere.")
+        if self.homes_bytes > host.budget:
+            sums = Counter[str]()
+            for v in self.homes:
+                sums[values[v].role] += values[v].size_bytes
+            parts = ", ".join(f"{exact_bytes(size)} of role {role!r}" for role, size in sums.most_common())
+            raise InvalidProblem(
+                f"The second memory has room for {exact_bytes(host.budget)}, and {exact_bytes(self.homes_bytes)} are "
+                f"at home there: {parts}. Give it as much at least, or have less at home there."
+            )
 
     @classmethod
     def from_dag(
@@ -128,6 +168,7 @@ class Problem:
         forward: int | None = None,
         over: Mapping[int, Sequence[int]] | None = None,
         overwrites: Mapping[int, Sequence[int]] | None = None,
+        parameters: Sequence[tuple[int, Sequence[int], int | None]] = (),
     ) -> Problem:
         """A problem from plain lists, one value per op, for experiments without PyTorch.
 
@@ -141,7 +182,9 @@ class Problem:
             forward: how many of the ops, the first ones, are of the forward; by default all.
             over: for some ops, those whose values they may write over, if these are not needed any more.
             overwrites: ops that overwrite a value which is there before the step begins, each one of its own, with the
-                other ops that read it. Such an op runs once; those before it must not run after it.
+                other ops that read it. Such an op runs once; those before it must not run after it. It has no bytes.
+            parameters: further values that are there before the step begins: the bytes of each, which are resident, the
+                ops that read it, and the op that overwrites it or None.
 
         Raises:
             InvalidProblem: naming the op with a bad dependency, cost or size.
@@ -150,6 +193,8 @@ class Problem:
         (1,)
         >>> Problem.from_dag([[], [0]], seconds=[1.0, 2.0], sizes=[10, 10], over={1: [0]}).keep_all_peak
         10
+        >>> Problem.from_dag([[], [0]], [1, 1], [10, 20], parameters=[(4, [0], 1)]).resident
+        4
         """
         n = len(deps)
         workspace = [0] * n if workspace is None else workspace
@@ -164,12 +209,17 @@ class Problem:
             outputs = [k for k in range(n) if k not in read]
         ops = [Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)]
         values = [Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)]
-        # A parameter for each op that overwrites one, read by the others.
-        for by, readers in (overwrites or {}).items():
-            for k in {by, *readers}:
+        # Values that are there before: read by some ops, and overwritten by one of them or by none.
+        of_none = [(0, readers, by, f"p{by}") for by, readers in (overwrites or {}).items()]
+        named = [(size, readers, by, f"w{i}") for i, (size, readers, by) in enumerate(parameters)]
+        for size, readers, by, name in (*of_none, *named):
+            for k in {*readers, *(() if by is None else (by,))}:
                 ops[_index(k, n, "overwrites")] = replace(ops[k], inputs=(*ops[k].inputs, len(values)))
-            ops[by] = replace(ops[by], overwrites=(len(values),), pinned=f"overwrites p{by}")
-            values.append(Value(f"p{by}", 0, None, "parameter"))
+            if by is not None:
+                overwritten = (*ops[by].overwrites, len(values))
+                ops[by] = replace(ops[by], overwrites=overwritten, pinned=ops[by].pinned or f"overwrites {name}")
+            values.append(Value(name, size, None, "parameter"))
+        resident_bytes += sum(size for size, *_ in parameters)
         graph = Graph(tuple(ops), tuple(values), tuple(_index(k, n, "outputs") for k in outputs))
         ways = tuple(InPlace(k, k, v, int(workspace[k])) for k, vs in (over or {}).items() for v in vs)
         profile = Profile(seconds, workspace, resident_bytes, ways=ways)  # type: ignore[arg-type]  # it makes arrays
@@ -219,8 +269,19 @@ class Problem:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """(V,) int64: bytes of each value; 0 for values that no op makes (they count as resident; M in the paper)."""
-        return np.array([0 if v.producer is None else v.size_bytes for v in self.graph.values], dtype=np.int64)
+        """(V,) int64: bytes of each value (M in the paper); 0 for those here before the step, which are resident."""
+        moves = [value.producer is not None or v in self.homes for v, value in enumerate(self.graph.values)]
+        return np.array([value.size_bytes for value in self.graph.values], dtype=np.int64) * moves
+
+    @cached_property
+    def homes_bytes(self) -> int:
+        """Bytes of the values that are at home in the second memory."""
+        return sum(self.graph.values[v].size_bytes for v in self.homes)
+
+    @cached_property
+    def begin_bytes(self) -> int:
+        """Bytes that are here before the first step of a plan: what is resident, and the copies that are kept."""
+        return self.resident + sum(self.graph.values[v].size_bytes for v in self.kept)
 
     @cached_property
     def keep_all_cost(self) -> float:
@@ -237,15 +298,15 @@ class Problem:
     def live_bytes(self) -> np.ndarray:
         """(T,) int64: bytes in memory while each op runs, if each runs once and values go after their last use.
 
-        Ways that are slower than a plain run are not taken.
+        Ways that are slower than a plain run are not taken. What is at home in a second memory is here all the time.
         """
         last = [max((*users, self.graph.values[v].producer or 0)) for v, users in enumerate(self.graph.users)]
-        for v in self.graph.outputs:
+        for v in (*self.graph.outputs, *self.homes):
             last[v] = len(self.graph.ops)
         dying: list[int] = [0] * (len(self.graph.ops) + 1)
         for v, end in enumerate(last):
             dying[end] += int(self.sizes[v])
-        live, at = self.resident, []
+        live, at = self.resident + self.homes_bytes, []
         for k, op in enumerate(self.graph.ops):
             live += int(self.sizes[list(op.outputs)].sum())
             saved = next((saved for v, saved in self.savings[k] if last[v] == k and (k, v) not in self.slower), 0)
@@ -265,7 +326,8 @@ class Problem:
         Its inputs, outputs and workspace, the results of the step made so far, and the values that a later op still
         reads and whose own op must not run again, since it is pinned or since what it reads has been overwritten; less
         what the best way of the op saves where its value may go. With a second memory such values may be there in the
-        meantime. No budget below the largest of these can be met.
+        meantime. Beside the first op counts what is here when the step begins, beside the last what stays here. No
+        budget below the largest of these can be met.
         """
         graph = self.graph
         results, bytes_at = set(graph.outputs), []
@@ -282,6 +344,9 @@ class Problem:
             bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]) - saved)
             stays = op.pinned is not None and self.host is None
             held.update(v for v in op.outputs if v in results or (stays and graph.users[v]))
+        bytes_at[0] = max(bytes_at[0], self.begin_bytes)
+        made = [v for v in graph.outputs if graph.values[v].producer is not None]
+        bytes_at[-1] = max(bytes_at[-1], self.begin_bytes + int(self.sizes[made].sum()))
         return np.array(bytes_at, dtype=np.int64)
 
     def let_go(self, next_split: Callable[[], Problem | None] | None) -> Problem:
@@ -297,13 +362,53 @@ class Problem:
         >>> print(problem.with_host(Host(100, send=1e9, fetch=1e9)).host)
         100 B, 1 GB/s there, 1 back, a link each way
         """
+        if host is None and self.homes:
+            return self.with_homes(()).with_host(None)
+        return replace(self, host=host, next_split=self._next_split(lambda problem: problem.with_host(host)))
+
+    def with_homes(self, homes: Iterable[int], kept: Iterable[int] = ()) -> Problem:
+        """The problem and its further splits with these values at home in the second memory, and all others here.
+
+        Between calls of the step they are there, and current. A plan fetches them, and frees a copy that is current
+        there as well. What an op overwrites it sends back, and frees only then.
+
+        Args:
+            homes: values that are there before the step begins. Their bytes are no longer resident.
+            kept: those of them of which a copy is here as well when the step begins, and when it ends.
+
+        Raises:
+            InvalidProblem: if a value cannot be at home there, or the second memory has no room for all.
+
+        >>> step = Problem.from_dag([[], [0], [1]], [1] * 3, [4] * 3, parameters=[(8, [0], 2)])
+        >>> there = step.with_host(Host(100, send=1e9, fetch=1e9)).with_homes([3])
+        >>> step.resident, there.resident, there.homes_bytes
+        (8, 0, 8)
+        """
+        now, kept, values = frozenset(homes), frozenset(kept), self.graph.values
+        names = [{values[v].name for v in vs if v < len(values)} for vs in (now, kept)]
+
+        def likewise(problem: Problem) -> Problem:
+            given = [(v, value.name) for v, value in enumerate(problem.graph.values) if value.producer is None]
+            return problem.with_homes(*([v for v, name in given if name in those] for those in names))
+
+        resident = self.resident + self.homes_bytes - sum(values[v].size_bytes for v in now if v < len(values))
+        if resident < 0:
+            more = exact_bytes(-resident)
+            raise InvalidProblem(f"The homes take {more} more than what is resident, of which they are a part.")
+        moved = [*((v, 1) for v in self.homes), *((v, -1) for v in now)]
+        states = self.profile.state_bytes + sum(n * values[v].size_bytes for v, n in moved if values[v].role == "state")
+        profile = replace(self.profile, resident_bytes=resident, state_bytes=max(0, states))
+        return replace(self, profile=profile, homes=now, kept=kept, next_split=self._next_split(likewise))
+
+    def _next_split(self, change: Callable[[Problem], Problem]) -> Callable[[], Problem | None] | None:
+        """The function for the further split, which is changed likewise."""
         next_split = self.next_split
 
         def split_further() -> Problem | None:
             problem = next_split() if next_split is not None else None
-            return None if problem is None else problem.with_host(host)
+            return None if problem is None else change(problem)
 
-        return replace(self, host=host, next_split=None if next_split is None else split_further)
+        return None if next_split is None else split_further
 
     def splits_in_turn(self) -> Iterator[Problem]:
         """The problem, then the step split further and further, as long as that helps."""
@@ -330,6 +435,7 @@ class Problem:
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
             **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
             **({"host": asdict(self.host)} if self.host is not None else {}),
+            **({"homes": sorted(self.homes), "kept": sorted(self.kept)} if self.homes else {}),
         }
         # Equal problems give equal files.
         text = json.dumps(document, allow_nan=False).encode()
@@ -364,7 +470,9 @@ class Problem:
             state = document.get("state_bytes", 0)
             profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways, state_bytes=state)
             host = Host(**document["host"]) if "host" in document else None
-            return cls(graph, profile, rules=tuple(rules), host=host, name=document.get("name", ""))
+            homes, kept = (frozenset(document.get(name, ())) for name in ("homes", "kept"))
+            name = document.get("name", "")
+            return cls(graph, profile, rules=tuple(rules), host=host, homes=homes, kept=kept, name=name)
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:

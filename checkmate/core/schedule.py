@@ -12,6 +12,7 @@ Paper: https://arxiv.org/abs/1910.02653
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,15 +41,15 @@ class Schedule:
     S: np.ndarray  # (T, V) bool
 
     @classmethod
-    def of_plan(cls, graph: Graph, plan: Plan) -> Schedule:
+    def of_plan(cls, graph: Graph, plan: Plan, kept: Iterable[int] = ()) -> Schedule:
         """Read R and S from a plan: S says what is at hand, and not what waits in a second memory or is on its way.
 
-        An op that a link carries counts as run where it starts.
+        An op that a link carries counts as run where it starts. Values of ``kept`` are at hand when the step begins.
         """
         plan = run_at_once(plan, graph)
         T, V = len(graph.ops), len(graph.values)
         R, S = np.zeros((T, T), dtype=bool), np.zeros((T, V), dtype=bool)
-        here, fetching = np.zeros(V, dtype=bool), set[int]()
+        here, fetching = np.isin(np.arange(V), [*kept]), set[int]()
         t = 0
         for step in plan.steps:
             if isinstance(step, Run):

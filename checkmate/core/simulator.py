@@ -25,7 +25,10 @@ _run, _free = lru_cache(maxsize=2**14)(Run), lru_cache(maxsize=2**14)(Free)
 
 @dataclass(frozen=True)
 class Usage:
-    """The result of a simulation: for each `Run`, the most bytes in memory from its begin to that of the next run."""
+    """The result of a simulation: for each `Run`, the most bytes in memory from its begin to that of the next run.
+
+    That of the first begins with the step.
+    """
 
     ops: tuple[int, ...]
     bytes_at: tuple[int, ...]
@@ -154,7 +157,7 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
         elif not isinstance(step, Drop):
             last[step.value] = i
     for v in last.keys() - graph.outputs:
-        if graph.values[v].producer is not None:
+        if graph.values[v].producer is not None or v in problem.homes - problem.kept:
             idle.setdefault(last[v], []).append(v)
     # Free each right after its last use.
     if not idle:
@@ -165,14 +168,16 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
 
 def simulate(plan: Plan, problem: Problem) -> Usage:
     """The bytes that a plan takes, here and in the second memory, as `checkmate.core.timing.walk` counts them."""
-    ops, bytes_at, host_peak = list[int](), list[int](), 0
+    ops, bytes_at, host_peak, begin = list[int](), list[int](), problem.homes_bytes, problem.begin_bytes
     for event in walk(plan, problem):
         host_peak = max(host_peak, event.host_bytes)
         if isinstance(event.step, Run):
             ops.append(event.step.op)
-            bytes_at.append(event.device_bytes)
-        elif isinstance(event.step, (Fetch, Start)) and bytes_at:
-            bytes_at[-1] = max(bytes_at[-1], event.device_bytes)
+            bytes_at.append(event.device_bytes if bytes_at else max(begin, event.device_bytes))
+        elif isinstance(event.step, (Fetch, Start)):
+            if bytes_at:
+                bytes_at[-1] = max(bytes_at[-1], event.device_bytes)
+            begin = max(begin, event.device_bytes)
     return Usage(tuple(ops), tuple(bytes_at), host_peak)
 
 
@@ -191,10 +196,12 @@ def check_plan(plan: Plan, problem: Problem, budget: int | None = None, usage: U
     over what one of its ways writes over, and nothing reads that afterwards; no op runs after another has overwritten
     what it reads; the results are at hand in the end; no op runs more often than a rule allows, and what a rule has
     made again in the backward is not at hand when that begins; what goes to the second memory is at hand, comes back
-    from a copy that is complete, is not touched while its transfer is under way, and leaves no copy behind; what is
-    started is carried by a link, begins at its turn at the latest, and before it only where all that it reads is there
-    before the step begins, ends at its turn at the earliest and on the same side of the boundary, and what it reads and
-    makes is not touched in between; the simulated peaks are within the budgets of both memories.
+    from a copy that is complete, is not touched while its transfer is under way, and leaves no copy behind; what is at
+    home there has its place there all the time, is freed only while its copy there is current, which an op that
+    overwrites it ends and a send that was waited for restores, and is there and current in the end, here only what is
+    kept; what is started is carried by a link, begins at its turn at the latest, and before it only where all that it
+    reads is there before the step begins, ends at its turn at the earliest and on the same side of the boundary, and
+    what it reads and makes is not touched in between; the simulated peaks are within the budgets of both memories.
 
     ``usage``: of `simulate`, where the plan was simulated already.
     """
@@ -203,7 +210,8 @@ def check_plan(plan: Plan, problem: Problem, budget: int | None = None, usage: U
 
 def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | None) -> Iterator[str]:
     graph = problem.graph
-    at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
+    resident = {v for v, value in enumerate(graph.values) if value.producer is None} - problem.homes
+    at_hand = resident | problem.kept
     times = [0] * len(graph.ops)
     turn = 0  # the op whose turn it is to run, or to start, for the first time
     results, limits = set(graph.outputs), problem.limits
@@ -221,10 +229,12 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue
         yield from (f"step {i} {fault}" for fault in links.touched(step))
-        # A value goes: it is at hand, an op makes it, and it is no result.
+        # A value goes: it is at hand, not for good, no result, and current at home.
         if isinstance(step, Free):
-            if step.value not in at_hand or graph.values[step.value].producer is None:
+            if step.value not in at_hand or step.value in resident:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
+            if step.value in problem.homes - links.in_host:
+                yield f"step {i} frees {graph.values[step.value].name}, whose copy at home is old"
             if step.value in results:
                 yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
             at_hand.discard(step.value)
@@ -236,7 +246,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
                 yield f"step {i} {does} {op.name} without its input {graph.values[v].name}"
         # Ops run for the first time in the order of the graph; what reads inputs only may start sooner.
         begun = step.op in started
-        soon = isinstance(step, Start) and all(graph.values[v].producer is None for v in op.inputs)
+        soon = isinstance(step, Start) and resident.issuperset(op.inputs)
         if times[step.op] == 0 and ((step.op > turn and not soon) or (step.op < turn and not begun)):
             yield f"step {i} {does} {op.name} before {graph.ops[min(turn, len(times) - 1)].name}"
         # No op reads what another one has overwritten.
@@ -260,6 +270,7 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
             times[step.op] += 1
             started.discard(step.op)
             at_hand.update(op.outputs)
+            links.in_host.difference_update(op.overwrites)  # copies there are old
         while turn < len(times) and (times[turn] or turn in started):
             turn += 1
         if isinstance(step, Start):
@@ -282,8 +293,17 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
-    for v in sorted({*links.going, *links.in_host}):
+    for v in sorted({*links.going, *links.in_host} - problem.homes):
         yield f"{graph.values[v].name} is on a link or in the second memory when the step ends"
+    for v in sorted(problem.homes):
+        name = graph.values[v].name
+        if v in links.going:
+            yield f"{name} is on a link when the step ends"
+        elif v not in links.in_host:
+            yield f"{name}, whose copy at home is old, was not sent there when the step ends"
+        elif (v in at_hand) != (v in problem.kept):
+            is_kept = v in problem.kept
+            yield f"{name} is {'not ' * is_kept}at hand when the step ends, though it is {'not ' * (not is_kept)}kept"
     # Both memories hold what the simulator counts.
     if not plan.runs or (budget is None and problem.host is None):
         return
@@ -302,13 +322,13 @@ class _Links:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.going: dict[int, Send | Fetch] = {}  # value -> its transfer that nobody has waited for
-        self.in_host: set[int] = set()
+        self.in_host = set(problem.homes)  # copies that are current, or on their way
         self.started: set[int] = set()
 
     def follow(self, step: Send | Fetch | Wait | Drop, at_hand: set[int]) -> Iterator[str]:
         """Faults of a step concerning transfers; the step then counts as done."""
         v = step.value
-        value = self.problem.graph.values[v]
+        value, at_home = self.problem.graph.values[v], v in self.problem.homes
         if self.problem.host is None:
             yield f"sends or fetches {value.name}, though there is no second memory"
         # Wait: the transfer must be under way.
@@ -320,9 +340,9 @@ class _Links:
             return
         if v in self.going:
             yield f"handles {value.name} while its transfer is under way"
-        # Send: a value of the step that is in memory, without a copy there.
+        # Send: a value of the step, or one at home there, that is in memory, without a copy there.
         if isinstance(step, Send):
-            if v not in at_hand or value.producer is None:
+            if v not in at_hand or (value.producer is None and not at_home):
                 yield f"sends {value.name}, which is not at hand"
             if v in self.in_host:
                 yield f"sends {value.name}, of which a copy is there"
@@ -335,9 +355,12 @@ class _Links:
             return
         # Drop and fetch: there must be a copy.
         if v not in self.in_host:
-            yield f"asks for {value.name}, of which no copy is there"
+            yield f"asks for {value.name}, of which no {'current ' * at_home}copy is there"
         if isinstance(step, Drop):
-            self.in_host.discard(v)
+            if at_home:
+                yield f"drops {value.name}, which is at home there"
+            else:
+                self.in_host.discard(v)
             return
         if v in at_hand:
             yield f"fetches {value.name}, which is at hand"
@@ -347,14 +370,14 @@ class _Links:
         """Faults of a step that frees, makes or overwrites a value on a link, or one that an op there uses."""
         graph, over = self.problem.graph, [step.over] if isinstance(step, Run) and step.over is not None else []
         values = [step.value] if isinstance(step, Free) else [*graph.ops[step.op].outputs, *over]
-        for v in values:
-            if v in self.going:
-                yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"
+        touched = {*values, *(() if isinstance(step, Free) else graph.ops[step.op].overwrites)}
+        for v in sorted(touched & self.going.keys()):
+            does = "lets go of {}, or makes it," if v in values else "overwrites {}"
+            yield f"{does.format(graph.values[v].name)} while its transfer is under way"
         if isinstance(step, Start):
             if step.op in self.started:
                 yield f"starts {graph.ops[step.op].name}, which is under way"
             return
-        touched = {*values, *(() if isinstance(step, Free) else graph.ops[step.op].overwrites)}
         for k in self.started:
             op = graph.ops[k]
             if isinstance(step, Free) or k != step.op:

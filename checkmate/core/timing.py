@@ -6,7 +6,8 @@ One walk, which everything that counts bytes or seconds of a plan goes by: `timi
 
 What is at hand are the resident bytes, the values not yet freed and the workspace of the op that runs. An op that
 writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the beginning of the
-transfer on; a copy in the second memory takes them there from the beginning of its transfer, until it is dropped.
+transfer on; a copy in the second memory takes them there from the beginning of its transfer, until it is dropped. What
+is at home there (`Problem.homes`) has its place there all the time.
 
 The ops of a plan run in turn on one clock; a `Send` or `Fetch` takes no time of it, but joins the queue of its link,
 which carries one transfer after another; a `Wait` moves the clock to where the transfer has ended.
@@ -82,8 +83,9 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
     sizes, seconds, workspace = problem.sizes.tolist(), problem.seconds.tolist(), problem.workspace.tolist()
     carried = dict.fromkeys(graph.links, 0.0)  # where the last op on each link ends
     started: dict[int, tuple[float, float]] = {}  # op -> where it begins and ends
-    at_hand: set[int] = set()
-    here, there, now, run, tick = problem.resident, 0, 0.0, -1, -1
+    at_hand = set(problem.kept)
+    # With copies that are kept there is a tick before the first step.
+    here, there, now, run, tick = problem.begin_bytes, problem.homes_bytes, 0.0, -1, bool(problem.kept) - 1
     busy = {False: 0.0, True: 0.0}  # of the links there and back: where their last transfer ends
     ends: dict[int, float] = {}
     for step in plan.steps:
@@ -125,12 +127,12 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
         elif isinstance(step, Wait):
             now = max(now, ends.get(step.value, 0.0))
         elif isinstance(step, Drop):
-            there -= size
+            there -= 0 if step.value in problem.homes else size
         else:
             if back := isinstance(step, Fetch):
                 here += size
                 at_hand.add(step.value)
-            else:
+            elif step.value not in problem.homes:
                 there += size
             if host is not None:
                 way = back and not host.one_link

@@ -63,7 +63,9 @@ class Difference(Printed):
     values: tuple[ValueDifference, ...]  # most bytes first
     modules: tuple[ModuleDifference, ...]  # in the order of the graph
     kept_at: str  # when a value counts as kept, in words
-    sent: tuple[ValueDifference, ...] = ()  # bytes that the second plan sends to the second memory, as for values
+    sent: tuple[
+        ValueDifference, ...
+    ] = ()  # bytes that the second plan moves to or from the second memory, as for values
     top: int = 10  # how many ops and values are printed
 
     listed: ClassVar = "ops"  # for `records`
@@ -189,7 +191,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
         values=values,
         modules=tuple(modules),
         kept_at="between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}",
-        sent=_values(problem, plan_a.sent, plan_b.sent),
+        sent=_values(problem, plan_a.moved, plan_b.moved),
         top=top,
     )
 
@@ -204,7 +206,6 @@ def _values(problem: Problem, a: Set[int], b: Set[int]) -> tuple[ValueDifference
     rows = []
     for v in sorted(a ^ b):
         value = problem.graph.values[v]
-        assert value.producer is not None  # only what ops make is kept or sent
-        op, size = problem.graph.ops[value.producer], int(problem.sizes[v])
+        op, size = problem.graph.ops[problem.graph.first_op(v)], int(problem.sizes[v])
         rows.append(ValueDifference(v, value.name, op.place.module, op.where or "", size if v in b else -size))
     return tuple(sorted(rows, key=lambda row: -abs(row.bytes)))

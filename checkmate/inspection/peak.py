@@ -270,7 +270,8 @@ def _held(
     graph, moment = solution.problem.graph, line.peak_moment
     use = span.next_use(moment.index)
     reader = None if use is None else line.moments[use]
-    needed = set() if use is None else remake.ops(span.value, use)
+    at_home = span.value in solution.problem.homes
+    needed = set() if use is None or at_home else remake.ops(span.value, use)
     why_not = ""
     if moving:
         why_not = moving
@@ -280,6 +281,8 @@ def _held(
         why_not = "read here"
     elif span.role == "results":
         why_not = "a result of the step"
+    elif at_home:
+        why_not = "at home in the second memory"
     elif use is not None:
         # The first of the ops that cannot run again just before the next use.
         ran = {other.op for other in line.moments[:use]}
@@ -343,7 +346,7 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     assert plan is not None
     rests = span.first < index and index not in span.uses and span.ready <= index
     graph = problem.graph
-    barred = v in plan.moved or v in graph.outputs or v in problem.limits.recomputed or v in graph.overwritten_by
+    barred = v in plan.moved.union(problem.homes, graph.outputs, problem.limits.recomputed)
     if problem.host is None or use is None or not rests or barred:
         return None
     made, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))

@@ -27,7 +27,7 @@ ROLES = (
     "results",  # the loss, gradients of parameters, new statistics: they stay to the end of the step
     "activations",  # first copies of what the forward makes
     "made again",  # later copies of anything but results
-    "fetched",  # copies from the second memory, from the begin of their transfer on
+    "fetched",  # copies from the second memory, from the begin of their transfer on, or kept since the last call
     "gradients",  # first copies of what the backward makes
     "workspace",  # of the op that runs
 )
@@ -74,7 +74,7 @@ class Span:
     bytes: int
     role: str  # one of ROLES
     copy: int  # how many copies were made before
-    producer: int  # the op that made it
+    producer: int  # the op that made it; of what is at home in the second memory, the first that reads it
     first: int  # index of the Moment that makes it
     ready: int  # index of the first Moment that can read it: the next one, or the one after the end of its transfer
     last: int  # index of the last Moment at which it is at hand
@@ -248,7 +248,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     events = list(walk(plan, problem))
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    groups = [list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0]
+    groups = [list(group) for _, group in groupby(events, key=lambda event: max(0, event.run))]
     # The way that saves the most, by op and value that it may write over.
     ways: Ways = {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
     # Workspace of ops on links at each tick, without the op that runs then.
@@ -263,20 +263,24 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     moments, ticks, workspaces, times = [], list[int](), list[int](), [0] * len(problem.graph.ops)
     positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
     for position, group in zip(positions, groups, strict=True):
-        event, run = group[0], group[0].step
+        event = next(e for e in group if isinstance(e.step, Run))
+        run = event.step
         assert isinstance(run, Run)
         op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
         fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.device_bytes)
-        waited = sum((e.until - e.at for e in group if isinstance(e.step, Wait)), 0.0)
+        most, tick = fullest.device_bytes, fullest.tick
+        if problem.kept and event.run == 0 and problem.begin_bytes > most:  # before the first step
+            most, tick = problem.begin_bytes, 0
+        waited = sum((e.until - e.at for e in group if isinstance(e.step, Wait) and e.run >= 0), 0.0)
         phase = "forward" if position < plan.boundary else "backward"
         workspace = int(problem.workspace[run.op]) if way is None else way.workspace
         over = "" if run.over is None else problem.graph.values[run.over].name
         seconds = event.until - event.at if op.link else float(problem.seconds[run.op])
-        figures = times[run.op], event.at, seconds, fullest.device_bytes, workspace, over
+        figures = times[run.op], event.at, seconds, most, workspace, over
         where = op.where or "", op.place, waited, position, event.tick
         moments.append(Moment(event.run, run.op, op.name, op.target, op.phase, phase, *figures, *where))
-        ticks.append(fullest.tick)
-        workspaces.append(held[fullest.tick] + (workspace if fullest is event else 0))
+        ticks.append(tick)
+        workspaces.append(held.get(tick, 0) + (workspace if tick == event.tick else 0))
         times[run.op] += 1
     crossings, carried = _link_uses(problem, events)
     host_bytes = tuple(max(event.host_bytes for event in group) for group in groups)
@@ -292,7 +296,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         crossings=crossings,
         carried=carried,
         host_bytes=host_bytes,
-        levels=((0.0, 0), *levels),
+        levels=((0.0, problem.homes_bytes), *levels),
     )
 
 
@@ -306,8 +310,7 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
     started: set[int] = set()
 
     def begin(v: int, first: int, tick: int, role: str, ready: int | None, continues: int | None = None) -> None:
-        k, role = graph.values[v].producer, "results" if v in results else role
-        assert k is not None  # an op made it
+        k, role = graph.first_op(v), "results" if v in results else role
         what = {"value": v, "name": graph.values[v].name, "bytes": sizes[v], "role": role, "copy": copies[v]}
         when = {"first": first, "ready": ready, "uses": (), "continues": continues, "born": tick}
         op, over = graph.ops[k], "" if continues is None else made[continues]["name"]
@@ -320,6 +323,9 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
     def end(i: int, last: int, tick: int) -> None:
         made[i].update(last=max(made[i]["first"], last), died=tick)
 
+    for v in sorted(problem.kept):
+        open_[v] = len(made)
+        begin(v, 0, 0, "fetched", 0)
     for event in events:
         step, index, tick = event.step, event.run, event.tick
         if isinstance(step, Run):
@@ -360,7 +366,9 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
     # Values still in memory end with the step.
     for i in open_.values():
         end(i, final, events[-1].tick + 1)
-    return tuple(Span(**{**copy, "ready": copy["ready"] or copy["first"] + 1}) for copy in made)
+    for copy in made:
+        copy["ready"] = copy["first"] + 1 if copy["ready"] is None else copy["ready"]
+    return tuple(Span(**copy) for copy in made)
 
 
 def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ...], tuple[LinkUse, ...]]:
@@ -376,7 +384,7 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
             v, back = step.value, isinstance(step, Fetch)
             last[v] = len(crossings)
             name, size = graph.values[v].name, int(problem.sizes[v])
-            when = event.at, event.begin, event.end, event.run, event.tick + (not back), never
+            when = event.at, event.begin, event.end, max(0, event.run), event.tick + (not back), never
             crossings.append(LinkUse("fetched" if back else "sent", v, name, size, *when))
         elif isinstance(step, Wait):
             crossings[last[step.value]] = replace(crossings[last[step.value]], waited=waited, died=event.tick + 1)
@@ -395,8 +403,8 @@ def _resident(problem: Problem) -> dict[str, int]:
     """Bytes resident throughout the step, by role; bytes of no value are "other resident"."""
     words = {"parameter": "parameters", "buffer": "buffers", "input": "inputs"}
     sizes = {**dict.fromkeys(RESIDENT, 0), "optimizer state": problem.profile.state_bytes}
-    for value in problem.graph.values:
-        if value.producer is None and value.role != "state":  # those are in the profile's bytes of states
+    for v, value in enumerate(problem.graph.values):  # states are in the profile's bytes of these
+        if value.producer is None and value.role != "state" and v not in problem.homes:
             sizes[words.get(value.role, "other resident")] += value.size_bytes
     rest = problem.resident - sum(sizes.values())
     if rest < 0:  # values that share bytes: no telling them apart

@@ -182,7 +182,7 @@ class Incumbent:
             return False
         if schedule is not None and (roomier := simulator.without_slower_ways(plan, problem, budget)) is not plan:
             plan, usage = roomier, simulator.simulate(roomier, problem)
-        schedule = schedule or Schedule.of_plan(problem.graph, plan)
+        schedule = schedule or Schedule.of_plan(problem.graph, plan, problem.kept)
         best = _verified(problem, budget, schedule, plan, usage, what)
         with self._lock:
             if cost >= self.cost:
@@ -270,7 +270,7 @@ def certify(
         SolverError: if it breaks a rule or exceeds a budget; the method is wrong then, not the problem.
     """
     if isinstance(found, Plan):
-        plan, schedule = found, Schedule.of_plan(problem.graph, found)
+        plan, schedule = found, Schedule.of_plan(problem.graph, found, problem.kept)
     else:
         schedule = Schedule.from_runs(problem.graph, found)
         plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)

@@ -25,6 +25,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import check_problem
+from checkmate.errors import InvalidProblem
 from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
@@ -127,12 +128,15 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
     Raises:
         TypeError: if the problem is none.
+        InvalidProblem: if values are at home in its second memory.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
     MinBudget(peak=3, bound=3)
     """
     check_problem(problem)
+    if problem.homes:
+        raise InvalidProblem("The smallest budget of a step with values at home in the second memory is not known yet.")
     *others, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
     clock = Clock(time_limit)
     ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))

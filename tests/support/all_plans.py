@@ -7,7 +7,8 @@ again in any order and any number of times, which schedules by stages do not do.
 
 Left out is only what cannot help, each by an exchange of steps: to wait for a transfer or for an op on a link that has
 ended is free and forbids nothing, so it is done at once; a value that no op can read any more is let go of at once, and
-not sent or fetched; copies left at the end are dropped there. Of two ways to one state, the one that is later in every
+not sent or fetched; copies left at the end are dropped there. What is at home there begins there, and ends there and
+current; what is kept begins and ends here as well. Of two ways to one state, the one that is later in every
 clock is dropped, since the clocks only take maxima and sums of each other.
 """
 
@@ -76,16 +77,17 @@ def cheapest_plan(problem: Problem, budget: int, *, most_states: int = 10**7) ->
     T, count = len(problem.graph.ops), itertools.count()
     seconds = np.where([op.link == "" for op in problem.graph.ops], problem.seconds, 0.0)
     left = [*np.cumsum(seconds[::-1])[::-1].tolist(), 0.0]  # seconds that the first runs of later ops take
-    start = State(runs=(0,) * len(search.limited))
+    start = State(here=problem.kept, there=problem.homes, runs=(0,) * len(search.limited))
     clocks = Clocks(0, (0.0,) * (2 + len(problem.graph.links)))
     heap: list[tuple[float, int, int, State, Clocks, int]] = [(left[0], 0, next(count), start, clocks, -1)]
     labels: dict[State, list[Label]] = {start: [heap[0][4].label()]}
     history: list[tuple[int, tuple[Step | None, ...]]] = []  # (parent, steps) of each move
-    while heap:
+    while heap and problem.begin_bytes <= budget:
         _, _, _, state, clocks, origin = heapq.heappop(heap)
         if any(_earlier(other, clocks.label()) for other in labels[state] if other != clocks.label()):
             continue
-        if state.turn == T and not state.going and not state.started and search.results <= state.here:
+        ended = state.turn == T and not state.going and not state.started and search.results <= state.here
+        if ended and problem.homes <= state.there and problem.homes & state.here == problem.kept:
             return clocks.now, _plan(problem, history, origin, state)
         for steps, following, after in search.of(state, clocks):
             label = after.label()
@@ -134,9 +136,10 @@ class Moves:
         self.problem, self.budget, self.host = problem, budget, problem.host
         graph, self.limits = problem.graph, problem.limits
         self.limited = [*self.limits.max_runs]
+        self.homes, self.kept = problem.homes, problem.kept
         made = {v for v, value in enumerate(graph.values) if value.producer is not None}
         self.results = frozenset(made.intersection(graph.outputs))
-        self.inputs = [made.intersection(op.inputs) for op in graph.ops]
+        self.inputs = [made.union(self.homes).intersection(op.inputs) for op in graph.ops]
         self.size = problem.sizes.tolist()
         self.read = lives(graph, self.limits.last_stage)[1]
         self.savings = [dict(of) for of in problem.savings]
@@ -153,7 +156,7 @@ class Moves:
             if end <= clocks.now and (v >= 0 or -1 - v < state.turn):
                 step = Wait(v) if v >= 0 else Run(-1 - v)
                 steps, state, clocks = (*steps, step), *self._waited(state, clocks, v)
-        for v in state.here - self.results - state.sending - self._busy(state):
+        for v in self._may_go(state) - self.kept:
             if self.read[v] < state.turn:
                 steps, state = (*steps, Free(v)), replace(state, here=state.here - {v})
         return steps, state, clocks
@@ -173,12 +176,16 @@ class Moves:
                 yield from self._start(state, clocks, k, live)
             if k in state.started and k < state.turn:
                 yield Run(k), *self._waited(state, clocks, -1 - k)
-        for v in state.here - self.results - state.sending - self._busy(state):
+        for v in self._may_go(state):
             yield Free(v), replace(state, here=state.here - {v}), clocks
         for v in state.going:
             yield Wait(v), *self._waited(state, clocks, v)
         if self.host is not None:
             yield from self._transfers(state, clocks, live, self.host)
+
+    def _may_go(self, state: State) -> frozenset[int]:
+        """Values that may be freed: at hand, no results, on no link, and current at home if they have one there."""
+        return state.here - self.results - state.sending - self._busy(state) - (self.homes - state.there)
 
     def _may_run(self, state: State, k: int) -> bool:
         op = self.problem.graph.ops[k]
@@ -198,10 +205,12 @@ class Moves:
         new -= 0 if over is None else self.savings[k][over]
         if not self.inputs[k] <= state.here or going.intersection(made) or over in going or live + new > self.budget:
             return
-        if self._busy(state).intersection((*made, *self.problem.graph.ops[k].overwrites, over)):
+        changed = self.problem.graph.ops[k].overwrites
+        if self._busy(state).intersection((*made, *changed, over)) or going.intersection(changed):
             return
         following, after, end = self._begun(state, clocks, k)
-        yield Run(k, over), replace(following, here=state.here.union(made) - {over}), replace(after, now=end)
+        following = replace(following, here=state.here.union(made) - {over}, there=state.there.difference(changed))
+        yield Run(k, over), following, replace(after, now=end)
 
     def _start(self, state: State, clocks: Clocks, k: int, live: int) -> Iterator[tuple[Step | None, State, Clocks]]:
         op = self.problem.graph.ops[k]
@@ -247,16 +256,16 @@ class Moves:
         self, state: State, clocks: Clocks, live: int, host: Host
     ) -> Iterator[tuple[Step | None, State, Clocks]]:
         going = state.sending | state.fetching
-        room = host.budget - sum(self.size[v] for v in state.there)
+        room = host.budget - sum(self.size[v] for v in state.there | self.homes)
         for v in state.here - state.there - going - self.results - self.limits.recomputed:
-            if self.size[v] <= room and self.read[v] >= state.turn:
+            if v in self.homes or (self.size[v] <= room and self.read[v] >= state.turn):
                 following = replace(state, there=state.there | {v}, sending=state.sending | {v})
                 yield Send(v), following, _on_link(clocks, v, host.seconds_to_send(self.size[v]), 0, host)
         for v in state.there - state.here - going:
-            if live + self.size[v] <= self.budget and self.read[v] >= state.turn:
+            if live + self.size[v] <= self.budget and (self.read[v] >= state.turn or v in self.kept):
                 following = replace(state, fetching=state.fetching | {v})
                 yield Fetch(v), following, _on_link(clocks, v, host.seconds_to_fetch(self.size[v]), 1, host)
-        for v in state.there - going:
+        for v in state.there - going - self.homes:
             yield Drop(v), replace(state, there=state.there - {v}), clocks
 
 
@@ -276,7 +285,7 @@ def _plan(problem: Problem, history: list[tuple[int, tuple[Step | None, ...]]], 
     while at >= 0:
         at, steps = history[at]
         parts.append(steps)
-    found = [step for steps in reversed(parts) for step in steps] + [Drop(v) for v in sorted(end.there)]
+    found = [step for steps in reversed(parts) for step in steps] + [Drop(v) for v in sorted(end.there - problem.homes)]
     boundary = found.index(None) if None in found else len(found)
     return Plan(tuple(step for step in found if step is not None), boundary)
 
@@ -295,6 +304,23 @@ def random_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:
     kinds = (random_problem, random_problem, random_problem_with_ways, random_problem_with_overwrites)
     problem = kinds[int(rng.integers(4))](seed, most_ops=most_ops)
     return problem.with_host(_host(rng, rooms=[4, 10, 100], speeds=[1.0, 2.0, 4.0, 8.0, 32.0]))
+
+
+def random_problem_with_homes(seed: int, *, most_ops: int = 4) -> Problem:
+    """A small step that updates some of its parameters; most are at home in a second memory, and some of these kept."""
+    rng = np.random.default_rng((seed, 12))
+    problem = random_problem_with_overwrites(seed, most_ops=most_ops)
+    given = [v for v, value in enumerate(problem.graph.values) if value.producer is None]
+    values = list(problem.graph.values)
+    for v in given:
+        values[v] = replace(values[v], size_bytes=int(rng.integers(1, 8)))
+    homes = [v for v in given if rng.random() < 0.75] or given[-1:]
+    resident = problem.resident + sum(values[v].size_bytes for v in given)
+    profile = replace(problem.profile, resident_bytes=resident)
+    problem = replace(problem, graph=replace(problem.graph, values=tuple(values)), profile=profile)
+    least = sum(values[v].size_bytes for v in homes)
+    host = _host(rng, rooms=[least, least + 6, least + 100], speeds=[1.0, 2.0, 4.0, 8.0])
+    return problem.with_host(host).with_homes(homes, [v for v in homes if rng.random() < 0.3])
 
 
 def _host(rng: np.random.Generator, *, rooms: list[int], speeds: list[float]) -> Host:
