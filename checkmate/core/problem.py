@@ -131,21 +131,20 @@ class Problem:
         if host is None:
             raise InvalidProblem("Values are at home in a second memory, and the problem has none: Problem.with_host.")
         if graph.links:
-            raise InvalidProblem("A step whose ops are carried by links between ranks has no homes in a second memory.")
-        for v in sorted(self.homes | self.kept):
-            name = values[v].name
-            if v not in self.homes:
-                raise InvalidProblem(f"{name!r} is kept from call to call, so it must be at home in the second memory.")
+            raise InvalidProblem("A step whose ops links between ranks carry has no values at home in a second memory.")
+        if self.kept - self.homes:
+            name = values[min(self.kept - self.homes)].name
+            raise InvalidProblem(f"{name!r} is kept from call to call, so it must be at home in the second memory.")
+        for v in sorted(self.homes):
+            why, by = "", graph.overwritten_by.get(v)
             if values[v].producer is not None:
-                raise InvalidProblem(f"{name!r} is made by an op: only what is there before the step has a home.")
-            if v in graph.outputs:
-                raise InvalidProblem(
-                    f"{name!r} is a result of the step, and so at hand in the end: it is at home here."
-                )
-            by = graph.overwritten_by.get(v)
-            if by is not None and v not in graph.ops[by].inputs:
-                op = graph.ops[by].name
-                raise InvalidProblem(f"Op {op!r} overwrites {name!r} without reading it, which is at home elsewhere.")
+                why = "an op makes it"
+            elif v in graph.outputs:
+                why = "it is a result of the step, and so here in the end"
+            elif by is not None and v not in graph.ops[by].inputs:
+                why = f"{graph.ops[by].name} overwrites it without reading it"
+            if why:
+                raise InvalidProblem(f"{values[v].name!r} cannot be at home in the second memory: {why}.")
         if self.homes_bytes > host.budget:
             sums = Counter[str]()
             for v in self.homes:

@@ -162,7 +162,7 @@ def test_each_way_to_be_wrong_is_named(planted: str) -> None:
 @pytest.mark.parametrize(
     ("homes", "kept", "says"),
     [
-        ([0], [], "'v0' is made by an op: only what is there before the step has a home"),
+        ([0], [], "'v0' cannot be at home in the second memory: an op makes it"),
         ([W0], [W1], "'w1' is kept from call to call, so it must be at home in the second memory"),
         ([99], [], r"at home in the second memory that are not there: \[99\]"),
     ],
@@ -188,16 +188,16 @@ def test_the_second_memory_must_be_there_and_have_room() -> None:
 
 def test_steps_without_homes_are_named() -> None:
     result = replace(STEP, graph=replace(STEP.graph, outputs=(3, W1))).with_host(HOST)
-    with pytest.raises(InvalidProblem, match="'w1' is a result of the step"):
+    with pytest.raises(InvalidProblem, match="'w1' cannot be at home in the second memory: it is a result of the step"):
         result.with_homes([W1])
     ops = tuple(replace(op, inputs=tuple(v for v in op.inputs if v != W2)) for op in STEP.graph.ops)
     blind = replace(STEP, graph=replace(STEP.graph, ops=ops)).with_host(HOST)
-    with pytest.raises(InvalidProblem, match="Op 'op2' overwrites 'w2' without reading it"):
+    with pytest.raises(InvalidProblem, match="op2 overwrites it without reading it"):
         blind.with_homes([W2])
     ranks = Op("a", "f", (1,), (0,), link="ranks")
     graph = Graph((ranks,), (Value("x", 1, 0), Value("w", 1, None, "parameter")), (0,))
     linked = Problem(graph, Profile(np.ones(1), np.zeros(1), 1)).with_host(HOST)
-    with pytest.raises(InvalidProblem, match="carried by links between ranks"):
+    with pytest.raises(InvalidProblem, match="ops links between ranks carry"):
         linked.with_homes([1])
 
 
