@@ -64,7 +64,15 @@ class Method:
 
 
 _TABLE = (
-    Method("auto", "several methods in turn: a plan, a bound, then closing the gap", JAIN, auto, ALL, sends=True),
+    Method(
+        "auto",
+        "several methods in turn: a plan, a bound, then closing the gap",
+        JAIN,
+        auto,
+        ALL,
+        sends=True,
+        homes=True,
+    ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
     Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, sqrt("chain")),

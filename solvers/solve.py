@@ -294,7 +294,7 @@ def check_host(method: str, *, has_host: bool) -> None:
 def check_homes(problem: Problem, method: str) -> None:
     """Raise an InvalidProblem for a method that knows of no values at home in a second memory, where there are any."""
     if problem.homes and not METHODS[method].homes:
-        known = ", ".join(name for name, other in METHODS.items() if other.homes) or "none yet"
+        known = ", ".join(name for name, other in METHODS.items() if other.homes)
         raise InvalidProblem(
             f"Method {method!r} plans no step with values at home in the second memory. Methods that do: {known}."
         )

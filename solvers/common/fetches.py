@@ -4,6 +4,11 @@ For a value v that is sent to the second memory when it is made, an op q_v that 
 makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers
 for recomputation find for this problem is what to keep, what to fetch and what to run again at which moment.
 
+A value at home in the second memory is made by an op like that, in front of the first op that reads it, or, if a copy
+is kept here from call to call, in front of all; then a last op reads the copy that is to be here in the end. Where an
+op overwrites the value, it overwrites a stand-in of no bytes that the fetch and all earlier readers read as well, so
+that none of them runs after it. What later ops read is another value of the same bytes, with a fetch op of its own.
+
 When the links carry that is then placed in this order of runs. What is sent is sent when it is made. Where it would be
 let go of before it is there, it stays until its transfer ends or its room is needed; only then do ops wait for the
 link. What is fetched comes as late as the link allows for it to be there in time, and where there is no room for it so
@@ -13,18 +18,20 @@ early, as early as there is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
-from checkmate.core.graph import MAX_BYTES, Graph, Op
+from checkmate.core.graph import MAX_BYTES, Graph, Op, Phase, Value
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
+TRIES = 20  # at most, to have a send that holds up others begin later
 ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
 
@@ -33,8 +40,12 @@ class WithFetches:
     """A problem with fetch ops, and the op or value of the plain problem behind each of its ops."""
 
     problem: Problem
-    op: tuple[int | None, ...]  # the plain op of each; None if it fetches a value
-    value: tuple[int | None, ...]  # the value that it fetches
+    op: tuple[int | None, ...]  # the plain op of each; None if it fetches a value, or ends the step
+    value: tuple[int | None, ...]  # the plain value that it fetches
+    plain: tuple[int, ...]  # the plain value of each value
+    homes: frozenset[int]  # plain values at home in the second memory
+    away: frozenset[int]  # ops whose first run is a fetch, too
+    renewed: Mapping[int, int]  # plain values that are read once they are overwritten -> the plain op that does so
 
 
 @dataclass(frozen=True)
@@ -67,28 +78,55 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
         """Bytes that op k makes and fetch ops take over; they count as its workspace."""
         return sum(int(problem.sizes[w]) for w in graph.ops[k].outputs if w in sent)
 
-    # Behind each op that makes values which are sent, an op for each that fetches it.
-    ops, seconds, workspace = list[Op](), list[float](), list[int]()
-    place = list[int]()  # new index of each plain op
-    plain, fetched = list[int | None](), list[int | None]()  # per new op
-    producer = [value.producer for value in graph.values]
+    # Homes: what stands for one that is overwritten, its second version if anything reads that, its first op.
+    values, by = list(graph.values), graph.overwritten_by
+    stand_in, renewed, first = dict[int, int](), dict[int, int](), defaultdict[int, list[int]](list)
+    for v in sorted(problem.homes):
+        if v in by:
+            stand_in[v] = len(values)
+            values.append(Value(f"home of {values[v].name}", 0, None, "parameter"))
+        if v in by and (v in problem.kept or graph.users[v][-1] > by[v]):
+            renewed[v] = len(values)
+            values.append(values[v])
+        if v in problem.kept or graph.users[v]:
+            first[0 if v in problem.kept else graph.users[v][0]].append(v)
+    # Ops: (op, seconds, workspace, plain op, fetched value).
+    rows = list[tuple[Op, float, int, int | None, int | None]]()
+    place, away = list[int](), set[int]()  # the new index of each plain op; ops that fetch at first, too
+    producer = [value.producer for value in values]
+
+    def add_fetch(v: int, makes: int, reads: tuple[int, ...], phase: Phase) -> None:
+        """Add an op that fetches a value."""
+        assert host is not None
+        takes = min(PRICE * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES)
+        producer[makes] = len(rows)
+        rows.append((Op(f"fetch {graph.values[v].name}", "fetch", reads, (makes,), phase), takes, 0, None, v))
+
     for k, op in enumerate(graph.ops):
-        place.append(len(ops))
-        ops.append(replace(op, outputs=tuple(w for w in op.outputs if w not in sent)))
-        seconds.append(float(problem.seconds[k]))
-        workspace.append(int(problem.workspace[k]) + inside(k))
-        going = [v for v in op.outputs if v in sent]
+        for v in first[k]:
+            away |= {len(rows)} if v not in problem.kept else set()
+            add_fetch(v, v, (stand_in[v],) if v in by else (), op.phase)
+        reads = [renewed[v] if v in renewed and k > by[v] else v for v in op.inputs]
+        reads += [stand_in[v] for v in op.inputs if v in stand_in and k <= by[v]]
+        outputs, over = tuple(w for w in op.outputs if w not in sent), tuple(stand_in.get(v, v) for v in op.overwrites)
         for v in op.outputs:
-            producer[v] = place[k]
-        for v in going:
-            producer[v] = len(ops)
-            ops.append(Op(f"fetch {graph.values[v].name}", "fetch", (), (v,), op.phase))
-            seconds.append(min(PRICE * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES))
-            workspace.append(0)
-        plain += [k, *[None] * len(going)]
-        fetched += [None, *going]
+            producer[v] = len(rows)
+        place.append(len(rows))
+        op = replace(op, inputs=tuple(reads), outputs=outputs, overwrites=over)
+        rows.append((op, float(problem.seconds[k]), int(problem.workspace[k]) + inside(k), k, None))
+        # Behind it an op for each value that it makes and is sent, and for each that it overwrites and is read again.
+        for v in graph.ops[k].outputs:
+            if v in sent:
+                add_fetch(v, v, (), op.phase)
+        for v in graph.ops[k].overwrites:
+            if v in renewed:
+                add_fetch(v, renewed[v], (), op.phase)
+    if problem.kept:
+        last = Op("end", "end", tuple(renewed.get(v, v) for v in sorted(problem.kept)), (), op.phase, "ends the step")
+        rows.append((last, 0.0, 0, None, None))
+    ops, seconds, workspace, plain, fetched = zip(*rows, strict=True)
     # The rest of the problem by the new places of ops.
-    values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
+    made = tuple(replace(value, producer=p) for value, p in zip(values, producer, strict=True))
     ways = tuple(
         replace(w, op=place[w.op], makes=None if w.makes in sent else w.makes, workspace=w.workspace + inside(w.op))
         for w in problem.profile.ways
@@ -98,13 +136,16 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
         replace(rule, ops=tuple(place[k] for k in rule.ops), exempt=tuple((place[k], why) for k, why in rule.exempt))
         for rule in problem.rules
     )
-    there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
-    return WithFetches(there, tuple(plain), tuple(fetched))
+    there = Problem(Graph(ops, made, graph.outputs), profile, rules=rules)
+    origin = (*range(len(graph.values)), *(v for v in sorted(problem.homes) for of in (stand_in, renewed) if v in of))
+    over_by = {v: by[v] for v in renewed}
+    return WithFetches(there, plain, fetched, origin, problem.homes, frozenset(away), over_by)
 
 
 def sendable(problem: Problem) -> list[int]:
-    """The values that may be sent: not empty, no results, not shared with the caller, not under a "recompute" rule."""
+    """The values that may be sent once they are made: not empty, no results, not shared, under no "recompute" rule."""
     graph, out = problem.graph, {*problem.graph.outputs, *problem.graph.only_here, *problem.limits.recomputed}
+    out |= problem.homes
     return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 
@@ -114,32 +155,37 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
     Fetches are `MustBeBack`. What an op makes again of what is fetched otherwise goes at once.
     """
     found: list[Event] = []
-    boundary, ran, made, at_hand = 0, set[int](), set[int](), set[int]()
+    boundary, ended, ran, made, at_hand = 0, False, set[int](), set[int](), set[int]()
     graph = fetching.problem.graph
     # For each plain op, its outputs that fetch ops take over.
     by_product: list[list[int]] = []
     for v in fetching.value:
         if v is None:
             by_product.append([])
-        else:
+        elif v not in fetching.homes:
             by_product[-1].append(v)
     for position, step in enumerate(plan.steps):
         if position == plan.boundary:
             boundary = len(found)
+        # What is read again once it is overwritten stays then, and what is here in the end stays, too.
         if isinstance(step, Free):
             at_hand.discard(step.value)
-            found.append(step)
+            stays = ended or fetching.renewed.get(step.value) in ran
+            found += [] if stays else [Free(fetching.plain[step.value])]
             continue
         assert isinstance(step, Run)
         k, v = fetching.op[step.op], fetching.value[step.op]
-        # A fetch op's first run is the value made by its op; any later one with the value gone is a fetch.
+        # The first run of a fetch op is the value made by its op, or kept here, but for homes; any later one a fetch.
         if v is not None:
-            if v in made and v not in at_hand:
+            (makes,) = graph.ops[step.op].outputs
+            if (makes in made or step.op in fetching.away) and makes not in at_hand:
                 found.append(MustBeBack(v))
-            made.add(v)
-            at_hand.add(v)
+            made.add(makes)
+            at_hand.add(makes)
             continue
-        assert k is not None
+        if k is None:
+            ended = True
+            continue
         # A plain op runs; when it runs again, values that are fetched elsewhere go at once.
         found.append(Run(k, step.over))
         at_hand.update(graph.ops[step.op].outputs)
@@ -173,6 +219,7 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
     if len(events := [*chain(*apart)]) > len(happens):
         orders.append((events, sum(map(len, apart[:boundary]))))
     plans = [plan for order in orders if (plan := _placed(problem, budget, *order)) is not None]
+    plans = [_by_need(problem, plan) for plan in plans]
     return min(plans, key=lambda plan: timing(plan, problem).seconds, default=None)
 
 
@@ -195,6 +242,34 @@ def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: i
     return best
 
 
+def _by_need(problem: Problem, plan: Plan) -> Plan:
+    """The faster plan in which sends that hold up a transfer which is waited for sooner begin after it."""
+    assert problem.host is not None
+    when = timing(plan, problem)
+    stalls, tries = sorted(when.stalls, key=lambda stall: stall[1]), TRIES
+    while stalls and tries:
+        position, tries = stalls.pop()[0], tries - 1
+        # The transfer that is waited for, and the last send before it on its link that is waited for later.
+        ends: dict[int, int] = {}  # position of each transfer -> that of its `Wait`
+        under_way: dict[int, int] = {}  # value -> position of its transfer
+        for i, step in enumerate(plan.steps):
+            if isinstance(step, (Send, Fetch)):
+                under_way[step.value] = i
+            elif isinstance(step, Wait):
+                ends[under_way.pop(step.value)] = i
+        asked = next(i for i, end in ends.items() if end == position)
+        sends = [i for i, end in ends.items() if i < asked and end > position and isinstance(plan.steps[i], Send)]
+        if not sends or (isinstance(plan.steps[asked], Fetch) and not problem.host.one_link):
+            continue
+        first, steps = max(sends), plan.steps
+        moved = (*steps[:first], *steps[first + 1 : asked + 1], steps[first], *steps[asked + 1 :])
+        other = Plan(moved, plan.boundary - (first < plan.boundary <= asked))
+        if (then := timing(other, problem)).seconds < when.seconds:
+            plan, when = other, then
+            stalls = sorted(when.stalls, key=lambda stall: stall[1])
+    return plan
+
+
 class Outward:
     """A walk through a plan that tracks the values in memory, in the second memory and on their way there."""
 
@@ -204,8 +279,8 @@ class Outward:
         self.boundary = 0
         self.live: list[int] = []  # bytes at hand at each step, workspace of runs included
         self.now: list[float] = []  # seconds since the step began when each step is reached
-        self.bytes_on_device, self.seconds = problem.resident, 0.0  # after the last
-        self.on_device, self.in_host = set[int](), set[int]()
+        self.bytes_on_device, self.seconds = problem.begin_bytes, 0.0  # after the last
+        self.on_device, self.in_host = set(problem.kept), set(problem.homes)
         self.sending: dict[int, float] = {}  # value -> where its transfer ends, in the order of the link
         self.leaving: dict[int, None] = {}  # those freed as soon as they have arrived
 
@@ -290,7 +365,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             plan.on_device.add(v)
             plan.add(Fetch(v))
             plan.add(Wait(v))
-            if last_back[v] == i:
+            if last_back[v] == i and v not in problem.homes:
                 plan.add(Drop(v))
                 plan.in_host.discard(v)
             continue
@@ -301,9 +376,12 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
                 plan.arrive(v)
         if not plan.run(event):
             return None
-        # Send what it made and is needed again later.
-        for v in outputs:
-            if last_back.get(v, -1) > i and v not in plan.in_host and v not in plan.sending:
+        # Send what it overwrote and is at home there, and what it made and is needed again later.
+        overwritten = problem.homes.intersection(problem.graph.ops[event.op].overwrites)
+        plan.in_host -= overwritten
+        for v in (*sorted(overwritten), *outputs):
+            needed = v in overwritten or last_back.get(v, -1) > i
+            if needed and v not in plan.in_host and v not in plan.sending:
                 plan.sending[v] = busy = max(busy, plan.seconds) + host.seconds_to_send(plan.sizes[v])
                 plan.add(Send(v))
     # At the end of the step everything has arrived, and no copy stays.
@@ -311,7 +389,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
         plan.boundary = len(plan.steps)
     for v in list(plan.sending):
         plan.arrive(v)
-    for v in sorted(plan.in_host):  # needed again before it had gone
+    for v in sorted(plan.in_host - problem.homes):  # needed again before it had gone
         plan.add(Drop(v))
     return plan
 
@@ -328,7 +406,7 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
         if gone is not None:
             since[gone] = position + 1
         elif isinstance(step, Fetch):
-            needs.append((position, since[step.value]))
+            needs.append((position, since.get(step.value, 0)))
     # From the last fetch to the first: each ends when it is needed, or when the next one begins.
     begins: dict[int, list[Step]] = {}
     busy = float("inf")

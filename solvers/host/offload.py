@@ -6,7 +6,8 @@
     -> the transfers of its plan (`checkmate.solvers.common.fetches`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
 
-The first plan is that of recomputation alone, so that a second memory never makes a step slower.
+The first plan is that of recomputation alone, so that a second memory never makes a step slower. Where values are at
+home in the second memory, it is one that sends nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.common.fetches import place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Solver, Task
 from checkmate.solvers.common.schedules import lowered
-from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
+from checkmate.solvers.linear.moments import Bound, in_windows, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
 
 SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is left then, for each of several
@@ -33,6 +34,7 @@ SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other 
 LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan
 LEAST_TRY, SHARE_OF_TRY = 0.3, 0.04  # seconds of one set of values at least; of the time
 MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
+MOST_WITH_HOMES = 2  # windows of the backward: a linear program of more moments proves less
 SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
 ROOMS = (2.0, 1.0, 0.0)  # times the largest value that is sent: what is left free for transfers
 FAR = 0.02  # of the best plan's seconds: parts of a set that are farther off are not tried with all rooms
@@ -55,14 +57,17 @@ def offload(
     # Plans that send nothing, and a known one.
     if start is not None and not simulator.check_plan(start, problem, task.budget):
         incumbent.offer(start, "start")
-    alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
-    remarks = recompute(alone.task, alone)
-    if alone.R is not None:
-        incumbent.offer(alone.R, "recomputation")
-    if task.budget >= problem.keep_all_peak:
-        return remarks
-    # A first plan that sends: all that may go, or that of the smallest peak.
     sets = SentSets(task, incumbent, recompute, settle)
+    if problem.homes:
+        sets.attempt(())
+    else:
+        alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
+        remarks = recompute(alone.task, alone)
+        if alone.R is not None:
+            incumbent.offer(alone.R, "recomputation")
+        if task.budget >= problem.keep_all_peak:
+            return remarks
+    # A first plan that sends: all that may go, or that of the smallest peak.
     if incumbent.R is None:
         sets.attempt(sendable(problem))
     if incumbent.R is None:
@@ -73,9 +78,10 @@ def offload(
     # Bounds of more and more moments; what their models send is tried.
     bound: Bound | None = None
     for most in MOMENTS:
-        if not sets.is_open:
+        if not sets.is_open or (problem.homes and most > MOST_WITH_HOMES):
             break
         at = None if bound is None else next_moments(problem, task.budget, bound, incumbent, most=most)
+        at = in_windows(problem, most) if problem.homes else at
         if bound is not None and (bound.infeasible or at == list(bound.moments)):
             break
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
@@ -123,7 +129,8 @@ class SentSets:
 
     def attempt(self, sent: Collection[int]) -> None:
         """Offer plans that send these values, with more or less room left for transfers."""
-        largest, least = max((int(self.task.problem.sizes[v]) for v in sent), default=0), float("inf")
+        moved, least = {*sent, *self.task.problem.homes}, float("inf")
+        largest = max((int(self.task.problem.sizes[v]) for v in moved), default=0)
         for times in ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
             if self.best is not None and least > (1 + FAR) * self.best.seconds:
@@ -132,7 +139,7 @@ class SentSets:
     def with_room(self, sent: Collection[int], room: int) -> float:
         """Try a set with this many bytes left free for transfers."""
         task, key = self.task, (frozenset(sent), room)
-        if key in self.tried or not sent or not self.is_open:
+        if key in self.tried or not (sent or task.problem.homes) or not self.is_open:
             return self.tried.get(key, float("inf"))
         # Find a plan soon that sends these values and keeps the others within the budget.
         fetching, plan = with_fetches(task.problem, key[0]), None
@@ -157,7 +164,7 @@ class SentSets:
         self.incumbent.offer(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.moves and (self.best is None or seconds < self.best.seconds):
-            self.best = TriedSet(seconds, plan.sent, room, plan)
+            self.best = TriedSet(seconds, plan.sent - problem.homes, room, plan)
         return seconds
 
     def improve(self) -> None:
@@ -189,14 +196,14 @@ class SentSets:
         times = np.bincount(best.plan.runs, minlength=len(graph.ops))
         dear = [v for v in may if times[graph.values[v].producer] > 1 and v not in best.sent]
         dear.sort(key=lambda v: -_worth(problem, v))
-        largest = max(int(problem.sizes[v]) for v in best.sent)
+        largest = max((int(problem.sizes[v]) for v in best.plan.moved), default=0)
         for n in STEPS:
             yield best.sent.difference(late[:n]), best.room
             yield best.sent.union(dear[:n]), best.room
             yield best.sent.difference(late[:n]).union(dear[:n]), best.room
             yield best.sent.difference(cheap[:n]).union(dear[:n]), best.room
             yield best.sent, max(0, best.room + largest * (1 if n % 3 == 1 else -1) // max(1, n // 2))
-        for _ in range(AT_RANDOM):
+        for _ in range(AT_RANDOM if may else 0):
             n = int(rng.integers(1, min(MOST_AT_RANDOM, len(may)) + 1))
             yield best.sent.symmetric_difference(rng.choice(may, n, replace=False).tolist()), best.room
 

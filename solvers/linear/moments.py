@@ -60,6 +60,17 @@ s_v and f_v are the seconds that v keeps a link busy. Any plan maps to such numb
 value that is sent or lands partly before and partly after a moment is at hand at it with all its bytes, of which L
 counts a part. A value that is both sent and fetched between two moments was at hand there anyway. So the least Σ D_i is
 a bound for all plans. Values so small that all of them together make no difference are at hand all the time in it.
+
+What is at home in the second memory has a copy there, and so needs no H to be fetched, from the first segment on. Let
+K[v] say that a copy is kept here from call to call. Then, of v at home, overwritten by op u or by none,
+
+    R[1, j] <= K[v] + F[1, v],   X[1, v] <= K[v] + F[1, v],   K[v] <= X[m, v] + F[m+1, v],   Σ_v M_v K[v] <= room
+    Σ_i out[i, v] >= 1 over the segments from that of u on; up to i < m+1 it is Σ out[i, v] + X[i, v] >= 1
+
+The first op waits for what it reads and is not kept, and the step ends when what the last one overwrites is sent:
+these seconds are added to D_1 and D_{m+1}. The model is then solved as a linear program only. `EPS` of the seconds of
+links is added to what it minimizes, so that it moves nothing for nothing; that is at most 2 `EPS` of Σ D_i, and the
+bound is less by as much.
 """
 
 from __future__ import annotations
@@ -99,6 +110,7 @@ WINDOWS = 6  # of the backward, at first, where rows about spans are added: a mo
 AT_ONCE = 12  # moments, up to which as many are added as repeat runs
 SMALL = 2e-3  # of the bytes that keeping everything takes: values that take less together are not looked at
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
+EPS = 2e-4  # of the seconds of links, in the objective of a model with homes
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +141,8 @@ class Relaxed:
     def sources(self, s: np.ndarray, v: np.ndarray, made_by: np.ndarray) -> list[Term]:
         """Sources of values in the segments after moments s, in an equation on whose other side those stand."""
         fetched = [] if self.links is None else [(self.links.F[s + 1, v], -1.0)]
-        return [(self.carried[s, v], -1.0), (self.R[s + 1, made_by[v]], -1.0), *fetched]
+        made = np.where(made_by[v] < 0, NONE, self.R[s + 1, made_by[v]])
+        return [(self.carried[s, v], -1.0), (made, -1.0), *fetched]
 
 
 def moment_bound(
@@ -182,7 +195,8 @@ def moment_bound(
 
 def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: OnRuns, *, spanned: bool) -> Bound:
     """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
-    problem, budget, unit, R = task.problem, task.budget, cost_unit(task.problem), incumbent.R
+    problem, budget, R = task.problem, task.budget, incumbent.R
+    unit = cost_unit(problem) / (1 + (2 * EPS if problem.homes else 0.0))
     x = build(problem, budget, at, spanned=spanned)
     # Start from the columns R of the best schedule; the solver finds X.
     start = None
@@ -197,6 +211,7 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
 
     result = highs.run(
         x.model,
+        relax=bool(problem.homes),
         gap=task.gap,
         time_limit=task.clock.left,
         threads=task.threads,
@@ -212,20 +227,30 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
     if result.x is None:
         return replace(best, value=value)
     kept, runs = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
-    sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
-    found = Bound(value, tuple(at), kept, runs, tuple(map(int, sent)), cut=result.outcome is SolveStatus.STOPPED)
+    sent = [] if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0)).tolist()
+    sent = [v for v in sent if v not in problem.homes]
+    found = Bound(value, tuple(at), kept, runs, tuple(sent), cut=result.outcome is SolveStatus.STOPPED)
     schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, found))
-    proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
+    proven = (
+        not problem.homes and fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
+    )
     return replace(found, schedule=schedule if proven else None)
 
 
-def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False) -> Relaxed:
-    """The model of these moments, ascending; without a second memory also with rows for spans of segments."""
+def build(
+    problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False, choose: bool = False
+) -> Relaxed:
+    """The model of these moments, ascending; without a second memory also with rows for spans of segments.
+
+    Args:
+        choose: whether a copy of each home is kept from call to call is for the model to say.
+    """
     graph, model = problem.graph, Model()
     T, V, m = len(graph.ops), len(graph.values), len(moments)
     # Values that are at hand for good are no columns: inputs, results, with a second memory the small ones.
     made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
-    held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
+    homes = np.isin(np.arange(V), [*problem.homes])
+    held = np.isin(np.arange(V), graph.outputs) | ((made_by < 0) & ~homes)  # always at hand once made
     host = problem.host
     if host is not None:
         order = np.argsort(problem.sizes, kind="stable")
@@ -243,7 +268,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
         over[i, [v for v, _ in problem.savings[o]]] = True
-    X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
+    stays = np.isin(np.arange(V), [*problem.kept, *problem.homes.intersection(graph.overwritten_by)]) | (homes & choose)
+    X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own | stays)
     if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
     # The columns.
@@ -252,7 +278,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
     carried = X.copy()
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.recomputed])] = NONE
-    links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held)
+    links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held, choose=choose)
     x = Relaxed(model, R, X, carried, model.variables(over), links)
     # R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i
     reads = [(j, v) for j, op in enumerate(graph.ops) for v in op.inputs if not held[v]]
@@ -268,8 +294,41 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: boo
         _bind_spans(x, begins[:, 0], ends[:, 0], made_by, readers, of)
     if host is not None and links is not None:
         bind_links(model, links, R, x.carried, problem, host, made_by)
-        time_segments(model, links, R, problem, host)
+        time_segments(model, links, R, problem, host, held if choose else None)
+    if links is not None and problem.homes:
+        e = np.flatnonzero((R[0, readers] != NONE) & homes[of])
+        _bind_homes(x, problem, budget, ends[:, 0], readers[e], of[e])
     return x
+
+
+def _bind_homes(
+    x: Relaxed, problem: Problem, budget: int, ends: np.ndarray, readers: np.ndarray, read: np.ndarray
+) -> None:
+    """Add the rows of what is at home in the second memory: where it is at first, when it is sent, where it ends.
+
+    Args:
+        ends: (m + 1,) the last new op of each segment.
+        readers, read: pairs of an op of the first segment and a home that it reads.
+    """
+    model, X, links = x.model, x.X, x.links
+    assert links is not None
+    at_first = [(links.F[0], -1.0), (links.kept, -1.0)]
+    model.constrain("depend at first", [(x.R[0, readers], 1.0), *((of[read], c) for of, c in at_first)], upper=0.0)
+    homes = np.array([v for v in sorted(problem.homes) if links.back[0, v] != NONE], dtype=np.int64)
+    if len(X):
+        model.constrain("keep at first", [(X[0, homes], 1.0), *((of[homes], c) for of, c in at_first)], upper=0.0)
+        stay = [(links.kept[homes], 1.0), (X[-1, homes], -1.0), (links.F[-1, homes], -1.0)]
+        model.constrain("stay in the end", stay, upper=0.0)
+    for v, by in problem.graph.overwritten_by.items():
+        for i in np.flatnonzero(ends >= by) if v in homes else ():
+            sent, here = links.out[: i + 1, v], X[i, v] if i < len(X) else NONE
+            model.constrain(f"send {v} by {i} or stay", [(sent[None], 1.0), (np.array([here]), 1.0)], lower=1.0)
+    unit, results = (
+        size_unit(problem),
+        [v for v in problem.graph.outputs if problem.graph.values[v].producer is not None],
+    )
+    room = (budget - problem.resident - int(problem.sizes[results].sum())) / unit
+    model.constrain("keep what fits", [(links.kept[None], problem.sizes / unit)], upper=room)
 
 
 def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int]) -> np.ndarray:
@@ -444,25 +503,36 @@ class LinkColumns:
     F: np.ndarray  # (m + 1, V)
     H: np.ndarray  # (m, V)
     L: np.ndarray  # (m, V)
+    kept: np.ndarray  # (V,): K
 
 
-def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> LinkColumns:
+def add_links(
+    model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray, *, choose: bool = False
+) -> LinkColumns:
     """Add the columns of the links between moments.
 
     Args:
         ends: (m + 1,) the last new op of each segment.
         made_by: (V,) the producer of each value, -1 where there is none.
         fixed: (V,) bool: what is at hand all the time.
+        choose: for each home whether a copy is kept is a variable.
     """
     may = ~fixed & (problem.sizes > 0)
     may[[*problem.limits.recomputed]] = False
-    sent = may & (made_by <= ends[:, None])
-    later = np.zeros_like(sent)
+    homes, kept = (np.isin(np.arange(len(made_by)), [*of]) for of in (problem.homes, problem.kept))
+    moved = may & (made_by <= ends[:, None])
+    later = moved & homes
     later[1:] = may & (made_by <= ends[:-1, None])  # a complete copy is there when the segment begins
-    out = model.variables(sent, name="out")
-    back = model.variables(sent, name="in")
+    over, T = problem.graph.overwritten_by, len(problem.graph.ops)
+    first = np.array([over.get(v, T) for v in range(len(made_by))])
+    sent = moved & (~homes | (first <= ends[:, None]))
+    send, fetch = link_seconds(problem, problem.host) if problem.host is not None else (0.0, 0.0)
+    eps = EPS if problem.homes else 0.0
+    out = model.variables(sent, cost=eps * send, name="out")
+    back = model.variables(moved, cost=eps * fetch, name="in")
     F = model.variables(later, name="F")
-    return LinkColumns(out, back, F, model.variables(sent[:-1], name="H"), model.variables(sent[:-1], name="L"))
+    H, L = model.variables(sent[:-1] & ~homes, name="H"), model.variables(moved[:-1], name="L")
+    return LinkColumns(out, back, F, H, L, model.variables(may & homes & (kept | choose), lower=kept, name="kept"))
 
 
 def bind_links(
@@ -472,18 +542,24 @@ def bind_links(
     before = np.vstack([np.full_like(X[:1], NONE), X]) if len(X) else np.full(links.out.shape, NONE)
     H_before, L_before = (np.vstack([np.full((1, a.shape[1]), NONE), a]) for a in (links.H, links.L))
     s, v = np.nonzero(links.out != NONE)
+    made, kept = np.where(made_by[v] < 0, NONE, R[s, made_by[v]]), np.where(s == 0, links.kept[v], NONE)
+    here = [(before[s, v], -1.0), (made, -1.0), (links.F[s, v], -1.0), (kept, -1.0)]
+    model.constrain("send what is here", [(links.out[s, v], 1.0), *here], upper=0.0)
+    s, v = np.nonzero((links.back != NONE) & (made_by >= 0))
     out, back, F = links.out[s, v], links.back[s, v], links.F[s, v]
-    here = [(before[s, v], -1.0), (R[s, made_by[v]], -1.0), (F, -1.0)]
-    model.constrain("send what is here", [(out, 1.0), *here], upper=0.0)
     model.constrain("fetch what is there", [(back, 1.0), (H_before[s, v], -1.0), (out, -1.0)], upper=0.0)
     model.constrain("whole copies", [(F, 1.0), (H_before[s, v], -1.0)], upper=0.0)
-    model.constrain("landed", [(F, 1.0), (L_before[s, v], -1.0), (back, -1.0)], upper=0.0)
+    s, v = np.nonzero(links.back != NONE)
+    landed = [(links.F[s, v], 1.0), (L_before[s, v], -1.0), (links.back[s, v], -1.0)]
+    model.constrain("landed", landed, upper=0.0)
     i, v = np.nonzero(links.H != NONE)
     model.constrain("there", [(links.H[i, v], 1.0), (H_before[i, v], -1.0), (links.out[i, v], -1.0)], upper=0.0)
+    i, v = np.nonzero(links.L != NONE)
     model.constrain("landing", [(links.L[i, v], 1.0), (L_before[i, v], -1.0), (links.back[i, v], -1.0)], upper=0.0)
     if len(links.H):
-        share = np.minimum(problem.sizes / max(1, host.budget), LARGEST)
-        model.constrain("fit there", [(links.H, share)], upper=1.0 if host.budget else 0.0)
+        room = host.budget - problem.homes_bytes
+        share = np.minimum(problem.sizes / max(1, room), LARGEST)
+        model.constrain("fit there", [(links.H, share)], upper=1.0 if room else 0.0)
 
 
 def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
@@ -496,11 +572,26 @@ def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(there, LARGEST), np.minimum(back, LARGEST)
 
 
-def time_segments(model: Model, links: LinkColumns, R: np.ndarray, problem: Problem, host: Host) -> None:
-    """Add a column for the time of each segment, the objective."""
+def time_segments(
+    model: Model, links: LinkColumns, R: np.ndarray, problem: Problem, host: Host, small: np.ndarray | None
+) -> None:
+    """Add a column for the time of each segment, the objective.
+
+    Args:
+        small: (V,) bool where it is chosen what is kept: values that may be kept without a variable that says so.
+    """
     D = model.variables((len(R),), upper=np.inf, cost=1.0, name="D")[:, None]
     send, fetch = link_seconds(problem, host)
-    model.constrain("ops", [(R, problem.seconds / cost_unit(problem)), (D, -1.0)], upper=0.0)
+    # The first op waits for what it reads and is not kept; what the last op has overwritten goes home after it.
+    begins = [v for v in problem.homes.intersection(problem.graph.ops[0].inputs) if small is None or not small[v]]
+    ends = problem.homes.intersection(problem.graph.ops[-1].overwrites)
+    alone = np.zeros(len(R))
+    alone[0] += fetch[[v for v in begins if v not in problem.kept]].sum()
+    alone[-1] += send[[*ends]].sum()
+    chosen = np.full((len(R), len(begins)), NONE)
+    chosen[0] = [NONE if v in problem.kept else links.kept[v] for v in begins]
+    ops: list[Term] = [(R, problem.seconds / cost_unit(problem)), (chosen, -fetch[begins]), (D, -1.0)]
+    model.constrain("ops", ops, upper=-alone)
     if host.one_link:
         model.constrain("link", [(links.out, send), (links.back, fetch), (D, -1.0)], upper=0.0)
         return

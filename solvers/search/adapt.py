@@ -47,7 +47,7 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
     if schedule.R.shape != (T, T):
         raise ValueError(f"The start is a schedule of {len(schedule.R)} ops, but the problem has {T}.")
     schedule = Schedule.from_runs(problem.graph, schedule.R)
-    plain = without_rules(problem)  # a plan that breaks rules can be made into one that obeys them
+    plain = without_rules(problem).with_host(None)  # one that breaks rules can be made into one that obeys them
     if wrong := simulator.check_plan(simulator.lower(problem, schedule), plain):
         raise ValueError(f"The start is a schedule of another problem: {wrong[0]}.")
     return schedule
@@ -65,7 +65,11 @@ def as_start(known: Solution, problem: Problem) -> Start | None:
         return known
     ops = np.array(numbers[0])
     schedule = Schedule.from_runs(problem.graph, np.tril(known.schedule.R[np.ix_(ops, ops)]))
-    return None if simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem)) else schedule
+    return (
+        None
+        if simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem).with_host(None))
+        else schedule
+    )
 
 
 def proven_by(problem: Problem, budget: int, start: Start) -> float:

@@ -25,7 +25,6 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import check_problem
-from checkmate.errors import InvalidProblem
 from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
@@ -128,15 +127,12 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
     Raises:
         TypeError: if the problem is none.
-        InvalidProblem: if values are at home in its second memory.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
     MinBudget(peak=3, bound=3)
     """
     check_problem(problem)
-    if problem.homes:
-        raise InvalidProblem("The smallest budget of a step with values at home in the second memory is not known yet.")
     *others, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
     clock = Clock(time_limit)
     ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
@@ -156,6 +152,10 @@ def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     if problem.host is None:
         known = _find(problem, time_limit)
         return MinBudget(known.best, known.least)
+    if problem.homes:
+        plan = with_most_sent(problem, time_limit=time_limit)[1]
+        peak = problem.keep_all_peak if plan is None else simulator.simulate(plan, problem).peak
+        return MinBudget(peak, int(problem.unavoidable_bytes.max()))
     # With a second memory, sending everything for free gives the bound; the plan waits for links.
     plain = _find(problem.with_host(None), SHARE_WITHOUT_HOST * time_limit)
     most, plan = with_most_sent(problem, time_limit=(1 - SHARE_WITHOUT_HOST) * time_limit)
@@ -172,11 +172,13 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     assert problem.host is not None
     sent = sorted(sendable(problem), key=lambda v: -int(problem.sizes[v]))
     every = fetching = with_fetches(problem, sent)
-    while sent:
+    while sent or fetching.homes:
         peak, R = least_runs(fetching.problem, time_limit=time_limit)
         plan = place_transfers(problem, peak, *plain_events(fetching, lowered(fetching.problem, R)))
         if plan is not None and simulator.simulate(plan, problem).host_peak <= problem.host.budget:
             return every, plan
+        if not sent:
+            break
         sent, time_limit = sent[: len(sent) // 2], time_limit / 2
         fetching = with_fetches(problem, sent)
     return every, None

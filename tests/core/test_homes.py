@@ -20,7 +20,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
 from checkmate.inspection.timeline import timeline
-from checkmate.solvers.solve import min_budget, solve
+from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
 from tests.support.sampling import in_turn, long
 
@@ -254,5 +254,3 @@ def test_the_cheapest_of_all_plans_is_right_and_its_timeline_adds_up(seed: int) 
 def test_a_method_that_does_not_know_them_says_so() -> None:
     with pytest.raises(InvalidProblem, match="Method 'rotor' plans no step with values at home in the second memory"):
         solve(HOMES, 100, method="rotor")
-    with pytest.raises(InvalidProblem, match="The smallest budget of a step with values at home"):
-        min_budget(HOMES)
